@@ -1,8 +1,10 @@
 """Synchronous data-parallel computation as plain async Python."""
 
 from . import autodiff as autodiff
+from . import collectives as collectives
 from . import errors as errors
 from . import optimizers as optimizers
+from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
 from .devices import Device as Device
@@ -15,6 +17,7 @@ from .devices import run_on_host as run_on_host
 from .devices import set_logical_devices as set_logical_devices
 from .input import ArrayDataset as ArrayDataset
 from .input import DistributedDataset as DistributedDataset
+from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
@@ -40,11 +43,13 @@ from .values import Weighted as Weighted
 
 __all__ = [
     "ArrayDataset",
+    "CommunicationOptions",
     "DefaultStrategy",
     "Device",
     "DeviceSpec",
     "DistributedDataset",
     "DistributedValues",
+    "Handle",
     "IndexedSlices",
     "Mirrored",
     "MirroredStrategy",
@@ -63,6 +68,7 @@ __all__ = [
     "VariableSynchronization",
     "Weighted",
     "autodiff",
+    "collectives",
     "current_device",
     "device",
     "device_op",

@@ -1,18 +1,31 @@
 """Collectives on arrays: reduce and gather over replicas, in replica order."""
 
 from .._export import export_public
+from ._buffers import BufferPool as BufferPool
+from ._compression import Compression as Compression
+from ._compression import Float16 as Float16
+from ._compression import TopK as TopK
 from ._gather import concatenate as concatenate
 from ._gather import gather_difference as gather_difference
 from ._gather import require_axis as require_axis
+from ._options import CommunicationOptions as CommunicationOptions
+from ._options import require_options as require_options
 from ._reduce import leaf_bytes as leaf_bytes
 from ._reduce import leaf_difference as leaf_difference
 from ._reduce import reduce_leaves as reduce_leaves
 from ._reduce import require_reducible as require_reducible
 from ._reduce_axis import reduce_over_axis as reduce_over_axis
+from ._reducer import Reducer as Reducer
 from ._sparse import reduce_slices as reduce_slices
 from ._sparse import require_dense as require_dense
 
 __all__ = [
+    "BufferPool",
+    "CommunicationOptions",
+    "Compression",
+    "Float16",
+    "Reducer",
+    "TopK",
     "concatenate",
     "gather_difference",
     "leaf_bytes",
@@ -22,6 +35,7 @@ __all__ = [
     "reduce_slices",
     "require_axis",
     "require_dense",
+    "require_options",
     "require_reducible",
 ]
 

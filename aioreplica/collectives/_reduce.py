@@ -18,8 +18,9 @@ _PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return the size of a leaf in bytes, 0 for Python numbers."""
-    return int(getattr(leaf, "nbytes", 0))
+    """Return the size of a leaf in bytes, 0 for what is no array."""
+    size = getattr(leaf, "nbytes", 0)
+    return size if isinstance(size, int) else 0  # that of a class is a descriptor
 
 
 def require_reducible(leaf: Any, where: str, op: ReduceOp = ReduceOp.SUM) -> None:

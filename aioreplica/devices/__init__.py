@@ -24,6 +24,8 @@ from ._run import run_on_lane as run_on_lane
 from ._run import submit_gang as submit_gang
 from ._spec import Device as Device
 from ._spec import DeviceSpec as DeviceSpec
+from ._together import num_collective_streams as num_collective_streams
+from ._together import run_together as run_together
 from ._tracker import OpTracker as OpTracker
 
 __all__ = [
@@ -43,9 +45,11 @@ __all__ = [
     "is_interrupted",
     "lane_table",
     "list_devices",
+    "num_collective_streams",
     "require_device",
     "run_on_host",
     "run_on_lane",
+    "run_together",
     "running_loop",
     "set_lane_options",
     "set_logical_devices",

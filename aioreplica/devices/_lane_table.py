@@ -14,6 +14,7 @@ from ._blas import BlasBudget
 from ._lane import Lane, LaneStatistics
 
 HOST = "host"
+COLLECTIVES = "collectives"
 EXIT_JOIN_S = 0.5
 
 
@@ -30,6 +31,7 @@ class LaneTable:
         self.generation = 0
         self.nice = 5
         self.num_streams = 1
+        self.num_collective_streams = _default_collective_streams()
         self._reset()
         os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._at_exit)
@@ -46,7 +48,7 @@ class LaneTable:
         lane = self._lanes.get(name)
         if lane is None:
             with self._lock:
-                streams = _host_streams() if name == HOST else self.num_streams
+                streams = self._streams_of(name)
                 lane = self._lanes.setdefault(name, Lane(name, num_streams=streams, nice=self.nice))
         return lane
 
@@ -71,7 +73,7 @@ class LaneTable:
                     lane.stop()
             self._budget()
 
-    def configure(self, num_streams: int, nice: int) -> None:
+    def configure(self, num_streams: int, nice: int, num_collective_streams: int | None) -> None:
         """Set options of lanes made from now on."""
         with self._lock:
             if self._lanes:
@@ -82,6 +84,7 @@ class LaneTable:
                 )
             self.num_streams = num_streams
             self.nice = nice
+            self.num_collective_streams = num_collective_streams or _default_collective_streams()
 
     def statistics(self) -> dict[str, LaneStatistics]:
         """Return the statistics of every lane, by device name."""
@@ -90,6 +93,11 @@ class LaneTable:
 
     def __repr__(self) -> str:
         return f"<LaneTable | {len(self._lanes)} lanes, {len(self._users)} in use>"
+
+    def _streams_of(self, name: str) -> int:
+        if name == COLLECTIVES:
+            return self.num_collective_streams
+        return _host_streams() if name == HOST else self.num_streams
 
     def _budget(self) -> None:
         self._blas.set_num_lanes(sum(1 for name in self._users if name.startswith("cpu:")))
@@ -114,24 +122,37 @@ def _host_streams() -> int:
     return min(32, len(os.sched_getaffinity(0)) + 4)
 
 
+def _default_collective_streams() -> int:
+    """Return as many threads as keep memory busy; more would only take cores from the devices."""
+    return min(4, len(os.sched_getaffinity(0)))
+
+
 def lane_table() -> LaneTable:
     """Return the lane table of the process."""
     return REGISTRY.once("lane_table", LaneTable)
 
 
-def set_lane_options(*, num_streams: int = 1, nice: int = 5) -> None:
+def set_lane_options(
+    *, num_streams: int = 1, nice: int = 5, num_collective_streams: int | None = None
+) -> None:
     """Set how lanes are made, before the first op.
 
     Args:
         num_streams: Threads per device; 1 keeps the ops of a device in stream order.
         nice: Added to the OS niceness of lane threads; 0 leaves them at the loop's priority.
+        num_collective_streams: Threads that reduce large arrays; None takes one per core, at most
+            4. Results do not depend on it.
 
     Raises:
-        ValueError: If `num_streams` is below 1 or `nice` is not between 0 and 19.
+        ValueError: If a number of streams is below 1 or `nice` is not between 0 and 19.
         DeviceError: If lanes exist already.
     """
     if num_streams < 1:
         raise ValueError(f"num_streams must be at least 1, got {num_streams}.")
     if not 0 <= nice <= 19:
         raise ValueError(f"nice must be between 0 and 19, got {nice}.")
-    lane_table().configure(num_streams, nice)
+    if num_collective_streams is not None and num_collective_streams < 1:
+        raise ValueError(
+            f"num_collective_streams must be at least 1, got {num_collective_streams}."
+        )
+    lane_table().configure(num_streams, nice, num_collective_streams)

@@ -14,9 +14,9 @@ from ._lane_table import HOST, lane_table
 from ._op import Op
 from ._tracker import OpTracker
 
-INLINE_BYTES = 256 * 1024
-"""Array work that reads fewer bytes than this runs on the event loop: a trip to the host pool and
-back costs 20 to 40 µs, in which a core reads about as much."""
+INLINE_BYTES = 2 * 1024 * 1024
+"""Array work that reads no more than this runs on the event loop. A trip to another thread and back
+costs about 40 µs; summing that many bytes takes 50 to 100 µs, so two threads would save nothing."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

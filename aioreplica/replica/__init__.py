@@ -3,23 +3,31 @@
 from .._export import export_public
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
+from ._collectives import Collectives as Collectives
 from ._context import ReplicaContext as ReplicaContext
 from ._group import ReplicaGroup as ReplicaGroup
-from ._rendezvous import Meet as Meet
+from ._group_context import GroupContext as GroupContext
+from ._handle import Handle as Handle
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
+from ._sync_group import Generation as Generation
+from ._sync_group import SyncGroup as SyncGroup
 from ._variables import update_variable as update_variable
 
 __all__ = [
     "Collective",
-    "Meet",
+    "Collectives",
+    "Generation",
+    "GroupContext",
+    "Handle",
     "Meeting",
     "Mismatch",
     "Rendezvous",
     "ReplicaContext",
     "ReplicaGroup",
     "ReplicaState",
+    "SyncGroup",
     "update_variable",
 ]
 

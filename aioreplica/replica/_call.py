@@ -10,6 +10,7 @@ from ..telemetry import source_line
 
 if TYPE_CHECKING:
     from ._collective import Collective
+    from ._sync_group import SyncGroup
 
 _new = object.__new__
 
@@ -25,10 +26,13 @@ class Call:
     Attributes:
         collective: Which collective was called.
         argument: Its decisive argument: the merge function, or the reduce op.
-        args: Positional arguments of the merge function, or the one value of a collective.
+        args: Positional arguments of the merge function, or what a collective works on.
         kwargs: Keyword arguments of the merge function.
-        sequence: Number of the call in its replica, from 1.
-        context: Context variables at the await, for replica 0 only.
+        group: Whom it wants to meet.
+        position: Index of the caller in that group.
+        sequence: Number of the call among those of its replica in that group, from 1.
+        arrived_s: When it arrived, on the loop's clock.
+        context: Context variables at the await, for the group's first member only.
         code: The code object that made the call.
         instruction: Where in it, as a byte offset.
     """
@@ -36,11 +40,14 @@ class Call:
     __slots__ = (
         "args",
         "argument",
+        "arrived_s",
         "code",
         "collective",
         "context",
+        "group",
         "instruction",
         "kwargs",
+        "position",
         "sequence",
     )
 
@@ -48,7 +55,10 @@ class Call:
     argument: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] | None
+    group: SyncGroup
+    position: int
     sequence: int
+    arrived_s: float
     context: Context
     code: CodeType
     instruction: int
@@ -71,7 +81,8 @@ class Call:
     def describe(self) -> str:
         """Name the collective with its argument and number, such as "all_reduce #3 (SUM)"."""
         detail = self.collective.detail(self.argument)
-        return f"{self.collective.name} #{self.sequence}" + (f" ({detail})" if detail else "")
+        text = f"{self.collective.name} #{self.sequence}" + (f" ({detail})" if detail else "")
+        return f"{text} in group {self.group.members}" if self.group.is_partial else text
 
 
 def new_call(
@@ -79,6 +90,8 @@ def new_call(
     argument: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
+    group: SyncGroup,
+    position: int,
     sequence: int,
     frame: FrameType,
 ) -> Call:
@@ -88,6 +101,8 @@ def new_call(
     call.argument = argument
     call.args = args
     call.kwargs = kwargs
+    call.group = group
+    call.position = position
     call.sequence = sequence
     call.code = frame.f_code
     call.instruction = frame.f_lasti

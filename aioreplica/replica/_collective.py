@@ -6,11 +6,13 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 if TYPE_CHECKING:
+    from ..collectives import Reducer
     from ..context import Place
+    from ..devices import OpTracker
     from ._call import Call
 
 Parts: TypeAlias = Sequence[Any]  # one result per replica, in replica order
@@ -32,20 +34,51 @@ class Pending:
             self.awaitable.cancel()
 
 
-class Meeting(ABC):
-    """What a collective needs to know of the run it happens in."""
+@final
+@dataclass(slots=True)
+class Meeting:
+    """What a collective needs to know of the sync group it happens in.
+
+    Attributes:
+        strategy: Passed to merge functions.
+        merge_place: Where merge functions run.
+        device_names: One per member.
+        has_plain_values: Whether merge functions get plain values (the default strategy).
+        reducer: Does the work on arrays.
+        ops: What counts the run's work in flight.
+        members: The replica ids.
+        num_replicas: How many there are.
+    """
 
     strategy: Any  # Any: the strategies layer lies above this one
     merge_place: Place
-    num_replicas: int
     device_names: Sequence[str]
     has_plain_values: bool
+    reducer: Reducer
+    ops: OpTracker
+    members: Sequence[int]
+    num_replicas: int
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long replicas wait for each other unless a call says otherwise, in seconds."""
+        return self.reducer.options.timeout_seconds
+
+    def of(self, members: Sequence[int]) -> Meeting:
+        """Return the meeting of some of the members."""
+        names = [self.device_names[i] for i in members]
+        return replace(self, device_names=names, members=members, num_replicas=len(members))
 
 
 class Collective(ABC):
-    """One kind of collective; stateless, one instance per process."""
+    """One kind of collective; stateless, one instance per process.
+
+    Attributes:
+        is_uneven: Whether replicas may bring values of different sizes.
+    """
 
     __slots__ = ()
+    is_uneven = False
 
     @property
     @abstractmethod
@@ -55,6 +88,18 @@ class Collective(ABC):
     @abstractmethod
     def detail(self, argument: Any) -> str:
         """Describe the decisive argument for tables; may be empty."""
+
+    def timeout_s(self, argument: Any) -> float | None:
+        """Return how long replicas may wait for each other, None if the call does not say."""
+        return None
+
+    def op_name(self, argument: Any) -> str:
+        """Name the operator of a reduction for records; empty for the rest."""
+        return ""
+
+    def num_bytes(self, call: Call) -> int:
+        """Return the size of what one replica brought."""
+        return 0
 
     @abstractmethod
     def agrees(self, first: Call, call: Call) -> bool:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar, final
 
 import numpy as np
 
-from ..collectives import require_axis, require_reducible
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort, Device, Lane, Op, OpTracker, lane_table
-from ..tree import leaves
-from ..typing import ReduceOp
 from ..values import Variable
 from ._call import new_call
 from ._collective import Collective
-from ._decisions import AGREE, ALL, ANY, BARRIER, BROADCAST
+from ._collectives import Collectives
 from ._group import ReplicaGroup
-from ._merge_call import MERGE_CALL, merge_call_named
+from ._group_context import GroupContext, require_members
+from ._handle import Handle
+from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._random import random_stream
-from ._reductions import ALL_GATHER, ALL_REDUCE
 from ._seat import Seat
+from ._sync_group import SyncGroup
 from ._variables import create_variable, update_variable
 
 P = ParamSpec("P")
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 @final
-class ReplicaContext:
+class ReplicaContext(Collectives):
     """One replica of one run: who it is, and the collectives it takes part in.
 
     Got from `ar.get_replica_context()` inside a step function. Every collective must be called by
@@ -46,7 +45,9 @@ class ReplicaContext:
         aborted every await here raises CancelledError.
     """
 
-    __slots__ = ("_device", "_group", "_lane", "_live", "_port", "_seat", "_seed", "_strategy")
+    __slots__ = (
+        "_device", "_group", "_lane", "_live", "_point", "_port", "_seat", "_seed", "_strategy"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class ReplicaContext:
     ) -> None:
         self._strategy = strategy  # Any: the strategies layer lies above this one
         self._group = group
+        self._point = group.point
         self._seat = seat
         self._device = device
         self._port = port
@@ -118,154 +120,43 @@ class ReplicaContext:
         """Close the strategy: an interrupt left one of its ops to the device thread."""
         self._strategy.abandon()
 
-    def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Coroutine[Any, Any, Any]:
-        """Gather every replica's arguments, run `merge_fn` once over them, return my part.
-
-        Args:
-            merge_fn: Called as `merge_fn(strategy, *merged, **merged)` in cross-replica context,
-                with replica 0's context variables; a plain or an async function. Pass the same
-                function on every replica (a lambda or nested `def` counts as the same).
-            args: Positional arguments, a tuple or list. Each leaf becomes a PerReplica; strings,
-                bytes, enums, functions and classes must be equal everywhere and stay themselves.
-            kwargs: Keyword arguments, merged alike.
-
-        Returns:
-            This replica's component where the result holds PerReplica or Mirrored values, the
-            result itself elsewhere.
-
-        Raises:
-            TypeError: If `merge_fn` is not callable.
-            ValueError: If `args` is not a tuple or list, or the result holds a PerReplica of the
-                wrong length.
-            ContextError: If called outside this replica, or while another collective of this
-                replica is in progress.
-            Exception: What `merge_fn` raises is raised in every replica.
-
-        Determinism:
-            Arguments are in replica order, whatever the order of arrival.
-
-        Source:
-            tf.distribute.ReplicaContext.merge_call.
-        """
-        if not callable(merge_fn):
-            raise TypeError(
-                f"merge_call needs a function of (strategy, *args), got {merge_fn!r} "
-                f"({type(merge_fn).__name__})."
-            )
-        if type(args) is not tuple:
-            if not isinstance(args, (list, tuple)):
-                raise ValueError(
-                    f"merge_call takes args as a tuple or list, got {args!r}. "
-                    "Write args=(value,) for one argument."
-                )
-            args = tuple(args)
-        return self._call(MERGE_CALL, merge_fn, args, kwargs, sys._getframe(1))
-
     def meet_as(
         self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
         return self._call(merge_call_named(name), merge_fn, args, None, frame)
 
-    def all_reduce(self, op: ReduceOp | str, value: Any) -> Coroutine[Any, Any, Any]:
-        """Combine a value over all replicas; every replica gets the result.
+    def group(self, members: Iterable[int]) -> GroupContext:
+        """Return the collectives among some of the replicas, which this one must be one of.
 
         Args:
-            op: SUM, MEAN, MIN or MAX, or its name in any case.
-            value: Any pytree of arrays, numbers or IndexedSlices, with equal structure, shapes
-                and dtypes on all replicas; the rows of IndexedSlices may differ.
-
-        Returns:
-            The combined pytree. Arrays are read-only and shared by all replicas; Python numbers
-            stay Python numbers. A mean of integers is float64.
+            members: Ids of the replicas, in any order; every member has to name the same.
 
         Raises:
-            ValueError: If `op` is unknown, or MIN or MAX for an IndexedSlices.
-            TypeError: If a leaf is not numeric.
-            ContextError: As for `merge_call`.
+            TypeError: If they are no ints.
+            ValueError: If there is none, one is repeated or is not a replica, or this one is left
+                out.
+            ContextError: If called outside this replica.
 
-        Determinism:
-            Summed in ascending replica id: bitwise reproducible.
+        Example:
+            >>> import asyncio
+            >>> import aioreplica as ar
+            >>> async def step():
+            ...     ctx = ar.get_replica_context()
+            ...     me = ctx.replica_id_in_sync_group
+            ...     pair = ctx.group([0, 1] if me < 2 else [2, 3])
+            ...     return await pair.all_reduce("sum", me)
+            >>> async def main():
+            ...     ar.set_logical_devices("cpu", 4)
+            ...     async with ar.MirroredStrategy() as strategy:
+            ...         return await strategy.run(step)
+            >>> asyncio.run(main()).values  # doctest: +SKIP
+            (1, 1, 5, 5)
         """
-        frame = sys._getframe(1)
-        parsed = ReduceOp.parse(op)
-        if type(value) is not np.ndarray or value.dtype.kind not in "fiubc":
-            for leaf in leaves(value):
-                require_reducible(leaf, "all_reduce", parsed)
-        return self._call(ALL_REDUCE, parsed, (value,), None, frame)
-
-    def all_gather(self, value: Any, axis: int) -> Coroutine[Any, Any, Any]:
-        """Join a value of all replicas along `axis`, in replica order.
-
-        Args:
-            value: Any pytree of arrays; sizes along `axis` may differ between replicas.
-            axis: The axis to join along; negative ones count from the end.
-
-        Returns:
-            The joined pytree, read-only and shared by all replicas.
-
-        Raises:
-            ValueError: If a leaf is a scalar or has no such axis.
-            ContextError: As for `merge_call`.
-        """
-        frame = sys._getframe(1)
-        for leaf in leaves(value):
-            require_axis(leaf, axis, "all_gather")
-        return self._call(ALL_GATHER, axis, (value,), None, frame)
-
-    def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
-        """Give every replica the value of replica `source`; the others' values are ignored.
-
-        Raises:
-            ValueError: If there is no such replica.
-            ContextError: As for `merge_call`.
-        """
-        frame = sys._getframe(1)
-        if not 0 <= source < self._group.num_replicas:
-            raise ValueError(
-                f"broadcast got source={source!r}, but replicas are 0 to "
-                f"{self._group.num_replicas - 1}."
-            )
-        return self._call(BROADCAST, source, (value,), None, frame)
-
-    def barrier(self) -> Coroutine[Any, Any, None]:
-        """Wait until every replica is here.
-
-        Raises:
-            ContextError: As for `merge_call`.
-        """
-        return self._call(BARRIER, None, (None,), None, sys._getframe(1))
-
-    def any(self, flag: Any) -> Coroutine[Any, Any, bool]:
-        """Tell every replica whether the flag is true on at least one; for stopping together.
-
-        Raises:
-            ContextError: As for `merge_call`.
-        """
-        return self._call(ANY, None, (bool(flag),), None, sys._getframe(1))
-
-    def all(self, flag: Any) -> Coroutine[Any, Any, bool]:
-        """Tell every replica whether the flag is true on all of them.
-
-        Raises:
-            ContextError: As for `merge_call`.
-        """
-        return self._call(ALL, None, (bool(flag),), None, sys._getframe(1))
-
-    def agree(self, value: T) -> Coroutine[Any, Any, T]:
-        """Check that all replicas hold equal values, and return the value.
-
-        A different value is a MergeMismatchError that shows both. NaN equals NaN.
-
-        Raises:
-            ContextError: As for `merge_call`.
-        """
-        return self._call(AGREE, None, (value,), None, sys._getframe(1))
+        if PLACE.get() is not self._live:
+            raise misuse_error("group", self._seat, self._group.step, self._live)
+        ids = require_members(members, self._seat.replica_id, self._group.num_replicas)
+        return GroupContext(self, self._point.sub_group(ids))
 
     def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
         """Create one distributed variable from inside the step; a collective.
@@ -319,12 +210,59 @@ class ReplicaContext:
     ) -> Coroutine[Any, Any, Any]:
         if PLACE.get() is not self._live:
             raise misuse_error(collective.name, self._seat, self._group.step, self._live)
-        seat = self._seat
+        seat, point = self._seat, self._point
         seat.sequence = sequence = seat.sequence + 1
-        call = new_call(collective, argument, args, kwargs, sequence, frame)
-        coroutine = self._group.meet(seat, call)
-        seat.unawaited[sequence] = (call, coroutine)
+        call = new_call(
+            collective, argument, args, kwargs, point.everyone, seat.replica_id, sequence, frame
+        )
+        coroutine = point.meet(seat, call)
+        seat.unawaited[call] = coroutine
         return coroutine
+
+    def _start(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Handle:
+        everyone = self._point.everyone
+        return self.start_in(everyone, self._seat.replica_id, collective, argument, args, frame)
+
+    def call_in(
+        self,
+        group: SyncGroup,
+        position: int,
+        collective: Collective,
+        argument: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        frame: FrameType,
+    ) -> Coroutine[Any, Any, Any]:
+        """Make a call in a group; for `GroupContext`."""
+        if PLACE.get() is not self._live:
+            raise misuse_error(collective.name, self._seat, self._group.step, self._live)
+        sequence = self._seat.next_in(group)
+        call = new_call(collective, argument, args, kwargs, group, position, sequence, frame)
+        coroutine = self._point.meet(self._seat, call)
+        self._seat.unawaited[call] = coroutine
+        return coroutine
+
+    def start_in(
+        self,
+        group: SyncGroup,
+        position: int,
+        collective: Collective,
+        argument: Any,
+        args: tuple[Any, ...],
+        frame: FrameType,
+    ) -> Handle:
+        """Start a call in a group; for `GroupContext`."""
+        place = self._live
+        if place is None or PLACE.get() is not place:
+            raise misuse_error(collective.name, self._seat, self._group.step, place)
+        seat = self._seat
+        sequence = seat.next_in(group)
+        call = new_call(collective, argument, args, None, group, position, sequence, frame)
+        generation = self._point.start(seat, call)
+        seat.started[call] = generation
+        return Handle(self._point, seat, call, generation, place)
 
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.

@@ -1,4 +1,4 @@
-"""barrier, broadcast, any, all and agree: meeting without arithmetic on arrays."""
+"""barrier, any, all and agree: meeting to decide together."""
 
 from __future__ import annotations
 
@@ -7,39 +7,9 @@ from typing import Any, final
 
 import numpy as np
 
-from ..tree import flatten, map_leaves
+from ..tree import flatten
 from ._call import Call
 from ._collective import Collective, Meeting, Parts
-
-
-@final
-class Broadcast(Collective):
-    """Gives every replica the value of one of them; what the others passed is ignored."""
-
-    __slots__ = ()
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "broadcast"
-
-    def detail(self, argument: int) -> str:
-        """Name the source."""
-        return f"source {argument}"
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether the sources are equal."""
-        return bool(first.argument == call.argument)
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say how sources differ."""
-        if first.argument == call.argument:
-            return None
-        return f"sources {first.argument} and {call.argument} differ"
-
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts:
-        """Share the source's value; arrays are copied, so that later writes stay its own."""
-        return [map_leaves(_frozen, calls[calls[0].argument].args[0])] * len(calls)
 
 
 @final
@@ -104,14 +74,6 @@ class Decision(Collective):
         return [self._decide([call.args[0] for call in calls])] * len(calls)
 
 
-def _frozen(leaf: Any) -> Any:
-    if type(leaf) is not np.ndarray:
-        return leaf
-    copy = leaf.copy()
-    copy.flags.writeable = False
-    return copy
-
-
 def _equal_trees(first: Any, other: Any) -> bool:
     leaves, spec = flatten(first)
     other_leaves, other_spec = flatten(other)
@@ -131,7 +93,6 @@ def _equal_leaves(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-BROADCAST = Broadcast()
 AGREE = Agree()
 BARRIER = Decision("barrier", lambda _flags: None)
 ANY = Decision("any", any)

@@ -1,9 +1,6 @@
-"""The replica group: starts the replicas of one run, carries out what the rendezvous decides.
+"""The replica group: starts the replicas of one run and sees to their end.
 
-This is the hot path. Replicas are bare asyncio tasks; those that have to wait in a collective
-share one future, which carries the results of all. The last replica to arrive runs the merge in
-its own step and releases the others. Cancelling one waiting task cancels the shared future; as
-the others can then never meet it, that ends the run in any case (`_wait_cancelled`).
+Replicas are bare asyncio tasks; they meet at the group's meeting point (`_meeting_point.py`).
 
 A run ends in one of three ways: every replica returned, a cause was found (mismatch, stall, call
 never awaited), or replicas failed by themselves. In the last two all replicas are cancelled, and
@@ -14,31 +11,32 @@ cancellation.
 from __future__ import annotations
 
 import asyncio
-from asyncio import current_task
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from functools import partial
 from typing import Any, final
 
+from ..collectives import Reducer
 from ..context import PLACE, Place
 from ..devices import CompletionPort, Op, OpTracker, submit_gang, wait_shielded
 from ..telemetry import Recorder
 from ._call import Call
-from ._collective import Meeting, Parts, Pending
-from ._failure import Outcome, add_note_once
-from ._merge_task import MergeTask
-from ._rendezvous import Meet, Mismatch, Rendezvous, ReplicaState
-from ._seat import Seat
+from ._collective import Meeting
+from ._failure import Outcome
+from ._meeting_point import MeetingPoint, RunControl
+from ._merge_task import error_of
+from ._rendezvous import Mismatch, ReplicaState
+from ._seat import Seat, warn_never_awaited
 from ._stack import format_stack
 from ._stall import StallWatch
-from ._table import mismatch_error, never_awaited_error, stall_error, two_at_once_error
+from ._table import mismatch_error, never_awaited_error, stall_error
 
 RECANCEL_S = 0.25  # doubled each time
 GIVE_UP_S = 0.25
 
 
 @final
-class ReplicaGroup(Meeting):
+class ReplicaGroup(RunControl):
     """One run's replicas.
 
     Args:
@@ -46,48 +44,58 @@ class ReplicaGroup(Meeting):
         merge_place: Where merge functions run.
         device_names: One per replica.
         loop: The event loop of the run; None outside every run, where one replica meets itself.
+        reducer: Does the work of collectives on arrays.
         recorder: Receives one record per merge.
         step: Number of the run in its strategy.
         fn_name: Name of the step function, for notes.
         has_plain_values: Whether merge functions get plain values (the default strategy).
 
+    Attributes:
+        seats: The state of each replica.
+        point: Where they meet.
+        ops: What counts the run's device ops in flight.
+
     Invariants:
-        * `num_left` counts replicas, and a merge task, that have not ended.
-        * `is_aborted` implies that every later library await in the run raises CancelledError.
+        * `num_left` counts the replicas that have not ended.
+        * `point.is_aborted` implies that every later library await in the run raises
+          CancelledError.
     """
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: Any,  # Any: the strategies layer lies above this one
         merge_place: Place,
         device_names: Sequence[str],
         loop: asyncio.AbstractEventLoop | None,
+        reducer: Reducer,
         recorder: Recorder,
         step: int,
         fn_name: str,
         *,
         has_plain_values: bool = False,
     ) -> None:
-        self.strategy, self.merge_place = strategy, merge_place
-        self.num_replicas = len(device_names)
-        self.device_names = device_names
-        self.has_plain_values = has_plain_values
+        self.num_replicas = size = len(device_names)
         self.step = step
-        self.is_aborted = False
-        self.seats = [Seat(i) for i in range(self.num_replicas)]
         self.ops = OpTracker()
+        self.seats = [Seat(i) for i in range(size)]
+        meeting = Meeting(
+            strategy, merge_place, device_names, has_plain_values, reducer, self.ops,
+            range(size), size,
+        )  # fmt: skip
+        self.point = MeetingPoint(self.seats, meeting, loop, recorder, step, self)
+        self._strategy = strategy
         self._loop = loop
-        self._record = recorder.record
-        self._rendezvous = Rendezvous(device_names)
+        self._recorder = recorder
         self._num_left = 0
-        self._num_merges = 0
         self._finished: asyncio.Future[None] | None = None
-        self._merge_task: MergeTask | None = None
-        self._waiter: asyncio.Future[Parts] | None = None
-        self._calls: Sequence[Call] = ()
         self._outcome = Outcome(device_names, step, fn_name)
         self._recancel: asyncio.TimerHandle | None = None
         self._gave_up = False
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the run was ended early."""
+        return self.point.is_aborted
 
     def start_tasks(
         self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, Any]]
@@ -133,7 +141,7 @@ class ReplicaGroup(Meeting):
         """
         watch = None
         if stall_timeout is not None and self._loop is not None:
-            watch = StallWatch(self._loop, stall_timeout, self._progress, self._stalled)
+            watch = StallWatch(self._loop, stall_timeout, self._progress, self.stalled)
         try:
             await self._new_finished()
             if self.ops.pending:
@@ -153,65 +161,73 @@ class ReplicaGroup(Meeting):
         error = self._outcome.error()
         if error is not None:
             raise error
+        for seat in self.seats:
+            error = seat.failed_start()
+            if error is not None:
+                raise error
+        warn_never_awaited(self.seats)
         return [seat.work.result() for seat in self.seats if seat.work is not None]
 
     def forget(self) -> None:
         """Let go of the ended tasks, so that the run's objects form no cycle."""
         self.ops.close()
-        self._calls = ()
-        self._rendezvous.forget()
+        self.point.forget()
         for seat in self.seats:
-            seat.work = seat.op = None
+            seat.forget()
 
     def abort(self, cause: BaseException | None) -> None:
         """End the run: remember why, cancel every replica wherever it waits. Idempotent."""
         if self.is_aborted:
             return
-        self.is_aborted = True
         self._outcome.cause = cause
+        self.point.is_aborted = True
         self._cancel_all()
         self._cancel_again_in(RECANCEL_S)
 
     @property
     def is_over(self) -> bool:
         """Whether every replica has ended, or was given up under an interrupt."""
-        return self._num_left == 0 or self._gave_up
+        return (self._num_left == 0 and not self.point.merging) or self._gave_up
 
     def _cancel_all(self) -> None:
-        if self._waiter is not None:
-            self._waiter.cancel()  # a child task of a replica may be among those who wait
+        self.point.cancel()
         for seat in self.seats:
             seat.cancel()
-        if self._merge_task is not None:
-            self._merge_task.cancel()
 
     def _cancel_again(self, delay: float) -> None:
         self._cancel_all()
         self._cancel_again_in(2 * delay)
 
     def _cancel_again_in(self, delay: float) -> None:
-        if self._num_left and self._loop is not None:
+        if not self.is_over and self._loop is not None:
             self._recancel = self._loop.call_later(delay, self._cancel_again, delay)
 
     def _ended(self, seat: Seat, work: asyncio.Future[Any]) -> None:
         """Take note of a replica's end, one loop cycle after it."""
         self._num_left -= 1
-        error = _error_of(work)
+        error = error_of(work)
+        if error is None and seat.started:
+            error = seat.failed_start()
         if seat.unawaited:
             self._forgotten(seat, error)
         elif error is None and not self.is_aborted:
-            mismatch = self._rendezvous.leave(seat.replica_id, ReplicaState.RETURNED)
+            mismatch = self.point.rendezvous.leave(seat.replica_id, ReplicaState.RETURNED)
             if mismatch is not None:
-                self._abort_mismatch(mismatch)
+                self.abort_mismatch(mismatch)
         if error is not None:
             self._replica_failed(seat, error)
-        if self._num_left == 0:
+        if self.is_over:
+            self._resolve_finished()
+
+    def merge_ended(self) -> None:
+        """Take note that a merge's task has ended."""
+        if self.is_over:
             self._resolve_finished()
 
     def _replica_failed(self, seat: Seat, error: BaseException) -> None:
         if not seat.was_cancelled:
             self._outcome.failed(seat.replica_id, error)
-            self._rendezvous.leave(seat.replica_id, ReplicaState.FAILED)
+            self.point.rendezvous.leave(seat.replica_id, ReplicaState.FAILED)
             self.abort(None)
         elif not isinstance(error, asyncio.CancelledError):
             self._outcome.unwound(seat.replica_id, error)
@@ -225,9 +241,9 @@ class ReplicaGroup(Meeting):
         if given_up is None:
             self.abort(never_awaited_error(self.step, lines))
             return
-        mismatch = self._rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW, given_up)
+        mismatch = self.point.rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW, given_up)
         if mismatch is not None:
-            self._abort_mismatch(mismatch)
+            self.abort_mismatch(mismatch)
 
     async def _drain(self) -> asyncio.CancelledError | None:
         """Wait for all replicas and ops, or for a moment if the interpreter is interrupted.
@@ -250,7 +266,7 @@ class ReplicaGroup(Meeting):
                 except asyncio.CancelledError as error:
                     cancelled(error)
             timer.cancel()
-            self.strategy.abandon()
+            self._strategy.abandon()
         return seen[0] if seen else None
 
     def _give_up(self) -> None:
@@ -265,151 +281,26 @@ class ReplicaGroup(Meeting):
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
-    async def meet(self, seat: Seat, call: Call) -> Any:
-        """Bring one replica's call to the rendezvous; return its part of the merge's result."""
-        del seat.unawaited[call.sequence]
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        if seat.waiting is not None:
-            held = self._rendezvous.current_call(seat.replica_id)
-            error = two_at_once_error(call, held)
-            if self._loop is not None:
-                self.abort(error)
-            raise error
-        waiter = self._waiter
-        if waiter is not None and waiter.cancelled():  # by a replica that does not know it yet
-            self._wait_cancelled(seat, waiter)
-            raise asyncio.CancelledError
-        replica_id = seat.replica_id
-        if replica_id == 0:
-            call.context = copy_context()
-        decision = self._rendezvous.arrive(replica_id, call)
-        if decision is not None:
-            parts = self._all_arrived(decision, call)
-            if type(parts) is not Pending:
-                if self.num_replicas == 1:
-                    await asyncio.sleep(0)  # a loop of collectives must let others run
-                return parts[replica_id]
-            self._start_merge(parts)
-        if waiter is None:
-            self._waiter = waiter = asyncio.Future(loop=self._loop)
-        seat.waiting = task = current_task(self._loop)
-        seat.cancels_before = task.cancelling()  # type: ignore[union-attr]  # a task runs this
-        try:
-            parts = await waiter
-        except asyncio.CancelledError:
-            self._wait_cancelled(seat, waiter)
-            if self._loop is None:  # no run waits for the merge to end
-                await self._drain()
-                self.is_aborted, self._waiter = False, None
-                self._rendezvous = Rendezvous(["-"])
-            raise
-        finally:
-            seat.waiting = None
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        return parts[replica_id]
-
-    def _all_arrived(self, decision: Meet | Mismatch, call: Call) -> Parts | Pending:
-        """Carry out the decision that ends a generation; return parts, or what to await."""
-        if type(decision) is Mismatch:
-            self._abort_mismatch(decision)
-            raise asyncio.CancelledError
-        self._calls = calls = decision.calls
-        try:
-            parts = call.collective.perform(self, calls)
-        except Exception as error:
-            self._merge_failed(error)
-            if isinstance(error, StopIteration):  # would look like the end of this coroutine
-                raise _without_stop(error) from error
-            raise
-        if type(parts) is not Pending:
-            self._release(parts)
-        return parts
-
-    def _release(self, parts: Parts) -> None:
-        """Hand every waiting replica the parts of a finished merge."""
-        self._rendezvous.merged()
-        self._num_merges += 1
-        first = self._calls[0]
-        self._record(self.step, first.sequence, first.collective.name, first.code,
-                     first.instruction, self.num_replicas)  # fmt: skip
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(parts)
-
-    def _merge_failed(self, error: BaseException) -> None:
-        """Raise the merge's exception, the same object, in every replica that waits."""
-        self._rendezvous.merged()
-        first = self._calls[0]
-        add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(_without_stop(error))
-
-    def _wait_cancelled(self, seat: Seat, waiter: asyncio.Future[Any]) -> None:
-        """Find out whose cancellation ended a wait, and end the run if that was a withdrawal."""
-        if self.is_aborted:
-            return
-        if waiter.done() and not waiter.cancelled():
-            waiter.exception()  # the merge was over: nothing was withdrawn
-            return
-        seat = _who_withdrew(self.seats, seat)
-        mismatch = self._rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW)
-        if mismatch is not None:
-            self._abort_mismatch(mismatch)
-
-    def _start_merge(self, pending: Pending) -> None:
-        self._num_left += 1
-        self._merge_task = MergeTask(
-            pending, lambda: self.is_aborted, self._loop, self._calls[0].context, self._merge_ended
+    def abort_mismatch(self, mismatch: Mismatch) -> None:
+        """End the run because its replicas can never meet."""
+        unawaited = [line for seat in self.seats for line in seat.not_awaited()]
+        self.abort(
+            mismatch_error(
+                mismatch.reason, mismatch.rows, self.step, unawaited, self._recorder.history()
+            )
         )
 
-    def _merge_ended(self, task: asyncio.Future[Parts]) -> None:
-        self._merge_task = None
-        self._num_left -= 1
-        error = _error_of(task)
-        if not self.is_aborted:
-            if error is None:
-                self._release(task.result())
-            else:
-                self._merge_failed(error)
-        if self._num_left == 0:
-            self._resolve_finished()
+    def stalled(self, timeout_s: float, call: Call | None = None) -> None:
+        """End the run because nothing happened for too long, at all or in one collective."""
+        stacks = tuple(format_stack(seat.work) for seat in self.seats)
+        rows = self.point.rendezvous.rows()
+        self.abort(stall_error(timeout_s, self.step, rows, stacks, call, self._recorder.history()))
 
-    def _abort_mismatch(self, mismatch: Mismatch) -> None:
-        unawaited = [line for seat in self.seats for line in seat.not_awaited()]
-        self.abort(mismatch_error(mismatch.reason, mismatch.rows, self.step, unawaited))
+    async def restart_outside(self) -> None:
+        """Wait for what a given-up call left, where no run does; then start afresh."""
+        await self._drain()
+        self.point.restart()
 
     def _progress(self) -> tuple[int, int, int]:
         done = self.ops.num_done + sum(seat.sequence for seat in self.seats)
-        return self._num_merges, self._num_left, done
-
-    def _stalled(self, timeout_s: float) -> None:
-        stacks = tuple(format_stack(seat.work) for seat in self.seats)
-        self.abort(stall_error(timeout_s, self.step, self._rendezvous.rows(), stacks))
-
-
-def _error_of(ended: asyncio.Future[Any]) -> BaseException | None:
-    """Return what a task ended with; its own CancelledError if it was cancelled."""
-    try:
-        return ended.exception()
-    except asyncio.CancelledError as cancelled:
-        return cancelled
-
-
-def _without_stop(error: BaseException) -> BaseException:
-    """Wrap a StopIteration, which neither a future nor a coroutine can carry."""
-    return RuntimeError(f"A merge raised {error!r}.") if type(error) is StopIteration else error
-
-
-def _who_withdrew(seats: Sequence[Seat], woken: Seat) -> Seat:
-    """Return whose cancellation cancelled the future that all waiting tasks share.
-
-    Each of them wakes with a CancelledError. The one whose own count of cancellations has grown is
-    the cause; else one that had been cancelled just before it arrived.
-    """
-    waiting = [(s, s.waiting.cancelling()) for s in seats if s.waiting is not None]
-    grown = [seat for seat, cancels in waiting if cancels > seat.cancels_before]
-    earlier = [seat for seat, cancels in waiting if cancels]
-    return (grown or earlier or [woken])[0]
+        return self.point.num_merges, self._num_left, done

@@ -8,8 +8,11 @@ from functools import partial
 from types import MethodType
 from typing import Any, final
 
+import numpy as np
+
+from ..collectives import leaf_bytes
 from ..context import PLACE
-from ..tree import LEAF_TYPES
+from ..tree import LEAF_TYPES, flatten
 from ..values import PerReplica, argument_difference, merged_column, split_per_replica
 from ._call import Call
 from ._collective import Collective, Meeting, Parts, Pending
@@ -39,6 +42,17 @@ class MergeCall(Collective):
             return ""  # a function of the library, which would tell the reader nothing
         wrapped = _unwrap(argument)
         return getattr(wrapped, "__qualname__", None) or type(wrapped).__qualname__
+
+    def num_bytes(self, call: Call) -> int:
+        """Add up the arrays among the positional arguments."""
+        total = 0
+        for value in call.args:
+            kind = type(value)
+            if kind is np.ndarray:
+                total += value.nbytes
+            elif kind not in LEAF_TYPES:
+                total += sum(map(leaf_bytes, flatten(value)[0]))
+        return total
 
     def agrees(self, first: Call, call: Call) -> bool:
         """Tell whether functions are the same and arguments have one structure."""

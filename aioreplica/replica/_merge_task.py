@@ -57,3 +57,11 @@ class MergeTask:
         if not self._has_begun:
             self._pending.discard()
         self._on_end(task)
+
+
+def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+    """Return what a task ended with; its own CancelledError if it was cancelled."""
+    try:
+        return ended.exception()
+    except asyncio.CancelledError as cancelled:
+        return cancelled

@@ -1,126 +1,139 @@
-"""all_reduce and all_gather: the collectives on arrays."""
+"""all_reduce, in one go or started, and reduce_scatter: values combined over replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
 
-from ..collectives import (
-    concatenate,
-    gather_difference,
-    leaf_bytes,
-    leaf_difference,
-    reduce_leaves,
-)
-from ..devices import INLINE_BYTES, run_on_host
-from ..tree import flatten, paths, unflatten
+from ..collectives import CommunicationOptions, leaf_difference
+from ..tree import unflatten
 from ..typing import ReduceOp
 from ._call import Call
 from ._collective import Collective, Meeting, Parts, Pending
+from ._payload import are_like, payload_bytes, payload_difference
 
 
 @final
-class AllReduce(Collective):
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How to reduce: the decisive argument of a reducing call.
+
+    Attributes:
+        op: The operator.
+        options: Of the call; None for those of the strategy.
+        axis: Along which a reduce_scatter hands out its result.
+    """
+
+    op: ReduceOp
+    options: CommunicationOptions | None = None
+    axis: int | None = None
+
+
+@lru_cache(maxsize=256)
+def reduction(
+    op: ReduceOp, options: CommunicationOptions | None = None, axis: int | None = None
+) -> Reduction:
+    """Return the argument, one object for equal ones, so that comparing two takes no time."""
+    return Reduction(op, options, axis)
+
+
+class Reducing(Collective):
+    """What all reductions have in common.
+
+    Args:
+        name: What users call it.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return self._name
+
+    def detail(self, argument: Reduction) -> str:
+        """Name the operator, the axis, and options that are not the strategy's."""
+        axis = "" if argument.axis is None else f", axis {argument.axis}"
+        options = "" if argument.options is None else f", {argument.options}"
+        return f"{argument.op.name}{axis}{options}"
+
+    def timeout_s(self, argument: Reduction) -> float | None:
+        """Return the timeout of the call's options."""
+        return None if argument.options is None else argument.options.timeout_seconds
+
+    def op_name(self, argument: Reduction) -> str:
+        """Name the operator."""
+        return argument.op.name
+
+    def num_bytes(self, call: Call) -> int:
+        """Add up the leaves."""
+        return payload_bytes(call)
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether operators, options, structures, dtypes and shapes are equal."""
+        if call.argument is first.argument and are_like(first, call):
+            return True
+        return self.difference(first, call) is None
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Say how operators, options or values differ."""
+        ours: Reduction = first.argument
+        theirs: Reduction = call.argument
+        if ours.op is not theirs.op:
+            return f"reduce ops {ours.op.name} and {theirs.op.name} differ"
+        if ours.axis != theirs.axis:
+            return f"axes {ours.axis} and {theirs.axis} differ"
+        if ours.options != theirs.options:
+            return f"options {ours.options} and {theirs.options} differ"
+        return payload_difference(first, call, leaf_difference)
+
+    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+        """Reduce all leaves; off the event loop if there is much to read."""
+        argument: Reduction = calls[0].argument
+        rows = [call.args[0] for call in calls]
+        reduced = meeting.reducer.reduce(argument.op, rows, argument.options, meeting.members)
+        hand_out = self._hand_out(calls)
+        return hand_out(reduced) if isinstance(reduced, list) else Pending(reduced, hand_out)
+
+    def _hand_out(self, calls: Sequence[Call]) -> Callable[[Any], Parts]:
+        """Return what makes the replicas' parts of the reduced leaves."""
+        spec, count = calls[0].args[1], len(calls)
+        if len(calls[0].args[0]) == 1 and spec.is_leaf():
+            return lambda reduced: [reduced[0]] * count
+        return lambda reduced: [unflatten(spec, reduced) for _ in range(count)]
+
+
+@final
+class AllReduce(Reducing):
     """Combines equal-shaped leaves over replicas; every replica gets the same result."""
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "all_reduce"
-
-    def detail(self, argument: ReduceOp) -> str:
-        """Name the operator."""
-        return argument.name
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether operators, structures, dtypes and shapes are equal."""
-        if call.argument is first.argument:
-            (ours,), (theirs,) = call.args, first.args
-            if type(ours) is np.ndarray and type(theirs) is np.ndarray:
-                return bool(ours.dtype == theirs.dtype) and ours.shape == theirs.shape
-        return self.difference(first, call) is None
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say how operators or values differ."""
-        if first.argument is not call.argument:
-            return f"reduce ops {first.argument.name} and {call.argument.name} differ"
-        return _tree_difference(first.args[0], call.args[0], leaf_difference)
-
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
-        """Reduce leaf by leaf; off the event loop if there is much to read."""
-        op = calls[0].argument
-        return _merge_leaves(calls, lambda column: reduce_leaves(op, column))
-
 
 @final
-class AllGather(Collective):
-    """Joins leaves along an axis, in replica order; every replica gets all of them."""
+class ReduceScatter(Reducing):
+    """Combines equal-shaped leaves over replicas; every replica gets its part of the result."""
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "all_gather"
+    def _hand_out(self, calls: Sequence[Call]) -> Callable[[Any], Parts]:
+        spec, count = calls[0].args[1], len(calls)
+        axis = calls[0].argument.axis
 
-    def detail(self, argument: int) -> str:
-        """Name the axis."""
-        return f"axis {argument}"
+        def hand_out(reduced: Sequence[Any]) -> Parts:
+            columns = [np.array_split(leaf, count, axis) for leaf in reduced]
+            return [unflatten(spec, row) for row in zip(*columns, strict=True)]
 
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether axes, structures, dtypes and the other dimensions are equal."""
-        return self.difference(first, call) is None
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say how axes or values differ."""
-        if first.argument != call.argument:
-            return f"axes {first.argument} and {call.argument} differ"
-        axis = first.argument
-        return _tree_difference(
-            first.args[0], call.args[0], lambda a, b: gather_difference(a, b, axis)
-        )
-
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
-        """Join leaf by leaf; off the event loop if there is much to copy."""
-        axis = calls[0].argument
-        return _merge_leaves(calls, lambda column: concatenate(column, axis))
+        return hand_out
 
 
-def _tree_difference(
-    first: Any, other: Any, compare: Callable[[Any, Any], str | None]
-) -> str | None:
-    leaves, spec = flatten(first)
-    other_leaves, other_spec = flatten(other)
-    if spec != other_spec:
-        names, other_names = paths(first), paths(other)
-        return f"structures differ: leaves {names} here, {other_names} there"
-    for index, (a, b) in enumerate(zip(leaves, other_leaves, strict=True)):
-        difference = compare(a, b)
-        if difference is not None:
-            return f"{difference} at {paths(first)[index]}"
-    return None
-
-
-def _merge_leaves(calls: Sequence[Call], merge: Callable[[Sequence[Any]], Any]) -> Parts | Pending:
-    first = calls[0].args[0]
-    if type(first) is np.ndarray and first.nbytes * len(calls) < INLINE_BYTES:
-        return [merge([call.args[0] for call in calls])] * len(calls)
-    flattened = [flatten(call.args[0])[0] for call in calls]
-    spec = flatten(first)[1]
-    columns = list(zip(*flattened, strict=True))
-
-    def merge_all() -> Parts:
-        merged = [merge(column) for column in columns]
-        return [unflatten(spec, merged) for _ in calls]
-
-    if sum(leaf_bytes(leaf) for column in columns for leaf in column) < INLINE_BYTES:
-        return merge_all()
-    return Pending(run_on_host(merge_all), list)
-
-
-ALL_REDUCE = AllReduce()
-ALL_GATHER = AllGather()
+ALL_REDUCE = AllReduce("all_reduce")
+STARTED_ALL_REDUCE = AllReduce("start_all_reduce")
+REDUCE_SCATTER = ReduceScatter("reduce_scatter")

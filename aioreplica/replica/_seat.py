@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import warnings
+from collections.abc import Coroutine, Sequence
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from ..devices import Op
     from ._call import Call
+    from ._sync_group import Generation, SyncGroup
 
 
 @final
@@ -23,16 +25,21 @@ class Seat:
         op: The op of a plain function's run, else None.
         waiting: The task that waits in a collective, the replica's own or a child; else None.
         cancels_before: How often that task had been cancelled when it began to wait.
-        sequence: Number of the replica's latest collective call.
-        unawaited: Calls whose coroutine has not been started, by sequence number.
+        sequence: Number of the replica's latest call among all replicas.
+        sequences: The same for groups of some replicas.
+        unawaited: Calls whose coroutine has not been started.
+        started: Calls made with a handle that has not been awaited, and their generations.
         was_cancelled: Whether the group cancelled it; what it raises then is no failure.
     """
 
     __slots__ = (
+        "_is_over",
         "cancels_before",
         "op",
         "replica_id",
         "sequence",
+        "sequences",
+        "started",
         "unawaited",
         "waiting",
         "was_cancelled",
@@ -46,8 +53,11 @@ class Seat:
         self.waiting: asyncio.Task[Any] | None = None
         self.cancels_before = 0
         self.sequence = 0
-        self.unawaited: dict[int, tuple[Call, Coroutine[Any, Any, Any]]] = {}
+        self.sequences: dict[SyncGroup, int] = {}
+        self.unawaited: dict[Call, Coroutine[Any, Any, Any]] = {}
+        self.started: dict[Call, Generation] = {}
         self.was_cancelled = False
+        self._is_over = False
 
     def cancel(self) -> None:
         """Cancel the replica where it waits; an op that has started runs to its end."""
@@ -60,22 +70,72 @@ class Seat:
             return
         self.work.cancel()
 
+    @property
+    def work_is_over(self) -> bool:
+        """Whether the run has ended, and with it everything that belongs to it."""
+        return self._is_over
+
+    def next_in(self, group: SyncGroup) -> int:
+        """Number the next call in a group."""
+        if not group.is_partial:
+            self.sequence += 1
+            return self.sequence
+        number = self.sequences[group] = self.sequences.get(group, 0) + 1
+        return number
+
     def not_awaited(self) -> list[str]:
         """Name the calls whose coroutine has not been started so far."""
         return [
             f"replica {self.replica_id}: {call.describe()} at {call.site}"
-            for call, _ in self.unawaited.values()
+            for call in self.unawaited
         ]
+
+    def failed_start(self) -> BaseException | None:
+        """Return what a started collective raised that nobody awaited, if one did."""
+        for generation in self.started.values():
+            waiter = generation.waiter
+            if waiter is not None and waiter.done() and not waiter.cancelled():
+                error = waiter.exception()
+                if error is not None:
+                    return error
+        return None
 
     def given_up(self) -> Call | None:
         """Return a call that was cancelled before its first step, if there is one."""
-        for call, coroutine in self.unawaited.values():
+        for call, coroutine in self.unawaited.items():
             if getcoroutinestate(coroutine) == CORO_CLOSED:
                 return call
         return None
 
     def close_unawaited(self) -> None:
         """Close what will never be awaited, once the replica has ended."""
-        for _, coroutine in self.unawaited.values():
+        for coroutine in self.unawaited.values():
             coroutine.close()
         self.unawaited.clear()
+
+    def forget(self) -> None:
+        """Let go of the ended task and of what was started."""
+        self.work = self.op = None
+        self.started.clear()
+        self._is_over = True
+
+
+def warn_never_awaited(seats: Sequence[Seat]) -> None:
+    """Warn of every handle whose result nobody asked for, once per call site.
+
+    Warns:
+        RuntimeWarning: At the line of the call.
+    """
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for seat in seats:
+        for call in seat.started:
+            found.setdefault((call.file, call.line, call.describe()), []).append(seat.replica_id)
+    for (file, line, text), ids in found.items():
+        who = f"replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
+        warnings.warn_explicit(
+            f"The handle of {text}, called at {file}:{line} in {who}, was never awaited, so its "
+            "result is lost. Await it, or call handle.cancel() if it is not wanted.",
+            RuntimeWarning,
+            file,
+            line,
+        )

@@ -36,12 +36,16 @@ def _cells(row: ReplicaRow) -> tuple[str, str, str, str, str]:
 
 
 def mismatch_error(
-    reason: str, rows: tuple[ReplicaRow, ...], step: int, unawaited: Sequence[str]
+    reason: str,
+    rows: tuple[ReplicaRow, ...],
+    step: int,
+    unawaited: Sequence[str],
+    history: str,
 ) -> MergeMismatchError:
     """Build the error of a run whose replicas cannot meet."""
     forgotten = "".join(f"\nNot awaited so far: {line}." for line in unawaited)
     return MergeMismatchError(
-        f"{reason} (step {step}).\n{format_rows(rows)}{forgotten}\n"
+        f"{reason} (step {step}).\n{format_rows(rows)}{forgotten}{history}\n"
         "Every replica must make the same collective calls in the same order. Decide together "
         "with ctx.any, ctx.all or ctx.agree before leaving a loop or skipping a call.",
         step=step,
@@ -51,16 +55,26 @@ def mismatch_error(
 
 
 def stall_error(
-    timeout_s: float, step: int, rows: tuple[ReplicaRow, ...], stacks: tuple[str, ...]
+    timeout_s: float,
+    step: int,
+    rows: tuple[ReplicaRow, ...],
+    stacks: tuple[str, ...],
+    call: Call | None,
+    history: str,
 ) -> StallError:
-    """Build the error of a run that stopped making progress."""
+    """Build the error of a run that stopped making progress, or waited too long in `call`."""
     listing = "\n".join(
         f"Replica {row.replica_id}:\n{stack}" for row, stack in zip(rows, stacks, strict=True)
     )
+    if call is None:
+        what, cure = f"Step {step} made no progress", "RunOptions(stall_timeout=...)"
+    else:
+        what = f"{call.describe()} of step {step}, called at {call.site}, found no partners"
+        cure = "CommunicationOptions(timeout_seconds=...)"
     return StallError(
-        f"Step {step} made no progress for {timeout_s:g} s.\n{format_rows(rows)}\n{listing}\n"
+        f"{what} for {timeout_s:g} s.\n{format_rows(rows)}{history}\n{listing}\n"
         "A replica that is not waiting in the collective holds up the others; its stack says "
-        "where. Raise RunOptions(stall_timeout=...) if the work is just slow.",
+        f"where. Raise {cure} if the work is just slow.",
         step=step,
         timeout_s=timeout_s,
         rows=rows,
@@ -81,6 +95,7 @@ def two_at_once_error(call: Call, held: Call | None) -> ContextError:
     first = f"{held.describe()} at {held.site}" if held is not None else "another collective"
     return ContextError(
         f"A replica called {call.describe()} at {call.site} while {first} is still in progress. "
-        "A replica awaits one collective at a time: await them one after the other, or pass "
-        "several values to one collective as a tuple or dict."
+        "A replica awaits one collective at a time: await them one after the other, pass several "
+        "values to one collective as a tuple or dict, or use ctx.start_all_reduce, whose handles "
+        "can be in flight together."
     )

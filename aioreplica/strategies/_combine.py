@@ -4,37 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from ..collectives import (
+    CommunicationOptions,
     concatenate,
     gather_difference,
     leaf_bytes,
     leaf_difference,
-    reduce_leaves,
     reduce_over_axis,
     require_axis,
     require_dense,
     require_reducible,
 )
-from ..devices import INLINE_BYTES, run_on_host
-from ..tree import flatten, leaves, map_leaves, unflatten
+from ..devices import INLINE_BYTES, run_together
+from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
 from ..values import DistributedValues, Variable
+
+if TYPE_CHECKING:
+    from ._strategy import Strategy
 
 Axis = int | tuple[int, ...] | None
 
 
-async def reduce_tree(op: ReduceOp, value: Any, axis: Axis, num_replicas: int) -> Any:
+async def reduce_tree(
+    strategy: Strategy, op: ReduceOp, value: Any, axis: Axis, options: CommunicationOptions | None
+) -> Any:
     """Reduce every distributed leaf of a pytree; off the event loop if there is much to read."""
-    return await _maybe_on_host(
-        value, lambda: map_leaves(lambda leaf: _reduce_leaf(op, leaf, axis, num_replicas), value)
-    )
+    num_replicas = strategy.num_replicas_in_sync
+    if axis is not None:
+        return await _maybe_in_thread(
+            value,
+            lambda: map_leaves(lambda leaf: _reduce_axis(op, leaf, axis, num_replicas), value),
+        )
+    leaves, spec = flatten(value)
+    columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
+    specs = [_add_columns(op, leaf, num_replicas, columns) for leaf in leaves]
+    reduced: list[Any] = [None] * len(columns)
+    for size in {len(column) for column in columns}:
+        chosen = [i for i, column in enumerate(columns) if len(column) == size]
+        rows = list(zip(*(columns[i] for i in chosen), strict=True))
+        done = strategy.reducer.reduce(op, rows, options)
+        for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
+            reduced[i] = result
+    results = iter(reduced)
+    return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
+
+
+def _add_columns(
+    op: ReduceOp, leaf: Any, num_replicas: int, columns: list[Sequence[Any]]
+) -> TreeSpec:
+    """Add the columns of one distributed leaf, checked; return the structure of a component."""
+    flattened = [flatten(part) for part in _reduced_parts(op, leaf, num_replicas)]
+    spec = _common_spec(flattened)
+    for column in zip(*(part_leaves for part_leaves, _ in flattened), strict=True):
+        for part in column:
+            require_reducible(part, "reduce", op)
+        _same(column, leaf_difference)
+        columns.append(column)
+    return spec
 
 
 async def gather_tree(value: Any, axis: int, num_replicas: int) -> Any:
     """Join every distributed leaf of a pytree along `axis`."""
-    return await _maybe_on_host(
+    return await _maybe_in_thread(
         value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, num_replicas), value)
     )
 
@@ -70,28 +105,26 @@ def _is_mirrored(leaf: Any) -> bool:
     return isinstance(leaf, (Variable, DistributedValues)) and leaf.is_mirrored
 
 
-def _reduce_leaf(op: ReduceOp, leaf: Any, axis: Axis, num_replicas: int) -> Any:
+def _reduced_parts(op: ReduceOp, leaf: Any, num_replicas: int) -> tuple[Any, ...]:
     parts = _parts(leaf, num_replicas, "reduce")
-    if _is_mirrored(leaf):
-        if op is ReduceOp.SUM:
-            raise ValueError(
-                f"reduce SUM of {leaf!r} would count one mirrored value {num_replicas} times. "
-                "Use MEAN, or multiply by strategy.num_replicas_in_sync if that is meant."
-            )
-        parts = parts[:1]
+    if not _is_mirrored(leaf):
+        return parts
+    if op is ReduceOp.SUM:
+        raise ValueError(
+            f"reduce SUM of {leaf!r} would count one mirrored value {num_replicas} times. "
+            "Use MEAN, or multiply by strategy.num_replicas_in_sync if that is meant."
+        )
+    return parts[:1]
 
+
+def _reduce_axis(op: ReduceOp, leaf: Any, axis: int | tuple[int, ...], num_replicas: int) -> Any:
     def merge(column: Sequence[Any]) -> Any:
         for part in column:
             require_reducible(part, "reduce", op)
-            if axis is not None:
-                require_dense(part, f"reduce over axis {axis!r}")
-        if axis is not None:
-            _same(column, lambda a, b: None)
-            return reduce_over_axis(op, column, axis)
-        _same(column, leaf_difference)
-        return reduce_leaves(op, column)
+            require_dense(part, f"reduce over axis {axis!r}")
+        return reduce_over_axis(op, column, axis)
 
-    return _merge_components(parts, merge)
+    return _merge_components(_reduced_parts(op, leaf, num_replicas), merge)
 
 
 def _gather_leaf(leaf: Any, axis: int, num_replicas: int) -> Any:
@@ -126,6 +159,12 @@ def _parts(leaf: Any, num_replicas: int, verb: str) -> tuple[Any, ...]:
 def _merge_components(parts: Sequence[Any], merge: Callable[[Sequence[Any]], Any]) -> Any:
     """Merge leaf by leaf where components are pytrees themselves."""
     flattened = [flatten(part) for part in parts]
+    spec = _common_spec(flattened)
+    columns = zip(*(part_leaves for part_leaves, _ in flattened), strict=True)
+    return unflatten(spec, [merge(column) for column in columns])
+
+
+def _common_spec(flattened: Sequence[tuple[list[Any], TreeSpec]]) -> TreeSpec:
     spec = flattened[0][1]
     for replica_id, (_, other) in enumerate(flattened):
         if other != spec:
@@ -133,8 +172,7 @@ def _merge_components(parts: Sequence[Any], merge: Callable[[Sequence[Any]], Any
                 f"Components have different structures: {spec} on replica 0, {other} on replica "
                 f"{replica_id}."
             )
-    columns = zip(*(part_leaves for part_leaves, _ in flattened), strict=True)
-    return unflatten(spec, [merge(column) for column in columns])
+    return spec
 
 
 def _same(column: Sequence[Any], compare: Callable[[Any, Any], str | None]) -> None:
@@ -144,9 +182,12 @@ def _same(column: Sequence[Any], compare: Callable[[Any, Any], str | None]) -> N
             raise ValueError(f"Replicas 0 and {replica_id} cannot be combined: {difference}.")
 
 
-async def _maybe_on_host(value: Any, work: Callable[[], Any]) -> Any:
+async def _maybe_in_thread(value: Any, work: Callable[[], Any]) -> Any:
     total = 0
     for leaf in leaves(value):
         for part in _components(leaf) or (leaf,):
             total += sum(map(leaf_bytes, leaves(part)))
-    return work() if total < INLINE_BYTES else await run_on_host(work)
+    if total <= INLINE_BYTES:
+        return work()
+    [result] = await run_together([work])
+    return result

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
+from ..collectives import CommunicationOptions
 from ..context import PLACE
 from ..devices import Device
 from ..errors import ContextError
@@ -76,7 +77,13 @@ class Extended:
 
     # ---- results that live somewhere ---------------------------------------------------------
 
-    async def reduce_to(self, op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+    async def reduce_to(
+        self,
+        op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
         """Reduce values over replicas, to where a destination lives.
 
         Args:
@@ -84,6 +91,7 @@ class Extended:
             value: Any pytree of distributed values.
             destinations: A device or its name, a variable (which is not written) or a distributed
                 value.
+            options: How to do it; None takes the strategy's options.
 
         Returns:
             The pytree with a Mirrored per distributed value, whose entries share one read-only
@@ -106,17 +114,22 @@ class Extended:
         """
         what = "extended.reduce_to"
         self._strategy.require_cross_replica(what, _REDUCE_TWIN)
-        [result] = await reduce_pairs(self._strategy, op, [(value, destinations)], what)
+        pairs = [(value, destinations)]
+        [result] = await reduce_pairs(self._strategy, op, pairs, what, options)
         return result
 
     async def batch_reduce_to(
-        self, op: ReduceOp | str, value_destination_pairs: Iterable[tuple[Any, Any]]
+        self,
+        op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce several values together, each to its own destination; see `reduce_to`.
 
         Args:
             op: SUM, MEAN, MIN or MAX, or its name in any case.
             value_destination_pairs: Pairs of a value and where it goes.
+            options: How to do it; None takes the strategy's options.
 
         Returns:
             The results, in the order of the pairs.
@@ -136,7 +149,7 @@ class Extended:
                     f"{what} takes pairs of a value and a destination, got a "
                     f"{type(pair).__name__} among them. Write [(value, destination), ...]."
                 )
-        return await reduce_pairs(self._strategy, op, pairs, what)
+        return await reduce_pairs(self._strategy, op, pairs, what, options)
 
     async def broadcast_to(self, x: Any, destinations: Any) -> Any:
         """Put one value where a destination lives.

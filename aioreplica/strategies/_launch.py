@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..context import Place
 from ..devices import HOST
 from ..replica import ReplicaContext, ReplicaGroup
-from ..telemetry import Recorder
 from ..values import regroup_results, split_per_replica
 from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
@@ -25,7 +24,6 @@ DEFAULT_OPTIONS = RunOptions()
 async def launch(
     strategy: Strategy,
     lifecycle: Lifecycle,
-    recorder: Recorder,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
@@ -41,7 +39,8 @@ async def launch(
         strategy.merge_place,
         strategy.device_names,
         loop,
-        recorder,
+        strategy.reducer,
+        strategy.recorder,
         lifecycle.new_step(),
         getattr(fn, "__qualname__", None) or repr(fn),
         has_plain_values=strategy.has_plain_values,

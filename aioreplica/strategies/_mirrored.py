@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
+from ..collectives import CommunicationOptions
 from ..devices import Device, list_devices, require_device
 from ..values import Variable, VariableOptions
 from ._one_device import new_mirrored
@@ -18,10 +20,12 @@ class MirroredStrategy(Strategy):
     Args:
         devices: Device names, one per replica; None takes all accelerators, or all logical CPU
             devices if there are none.
+        options: How collectives are carried out unless a call says otherwise.
 
     Raises:
         DeviceError: If a device does not exist.
         ValueError: If there is no device, or one is named twice.
+        TypeError: If `options` are none.
 
     Example:
         >>> import asyncio
@@ -39,18 +43,23 @@ class MirroredStrategy(Strategy):
         tf.distribute.MirroredStrategy.
     """
 
-    def __init__(self, devices: Sequence[Device | str] | None = None) -> None:
-        super().__init__(_chosen(devices))
+    def __init__(
+        self,
+        devices: Sequence[Device | str] | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        super().__init__(_chosen(devices), options)
 
     def create_variable(self, value: Any, options: VariableOptions) -> Variable:
         """Make a mirrored variable."""
         return new_mirrored(self, value, options)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MirroredStrategy:
-        return MirroredStrategy(self.device_names)
+        return MirroredStrategy(self.device_names, options=self.reducer.options)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return MirroredStrategy, (self.device_names,)
+        return partial(MirroredStrategy, options=self.reducer.options), (self.device_names,)
 
 
 def _chosen(devices: Sequence[Device | str] | None) -> tuple[Device, ...]:

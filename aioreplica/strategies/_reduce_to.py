@@ -6,15 +6,17 @@ Arrays are immutable once they are here, so the entries of a Mirrored share one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..collectives import leaf_bytes
-from ..devices import INLINE_BYTES, run_on_host
+from ..collectives import CommunicationOptions, leaf_bytes, require_options
+from ..devices import INLINE_BYTES, run_together
 from ..tree import flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
 from ..values import DistributedValues, Mirrored, Variable
+from ._combine import reduce_tree
 from ._destinations import require_destination
 
 if TYPE_CHECKING:
@@ -22,13 +24,19 @@ if TYPE_CHECKING:
 
 
 async def reduce_pairs(
-    strategy: Strategy, op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]], what: str
+    strategy: Strategy,
+    op: ReduceOp | str,
+    pairs: Sequence[tuple[Any, Any]],
+    what: str,
+    options: CommunicationOptions | None = None,
 ) -> list[Any]:
     """Reduce the values of all pairs together; nothing is reduced if one destination is wrong."""
+    require_options(options, what)
     counts = [_entries(destinations, strategy, what) for _, destinations in pairs]
     flattened = [flatten(value) for value, _ in pairs]
     columns = [column for column, _ in flattened]
-    reduced = await strategy.reduce(op, columns)
+    strategy.open()
+    reduced = await reduce_tree(strategy, ReduceOp.parse(op), columns, None, options)
     results = []
     for count, (_, spec), column in zip(counts, flattened, reduced, strict=True):
         placed = [leaf if count is None else _mirrored(leaf, count) for leaf in column]
@@ -49,9 +57,10 @@ async def broadcast_value(strategy: Strategy, value: Any, destinations: Any) -> 
     one = map_leaves(_one_value, value)
     if strategy.has_plain_values:
         return one
-    if sum(map(leaf_bytes, leaves(one))) < INLINE_BYTES:
+    if sum(map(leaf_bytes, leaves(one))) <= INLINE_BYTES:
         return _mirrored(map_leaves(_frozen, one), count)
-    return _mirrored(await run_on_host(map_leaves, _frozen, one), count)
+    [frozen] = await run_together([partial(map_leaves, _frozen, one)])
+    return _mirrored(frozen, count)
 
 
 def _entries(destinations: Any, strategy: Strategy, what: str) -> int | None:

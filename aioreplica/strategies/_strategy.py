@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
 from ..devices import Device
 from ..errors import ContextError
@@ -15,12 +15,9 @@ from ..telemetry import Recorder
 from ..typing import ReduceOp
 from ..values import (
     PerReplica,
-    Snapshot,
     Variable,
-    VariableOptions,
     VariableStore,
     default_store,
-    take_snapshot,
 )
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._extended import Extended
@@ -30,10 +27,10 @@ from ._lifecycle import Lifecycle, StrategyStatistics
 from ._run_options import RunOptions
 from ._scope import Scope
 from ._value_context import ValueContext
-from ._variable_table import VariableTable
+from ._variable_owner import VariableOwner
 
 
-class Strategy(ABC):
+class Strategy(VariableOwner):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -41,25 +38,25 @@ class Strategy(ABC):
 
     Args:
         devices: One device per replica, or None for the default strategy.
+        options: How collectives are carried out unless a call says otherwise.
     """
 
-    def __init__(self, devices: tuple[Device, ...] | None) -> None:
+    def __init__(
+        self, devices: tuple[Device, ...] | None, options: CommunicationOptions | None = None
+    ) -> None:
+        require_options(options, type(self).__name__)
         self._devices = devices
+        self._reducer = Reducer(options)
         self._recorder = Recorder()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
-        self._store = default_store() if devices is None else VariableStore()
-        self._variables = VariableTable()
+        super().__init__(default_store() if devices is None else VariableStore())
         self._extended = Extended(self)
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
         self._lifecycle = Lifecycle(
             f"<{type(self).__name__}>", lane_names, is_bound=devices is not None
         )
-
-    @abstractmethod
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make the strategy's kind of variable; called by `ar.Variable`."""
 
     # ---- running -------------------------------------------------------------------------
 
@@ -119,9 +116,7 @@ class Strategy(ABC):
             )
         if options is not None and not isinstance(options, RunOptions):
             raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
-        return await launch(
-            self, self._lifecycle, self._recorder, fn, args, kwargs, options or DEFAULT_OPTIONS
-        )
+        return await launch(self, self._lifecycle, fn, args, kwargs, options or DEFAULT_OPTIONS)
 
     def scope(self) -> Scope:
         """Return a context manager that makes this strategy current.
@@ -160,7 +155,7 @@ class Strategy(ABC):
         """
         self.require_cross_replica("reduce", "ctx.all_reduce(op, value)")
         self._lifecycle.open()
-        return await reduce_tree(ReduceOp.parse(op), value, axis, self.num_replicas_in_sync)
+        return await reduce_tree(self, ReduceOp.parse(op), value, axis, None)
 
     async def gather(self, value: Any, axis: int) -> Any:
         """Join the components of distributed values along `axis`, in replica order.
@@ -211,39 +206,6 @@ class Strategy(ABC):
             dataset, self.num_replicas_in_sync, has_plain_values=self.has_plain_values
         )
 
-    # ---- variables -----------------------------------------------------------------------
-
-    def snapshot(self, *variables: Variable) -> Snapshot:
-        """Return the values of variables at one version, for readers outside the step.
-
-        Every write (an `assign`, or a whole `apply_gradients`) is in it completely or not at all.
-        Cheap enough for every request, callable from any thread.
-
-        Args:
-            *variables: Variables of this strategy; none means all of them (not under the default
-                strategy, which does not list its variables).
-
-        Raises:
-            TypeError: If something else than variables was given.
-            ContextError: If a variable belongs to another strategy.
-        """
-        return take_snapshot(self._store, variables or self._variables.all())
-
-    async def wait_for_version(self, variable: Variable, version: int) -> int:
-        """Wait until a variable has seen `version` writes; return its version then.
-
-        Raises:
-            TypeError: If `variable` is no variable or `version` no int.
-            ContextError: If it belongs to another strategy.
-
-        Cancellation:
-            Stops waiting; nothing else changes.
-        """
-        take_snapshot(self._store, (variable,))
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise TypeError(f"wait_for_version counts writes with an int, got {version!r}.")
-        return await self._store.wait_for(variable, version)
-
     async def check_in_sync(self, variables: Sequence[Variable]) -> None:
         """Check that the components of mirrored variables are equal, bit for bit.
 
@@ -276,24 +238,14 @@ class Strategy(ABC):
         return self._extended
 
     @property
-    def variable_table(self) -> VariableTable:
-        """The variables this strategy has made, and their names."""
-        return self._variables
-
-    @property
-    def store(self) -> VariableStore:
-        """Where the writes of this strategy's variables are numbered and published."""
-        return self._store
+    def reducer(self) -> Reducer:
+        """What does the work of collectives on arrays."""
+        return self._reducer
 
     @property
     def recorder(self) -> Recorder:
         """The newest merges of all runs."""
         return self._recorder
-
-    @property
-    def trainable_variables(self) -> tuple[Variable, ...]:
-        """Trainable variables made by this strategy, in order of creation."""
-        return tuple(variable for variable in self._variables.all() if variable.trainable)
 
     @property
     def replica_devices(self) -> tuple[Device | None, ...]:
@@ -330,10 +282,20 @@ class Strategy(ABC):
             Runs in progress are waited for in any case.
         """
         await self._lifecycle.aclose()
+        self._reducer.clear()
 
     def abandon(self) -> None:
         """Close at once because the interpreter is interrupted; started ops are left running."""
         self._lifecycle.close_now()
+
+    def open(self) -> None:
+        """Bind to the running loop, at the first use.
+
+        Raises:
+            ContextError: If the strategy is closed.
+            LoopMismatchError: If it is bound to another loop.
+        """
+        self._lifecycle.open()
 
     async def __aenter__(self) -> Self:
         self._lifecycle.open()
@@ -373,7 +335,9 @@ class Strategy(ABC):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Strategy):
             return NotImplemented
-        return type(self) is type(other) and self._devices == other._devices
+        if type(self) is not type(other) or self._devices != other._devices:
+            return False
+        return self._reducer.options == other._reducer.options
 
     def __hash__(self) -> int:
         return hash((type(self), self._devices))

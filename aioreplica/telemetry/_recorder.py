@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic
+from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple, final
 
 MAX_LINES = 4096
+SHOWN = 5  # merges that an error lists
+
+Place = tuple[CodeType, int]  # a code object and the byte offset of a call in it
 
 
 @final
@@ -15,13 +18,18 @@ class MergeRecord(NamedTuple):
     """One merge of one run.
 
     Attributes:
-        time_s: Monotonic clock at the merge, in seconds.
+        time_s: The loop's clock at the merge, in seconds.
         step: Number of the run in its strategy.
-        sequence: Number of the collective in its run, from 1.
+        sequence: Number of the collective in its group, from 1.
         collective: Name of the collective, such as "all_reduce".
-        file: Source file of replica 0's call.
-        line: Line of replica 0's call.
+        file: Source file of the first member's call.
+        line: Line of the first member's call.
         num_replicas: How many replicas met.
+        op: The operator of a reduction, such as "SUM"; else empty.
+        num_bytes: Size of what each member brought; one number if all brought as much.
+        members: The replica ids, ascending.
+        arrived_s: When each member arrived.
+        sites: `file:line` of each member's call; empty if all called from the same line.
     """
 
     time_s: float
@@ -31,6 +39,57 @@ class MergeRecord(NamedTuple):
     file: str
     line: int
     num_replicas: int
+    op: str
+    num_bytes: tuple[int, ...]
+    members: tuple[int, ...]
+    arrived_s: tuple[float, ...]
+    sites: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Say in one line what was merged, where, and who was waited for."""
+        op = f" ({self.op})" if self.op else ""
+        sizes = f", {_range(self.num_bytes)} bytes per replica" if any(self.num_bytes) else ""
+        where = f"{self.file}:{self.line}"
+        if self.sites:
+            pairs = zip(self.members, self.sites, strict=True)
+            where = ", ".join(f"{site} (replica {member})" for member, site in pairs)
+        waited = ""
+        last = max(self.arrived_s)
+        if len(self.members) > 1:
+            late = self.members[self.arrived_s.index(last)]
+            waited = f", {1e3 * (last - min(self.arrived_s)):.3g} ms for replica {late}"
+        return (
+            f"step {self.step}: {self.collective} #{self.sequence}{op} of replica"
+            f"{'s' if len(self.members) > 1 else ''} {_range(self.members)}{sizes}, at {where}"
+            f"{waited}"
+        )
+
+
+@final
+class CollectiveRecord(NamedTuple):
+    """One replica's part in one merge.
+
+    Attributes:
+        replica_id: Whose.
+        step: Number of the run in its strategy.
+        sequence: Number of the collective in its group, from 1.
+        collective: Name of the collective.
+        op: The operator of a reduction; else empty.
+        num_bytes: Size of what the replica brought.
+        site: `file:line` of its call.
+        arrived_s: When it arrived, on the loop's clock.
+        merged_s: When all were released.
+    """
+
+    replica_id: int
+    step: int
+    sequence: int
+    collective: str
+    op: str
+    num_bytes: int
+    site: str
+    arrived_s: float
+    merged_s: float
 
 
 @final
@@ -42,11 +101,13 @@ class Recorder:
 
     Example:
         >>> recorder = Recorder(capacity=2)
-        >>> code = (lambda: None).__code__
+        >>> place = ((lambda: None).__code__, 0)
         >>> for sequence in range(3):
-        ...     recorder.record(0, sequence, "barrier", code, 0, 4)
+        ...     recorder.record(0.5, 0, sequence, "barrier", "", (0,), (0, 1), (0.1, 0.5), [place])
         >>> [record.sequence for record in recorder.records()]
         [1, 2]
+        >>> recorder.collectives(replica_id=1)[-1].arrived_s
+        0.5
     """
 
     __slots__ = ("_lines", "_ring")
@@ -54,39 +115,100 @@ class Recorder:
     def __init__(self, capacity: int = 256) -> None:
         if capacity < 1:
             raise ValueError(f"A recorder keeps at least 1 record, got capacity={capacity}.")
-        self._ring: deque[tuple[float, int, int, str, str, int, int]] = deque(maxlen=capacity)
+        self._ring: deque[tuple[object, ...]] = deque(maxlen=capacity)
         # The code object is kept beside its line, so that its id stays its own.
         self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
     def record(
         self,
+        time_s: float,
         step: int,
         sequence: int,
         collective: str,
-        code: CodeType,
-        instruction: int,
-        num_replicas: int,
+        op: str,
+        num_bytes: tuple[int, ...],
+        members: tuple[int, ...],
+        arrived_s: tuple[float, ...],
+        places: Sequence[Place],
     ) -> None:
-        """Add one merge, called at an instruction of `code` by replica 0."""
+        """Add one merge.
+
+        Args:
+            time_s: When it ended.
+            step: Number of the run.
+            sequence: Number of the collective.
+            collective: Its name.
+            op: The operator of a reduction, or "".
+            num_bytes: Size of what each member brought, or of what all of them did.
+            members: Who met.
+            arrived_s: When each member arrived.
+            places: Where each member called from, or where all of them did.
+        """
+        code, instruction = places[0]
         known = self._lines.get((id(code), instruction))
         line = self._look_up(code, instruction) if known is None else known[1]
+        sites: tuple[str, ...] = ()
+        if len(places) > 1:
+            sites = tuple(f"{code.co_filename}:{self._look_up(code, at)}" for code, at in places)
         self._ring.append(
-            (monotonic(), step, sequence, collective, code.co_filename, line, num_replicas)
-        )
+            (time_s, step, sequence, collective, code.co_filename, line, len(members), op,
+             num_bytes, members, arrived_s, sites)
+        )  # fmt: skip
 
     def records(self) -> tuple[MergeRecord, ...]:
         """Return the kept merges, oldest first."""
-        return tuple(MergeRecord(*entry) for entry in tuple(self._ring))
+        return tuple(MergeRecord(*entry) for entry in tuple(self._ring))  # type: ignore[arg-type]
+
+    def collectives(self, replica_id: int) -> tuple[CollectiveRecord, ...]:
+        """Return one replica's part in the kept merges, oldest first."""
+        return tuple(
+            _part(record, replica_id)
+            for record in self.records()
+            if replica_id in record.members
+        )  # fmt: skip
+
+    def history(self) -> str:
+        """Return the newest merges as lines for an error; empty if there were none."""
+        lines = [f"\n  {record.describe()}" for record in self.records()[-SHOWN:]]
+        return "\nThe last merges, newest last:" + "".join(lines) if lines else ""
 
     def __repr__(self) -> str:
         return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
 
     def _look_up(self, code: CodeType, instruction: int) -> int:
+        known = self._lines.get((id(code), instruction))
+        if known is not None:
+            return known[1]
         if len(self._lines) >= MAX_LINES:
             self._lines.clear()
         line = source_line(code, instruction)
         self._lines[id(code), instruction] = (code, line)
         return line
+
+
+def _part(record: MergeRecord, replica_id: int) -> CollectiveRecord:
+    position = record.members.index(replica_id)
+    return CollectiveRecord(
+        replica_id,
+        record.step,
+        record.sequence,
+        record.collective,
+        record.op,
+        record.num_bytes[position if len(record.num_bytes) > 1 else 0],
+        record.sites[position] if record.sites else f"{record.file}:{record.line}",
+        record.arrived_s[position],
+        record.time_s,
+    )
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Write numbers shortly: "4", "0 to 3", "0, 2"."""
+    low, high = min(numbers), max(numbers)
+    if low == high:
+        return str(low)
+    if len(set(numbers)) == high - low + 1 or len(numbers) > 8:
+        return f"{low} to {high}"
+    return ", ".join(map(str, numbers))
 
 
 def source_line(code: CodeType, instruction: int) -> int:

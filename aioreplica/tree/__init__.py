@@ -1,7 +1,9 @@
 """Pytrees: nested containers of values, over optree in a namespace of our own."""
 
 from .._export import export_public
+from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
+from ._tree import TreeSpec as TreeSpec
 from ._tree import flatten as flatten
 from ._tree import flatten_one_level as flatten_one_level
 from ._tree import leaves as leaves
@@ -11,6 +13,7 @@ from ._tree import register_node as register_node
 from ._tree import unflatten as unflatten
 
 __all__ = [
+    "LEAF_SPEC",
     "LEAF_TYPES",
     "flatten",
     "flatten_one_level",

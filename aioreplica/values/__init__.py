@@ -1,6 +1,7 @@
 """Distributed values and variables: what a strategy's users hold between and inside steps."""
 
 from .._export import export_public
+from ._buffers import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
@@ -23,6 +24,7 @@ from ._variable import VariableOptions as VariableOptions
 from ._weighted import Weighted as Weighted
 
 __all__ = [
+    "CAN_COUNT_REFERENCES",
     "DistributedValues",
     "IndexedSlices",
     "Mirrored",

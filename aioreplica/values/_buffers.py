@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 # From CPython 3.14 on a reference held by a local variable may not be counted, and without a GIL
 # a count means nothing. There every write allocates.
-_CAN_COUNT = sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
+CAN_COUNT_REFERENCES = (
+    sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
+)
 
 
 def writable_buffer(variable: Variable) -> npt.NDArray[Any]:
@@ -24,7 +26,7 @@ def writable_buffer(variable: Variable) -> npt.NDArray[Any]:
     cell and the array have no reference but ours, no reader has it either. Views and buffers of
     an array count as references to it.
     """
-    cell = variable.store.take_previous(variable) if _CAN_COUNT else None
+    cell = variable.store.take_previous(variable) if CAN_COUNT_REFERENCES else None
     if cell is not None:
         previous = cell.previous
         is_held = sys.getrefcount(cell) > 2

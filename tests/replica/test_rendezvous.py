@@ -7,7 +7,15 @@ from itertools import permutations
 import pytest
 
 from aioreplica.errors import ReplicaRow
-from aioreplica.replica import Collective, Meet, Meeting, Mismatch, Rendezvous, ReplicaState
+from aioreplica.replica import (
+    Collective,
+    Generation,
+    Meeting,
+    Mismatch,
+    Rendezvous,
+    ReplicaState,
+    SyncGroup,
+)
 from aioreplica.replica._call import Call, new_call
 
 SIZES = (2, 3, 4)
@@ -45,12 +53,25 @@ class Numbers(Collective):
 NUMBERS, OTHER = Numbers(), Numbers("other")
 
 
-def call(sequence: int = 1, kind: str = "good") -> Call:
+def call(group: SyncGroup, position: int, sequence: int = 1, kind: str = "good") -> Call:
     collective = OTHER if kind == "collective" else NUMBERS
     argument = "B" if kind == "argument" else "A"
     args = (1, 2) if kind == "structure" else (1,)
     number = sequence + 7 if kind == "sequence" else sequence
-    return new_call(collective, argument, args, None, number, sys._getframe())
+    return new_call(collective, argument, args, None, group, position, number, sys._getframe())
+
+
+def arrive(
+    rendezvous: Rendezvous, replica_id: int, sequence: int = 1, kind: str = "good"
+) -> Generation | Mismatch | None:
+    """Let a replica arrive; return the generation if it is complete, None if it is not."""
+    made = call(rendezvous.everyone, replica_id, sequence, kind)
+    decision = rendezvous.arrive(replica_id, made)
+    return None if isinstance(decision, Generation) and decision.missing else decision
+
+
+def waits(rendezvous: Rendezvous, replica_id: int) -> bool:
+    return rendezvous.rows()[replica_id].state in {"waiting", "merging"}
 
 
 def new(num_replicas: int) -> Rendezvous:
@@ -60,9 +81,9 @@ def new(num_replicas: int) -> Rendezvous:
 def meet_once(rendezvous: Rendezvous, num_replicas: int, sequence: int = 1) -> None:
     """Let one whole generation pass, last replica first."""
     for replica_id in reversed(range(num_replicas)):
-        decision = rendezvous.arrive(replica_id, call(sequence))
-    assert isinstance(decision, Meet)
-    rendezvous.merged()
+        decision = arrive(rendezvous, replica_id, sequence)
+    assert isinstance(decision, Generation)
+    decision.is_merged = True
 
 
 def cases() -> Iterator[tuple[int, tuple[int, ...], int, str]]:
@@ -96,15 +117,18 @@ def test_every_order_meets_once_in_replica_order(size: int) -> None:
     for order in permutations(range(size)):
         rendezvous = new(size)
         for generation in (1, 2, 3):
-            calls = {replica_id: call(generation) for replica_id in order}
+            calls = {i: call(rendezvous.everyone, i, generation) for i in order}
             for replica_id in order[:-1]:
-                assert not rendezvous.is_waiting(replica_id)
-                assert rendezvous.arrive(replica_id, calls[replica_id]) is None
-                assert rendezvous.is_waiting(replica_id)
+                assert not waits(rendezvous, replica_id)
+                opened = rendezvous.arrive(replica_id, calls[replica_id])
+                assert isinstance(opened, Generation)
+                assert opened.missing
+                assert waits(rendezvous, replica_id)
             decision = rendezvous.arrive(order[-1], calls[order[-1]])
-            assert isinstance(decision, Meet)
+            assert isinstance(decision, Generation)
+            assert not decision.missing
             assert decision.calls == [calls[i] for i in range(size)]
-            rendezvous.merged()
+            decision.is_merged = True
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -116,16 +140,15 @@ def test_a_complete_generation_resets_the_state(size: int) -> None:
         assert {r.site for r in rendezvous.rows()} == {"-"}
         for generation in (1, 2):
             for replica_id in order:
-                rendezvous.arrive(replica_id, call(generation))
+                complete = arrive(rendezvous, replica_id, generation)
+            assert isinstance(complete, Generation)
             merging = [row(i, "merging", f"numbers #{generation} (A)") for i in range(size)]
             assert seen(rendezvous.rows()) == merging
-            assert all(map(rendezvous.is_waiting, range(size)))
 
-            rendezvous.merged()
+            complete.is_merged = True
 
             after = [row(i, "running", f"after numbers #{generation} (A)") for i in range(size)]
             assert seen(rendezvous.rows()) == after
-            assert not any(map(rendezvous.is_waiting, range(size)))
 
 
 def test_replicas_may_return_at_any_time_once_nobody_waits() -> None:
@@ -157,16 +180,16 @@ class Story:
     def play(self) -> list[object]:
         """Everybody up to `position` arrives, then it happens; then the next one arrives."""
         arrivals = [
-            self.rendezvous.arrive(i, call(self.generation)) for i in self.order[: self.position]
+            arrive(self.rendezvous, i, self.generation) for i in self.order[: self.position]
         ]
         assert arrivals == [None] * self.position
         return [self.happen(), *self._next()]
 
     def happen(self) -> object:
         if self.event in (*CLASHES, "good"):
-            return self.rendezvous.arrive(self.who, call(self.generation, self.event))
+            return arrive(self.rendezvous, self.who, self.generation, self.event)
         if self.event == "withdraw":
-            self.rendezvous.arrive(self.who, call(self.generation))
+            arrive(self.rendezvous, self.who, self.generation)
             return self.rendezvous.leave(self.who, ReplicaState.WITHDREW)
         state = ReplicaState.RETURNED if self.event == "return" else ReplicaState.FAILED
         return self.rendezvous.leave(self.who, state)
@@ -174,7 +197,7 @@ class Story:
     def _next(self) -> list[object]:
         if self.position + 1 == self.size:
             return []
-        return [self.rendezvous.arrive(self.order[self.position + 1], call(self.generation))]
+        return [arrive(self.rendezvous, self.order[self.position + 1], self.generation)]
 
     # what is expected
 
@@ -263,7 +286,7 @@ def test_every_mismatch_is_decided_at_once(size: int, event: str, generation: in
 @pytest.mark.parametrize("size", SIZES)
 def test_a_call_names_its_line_in_the_table(size: int) -> None:
     rendezvous = new(size)
-    here = call()
+    here = call(rendezvous.everyone, 0)
     rendezvous.arrive(0, here)
 
     rows = rendezvous.rows()
@@ -309,7 +332,7 @@ def test_after_a_mismatch_nothing_is_decided_any_more() -> None:
         for order in permutations(range(size)):
             rendezvous = new(size)
             rendezvous.leave(order[0], ReplicaState.RETURNED)
-            decisions = [rendezvous.arrive(i, call()) for i in order[1:]]
+            decisions = [arrive(rendezvous, i) for i in order[1:]]
             assert isinstance(decisions[0], Mismatch)
             assert decisions[1:] == [None] * (size - 2), order
 
@@ -317,7 +340,7 @@ def test_after_a_mismatch_nothing_is_decided_any_more() -> None:
 def test_long_lists_of_replicas_are_shortened() -> None:
     rendezvous = new(20)
     for replica_id in range(10):
-        rendezvous.arrive(replica_id, call())
+        arrive(rendezvous, replica_id)
 
     decision = rendezvous.leave(19, ReplicaState.RETURNED)
 
@@ -333,7 +356,7 @@ def test_several_that_returned_are_named_together() -> None:
     for replica_id in (2, 0):
         assert rendezvous.leave(replica_id, ReplicaState.RETURNED) is None
 
-    decision = rendezvous.arrive(1, call())
+    decision = arrive(rendezvous, 1)
 
     assert isinstance(decision, Mismatch)
     assert decision.reason == "Replicas 0 and 2 returned while replica 1 waits in numbers #1 (A)"
@@ -344,8 +367,8 @@ def test_the_clash_named_is_the_lowest_one_whatever_the_order() -> None:
     reasons = set()
     for last in ((1, 0), (2, 0)):
         rendezvous = new(4)
-        rendezvous.arrive(last[0], call())
-        decision = rendezvous.arrive(last[1], call(kind="argument"))
+        arrive(rendezvous, last[0])
+        decision = arrive(rendezvous, last[1], kind="argument")
         assert isinstance(decision, Mismatch)
         reasons.add(decision.reason)
 

@@ -13,7 +13,17 @@ from aioreplica.telemetry import MergeRecord, Recorder, source_line
 def record_here(recorder: Recorder, sequence: int) -> int:
     """Record a merge called by the caller of this function; return its line."""
     frame = sys._getframe(1)
-    recorder.record(3, sequence, "barrier", frame.f_code, frame.f_lasti, 4)
+    recorder.record(
+        monotonic(),
+        3,
+        sequence,
+        "barrier",
+        "",
+        (0,),
+        (0, 1, 2, 3),
+        (0.5, 0.25, 0.75, 1.0),
+        [(frame.f_code, frame.f_lasti)],
+    )
     return frame.f_lineno
 
 
@@ -45,7 +55,8 @@ def test_a_record_says_what_when_and_where() -> None:
     [record] = recorder.records()
     assert isinstance(record, MergeRecord)
     assert before <= record.time_s <= monotonic()
-    assert record[1:] == (3, 2, "barrier", __file__, line, 4)
+    assert record[1:7] == (3, 2, "barrier", __file__, line, 4)
+    assert record[7:] == ("", (0,), (0, 1, 2, 3), (0.5, 0.25, 0.75, 1.0), ())
     assert (record.step, record.sequence, record.num_replicas) == (3, 2, 4)
 
 
@@ -83,7 +94,7 @@ def test_code_that_is_made_anew_again_and_again_has_its_own_lines() -> None:
 
     for line in range(1, 10_000):
         made = code.replace(co_firstlineno=line)
-        recorder.record(0, line, "barrier", made, 0, 1)
+        recorder.record(0.0, 0, line, "barrier", "", (0,), (0,), (0.0,), [(made, 0)])
         assert recorder.records()[0].line == source_line(made, 0)
 
 
@@ -127,6 +138,11 @@ async def test_a_strategy_records_one_entry_per_merge(pair: ar.MirroredStrategy)
     assert records[1].line == records[0].line + 1
 
 
+def flattened(record: tuple[Any, ...]) -> list[Any]:
+    """Open the tuples of a record, which are one level deep."""
+    return [one for value in record for one in (value if isinstance(value, tuple) else (value,))]
+
+
 @pytest.mark.asyncio
 async def test_a_record_holds_strings_and_numbers_only(pair: ar.MirroredStrategy) -> None:
     async def step() -> Any:
@@ -135,4 +151,4 @@ async def test_a_record_holds_strings_and_numbers_only(pair: ar.MirroredStrategy
     await pair.run(step)
 
     [record] = pair.recorder.records()
-    assert all(isinstance(value, (str, int, float)) for value in record)
+    assert all(isinstance(value, (str, int, float)) for value in flattened(record))

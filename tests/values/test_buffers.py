@@ -15,7 +15,9 @@ from aioreplica.devices import run_on_host
 from aioreplica.values import _buffers
 from aioreplica.values._variable import INLINE_WRITE_BYTES
 
-reuses = pytest.mark.skipif(not _buffers._CAN_COUNT, reason="references cannot be counted")
+reuses = pytest.mark.skipif(
+    not _buffers.CAN_COUNT_REFERENCES, reason="references cannot be counted"
+)
 
 SIZE = 4
 
@@ -183,7 +185,7 @@ async def test_steady_writes_allocate_nothing(gang: ar.Strategy) -> None:
 async def test_where_references_cannot_be_counted_every_write_allocates(
     pair: ar.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_buffers, "_CAN_COUNT", False)
+    monkeypatch.setattr(_buffers, "CAN_COUNT_REFERENCES", False)
     variable = new(pair)
     seen = [newest(variable)]
 

@@ -9,8 +9,17 @@ import numpy as np
 
 from ...typing import ReduceOp
 
-BLOCK = 16 * 1024  # elements; a block of every input and of the result fits into an L2 cache
+BLOCK_BYTES = 256 * 1024
+"""A block of the result stays in a core's L2 cache while every input's block is added to it. Of
+16 KiB to 512 KiB this was among the fastest sizes for arrays of 1 to 64 MiB."""
+
 _HALF = ("float16", "bfloat16")
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
 
 
 def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -26,38 +35,66 @@ def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
-    """Combine arrays of one shape and dtype, left to right.
+    """Combine arrays of one shape and dtype into a new one, left to right.
 
-    Half precision is accumulated in float32 and rounded once. Each block of elements goes through
-    all inputs before the next, so large arrays are read once and written once.
+    Half precision is accumulated in float32 and rounded once.
 
     Determinism:
         Element by element in the order of `arrays`; the block size does not change a bit.
     """
     arrays = [np.asarray(array) for array in arrays]
     first = arrays[0]
-    dtype = result_dtype(op, first.dtype)
-    wide = np.dtype(np.float32) if dtype.name in _HALF else dtype
-    ufunc = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}.get(op, np.add)
-    total = np.empty(first.shape, wide)
-    if first.size <= BLOCK or not all(array.flags.c_contiguous for array in arrays):
-        _accumulate(ufunc, total, arrays)
+    total = np.empty(first.shape, result_dtype(op, first.dtype))
+    reduce_into(op, total, arrays)
+    return total
+
+
+def reduce_into(
+    op: ReduceOp, total: Any, arrays: Sequence[Any], start: int = 0, stop: int | None = None
+) -> None:
+    """Combine arrays into `total`, or only its elements (in C order) from `start` to `stop`.
+
+    Args:
+        op: The operator.
+        total: C-contiguous, of the arrays' shape and of `result_dtype`.
+        arrays: One per replica. Those that are not C-contiguous go in rows, and need the whole
+            range.
+        start: First element.
+        stop: One past the last element.
+    """
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.name in _HALF else total.dtype
+    ufunc = _UFUNCS[op]
+    count = len(arrays) if op is ReduceOp.MEAN else 0
+    block = BLOCK_BYTES // wide.itemsize
+    if stop is None and total.size <= block:
+        _reduce_block(ufunc, total, arrays, wide, count)
+        return
+    if all(array.flags.c_contiguous for array in arrays):
+        total, arrays = total.reshape(-1), [array.reshape(-1) for array in arrays]
+        stop = total.size if stop is None else stop
     else:
-        flat, inputs = total.reshape(-1), [array.reshape(-1) for array in arrays]
-        for start in range(0, flat.size, BLOCK):
-            part = slice(start, start + BLOCK)
-            _accumulate(ufunc, flat[part], [array[part] for array in inputs])
-    if op is ReduceOp.MEAN:
-        total /= len(arrays)
-    return total.astype(dtype, copy=False)
+        block = max(1, block * total.shape[0] // total.size)
+        start, stop = 0, total.shape[0]
+    for begin in range(start, stop, block):
+        part = slice(begin, min(begin + block, stop))
+        _reduce_block(ufunc, total[part], [array[part] for array in arrays], wide, count)
 
 
-def _accumulate(ufunc: np.ufunc, total: Any, arrays: Sequence[Any]) -> None:
-    if len(arrays) == 1 or total.dtype != arrays[0].dtype:
-        total[...] = arrays[0]
+def _reduce_block(
+    ufunc: np.ufunc, total: Any, arrays: Sequence[Any], wide: np.dtype[Any], count: int
+) -> None:
+    """Combine one block; `count` is what a mean divides by, 0 for the rest."""
+    target = total if wide == total.dtype else np.empty(total.shape, wide)
+    if len(arrays) == 1 or wide != arrays[0].dtype:
+        target[...] = arrays[0]
         rest = arrays[1:]
     else:
-        ufunc(arrays[0], arrays[1], out=total)
+        ufunc(arrays[0], arrays[1], out=target)
         rest = arrays[2:]
     for array in rest:
-        ufunc(total, array, out=total)
+        ufunc(target, array, out=target)
+    if count:
+        np.divide(target, count, out=target)
+    if target is not total:
+        total[...] = target

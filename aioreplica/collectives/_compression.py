@@ -1,0 +1,146 @@
+"""Compression: what is done to arrays on their way into and out of a reduction.
+
+Inside one process nothing is sent, so compression only costs time there. It is for clusters, and
+for trying out on one machine what it would do to a training run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, final
+
+import numpy as np
+
+from ..values import IndexedSlices
+
+Key = tuple[int, int]  # replica id and index of the leaf
+
+
+class Compression(ABC):
+    """A lossy code for floating-point arrays in a reduction.
+
+    Subclasses say how to encode an array and how to decode the reduced code. With error feedback
+    what a code loses is remembered per replica and leaf, and added to the next value, so that in
+    the long run nothing is lost. Use one object per reduction: a loop's gradients, say.
+
+    Args:
+        error_feedback: Whether to remember what was lost.
+
+    Source:
+        Seide et al., "1-Bit Stochastic Gradient Descent" (2014); Karimireddy et al., "Error
+        Feedback Fixes SignSGD" (2019).
+    """
+
+    def __init__(self, *, error_feedback: bool) -> None:
+        self.error_feedback = bool(error_feedback)
+        self._lost: dict[Key, Any] = {}
+
+    @abstractmethod
+    def encode(self, value: Any) -> Any:
+        """Return the code of an array: an array or IndexedSlices, which can be summed."""
+
+    @abstractmethod
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return the array that a code, or a sum or mean of codes, stands for."""
+
+    def corrected(self, value: Any, key: Key) -> Any:
+        """Return a value plus what was lost of it before.
+
+        Raises:
+            ValueError: If what was lost had another shape.
+        """
+        lost = self._lost.get(key)
+        if lost is None:
+            return value
+        if lost.shape != value.shape:
+            raise ValueError(
+                f"{self!r} remembers what it lost of an array of shape {lost.shape}, but got shape "
+                f"{value.shape}. Use one object per reduction."
+            )
+        return value + lost
+
+    def lost(self, value: Any, code: Any) -> Any:
+        """Return what a code loses of an array."""
+        return value - self.decode(code, value.shape, value.dtype)
+
+    def remember(self, lost: Mapping[Key, Any]) -> None:
+        """Keep what a finished reduction has lost; all of it or, if it failed, nothing."""
+        self._lost.update(lost)
+
+    def reset(self) -> None:
+        """Forget what was lost."""
+        self._lost.clear()
+
+
+@final
+class Float16(Compression):
+    """Sends halves: 16 bits per number, reduced in float32 and rounded once.
+
+    Args:
+        error_feedback: Whether to remember what rounding lost.
+
+    Example:
+        >>> import numpy as np
+        >>> Float16().encode(np.array([1.0, 2.0])).dtype
+        dtype('float16')
+    """
+
+    def __init__(self, *, error_feedback: bool = False) -> None:
+        super().__init__(error_feedback=error_feedback)
+
+    def encode(self, value: Any) -> Any:
+        """Round to half precision; what is too large becomes infinite."""
+        with np.errstate(over="ignore"):
+            return value.astype(np.float16)
+
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Widen again."""
+        return code.astype(dtype)
+
+    def __repr__(self) -> str:
+        return f"Float16(error_feedback={self.error_feedback})"
+
+
+@final
+class TopK(Compression):
+    """Sends the numbers of largest magnitude and keeps the rest for later steps.
+
+    Args:
+        fraction: Which part of each array is sent, above 0 and at most 1; at least one number is.
+        error_feedback: Whether to remember the rest; without it the rest is lost.
+
+    Raises:
+        ValueError: If `fraction` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> TopK(0.5).encode(np.array([1.0, -3.0, 0.0, 2.0])).indices
+        array([1, 3])
+
+    Source:
+        Lin et al., "Deep Gradient Compression" (2018).
+    """
+
+    def __init__(self, fraction: float, *, error_feedback: bool = True) -> None:
+        super().__init__(error_feedback=error_feedback)
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise TypeError(f"TopK needs a number as its fraction, got {fraction!r}.")
+        if not 0 < fraction <= 1:
+            raise ValueError(f"TopK needs a fraction above 0 and at most 1, got {fraction}.")
+        self.fraction = fraction
+
+    def encode(self, value: Any) -> IndexedSlices:
+        """Choose the largest magnitudes; of equal ones those that come first."""
+        flat = value.reshape(-1)
+        count = min(flat.size, max(1, round(self.fraction * flat.size)))
+        order = np.argsort(-np.abs(flat), kind="stable")[:count]
+        indices = np.sort(order)
+        return IndexedSlices(flat[indices], indices, (flat.size,))
+
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Fill in zeros."""
+        return code.to_dense().reshape(shape).astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"TopK({self.fraction}, error_feedback={self.error_feedback})"

@@ -1,0 +1,306 @@
+"""The collectives that replicas call, among all of them or in a group of some."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from types import FrameType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..collectives import (
+    CommunicationOptions,
+    require_axis,
+    require_options,
+    require_reducible,
+)
+from ..tree import TreeSpec, flatten
+from ..typing import ReduceOp
+from ._collective import Collective
+from ._decisions import AGREE, ALL, ANY, BARRIER
+from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from ._handle import Handle
+from ._merge_call import MERGE_CALL
+from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, reduction
+
+T = TypeVar("T")
+
+
+class Collectives(ABC):
+    """What replicas of one sync group can do together.
+
+    Every member must make the same calls in the same order; anything else is a
+    MergeMismatchError at once, raised by `run`. Every call raises ContextError outside its own
+    replica, after its run, or while another collective of the replica is awaited.
+
+    Cancellation:
+        A collective given up before its merge (by a timeout, say) ends the run with a
+        MergeMismatchError, because the other replicas can never complete it. Once a run is
+        aborted every await here raises CancelledError.
+
+    Determinism:
+        Values are combined in ascending replica id, whatever the order of arrival.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas meet in a collective."""
+
+    @abstractmethod
+    def _call(
+        self,
+        collective: Collective,
+        argument: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        frame: FrameType,
+    ) -> Coroutine[Any, Any, Any]:
+        """Make a call and return what to await for its result."""
+
+    @abstractmethod
+    def _start(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Handle:
+        """Make a call that needs no awaiting to go on."""
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Coroutine[Any, Any, Any]:
+        """Gather every replica's arguments, run `merge_fn` once over them, return my part.
+
+        Args:
+            merge_fn: Called as `merge_fn(strategy, *merged, **merged)` in cross-replica context,
+                with replica 0's context variables; a plain or an async function. Pass the same
+                function on every replica (a lambda or nested `def` counts as the same).
+            args: Positional arguments, a tuple or list. Each leaf becomes a PerReplica; strings,
+                bytes, enums, functions and classes must be equal everywhere and stay themselves.
+            kwargs: Keyword arguments, merged alike.
+
+        Returns:
+            This replica's component where the result holds PerReplica or Mirrored values, the
+            result itself elsewhere.
+
+        Raises:
+            TypeError: If `merge_fn` is not callable.
+            ValueError: If `args` is not a tuple or list, or the result holds a PerReplica of the
+                wrong length.
+            Exception: What `merge_fn` raises is raised in every replica.
+
+        Determinism:
+            Arguments are in replica order, whatever the order of arrival.
+
+        Source:
+            tf.distribute.ReplicaContext.merge_call.
+        """
+        if not callable(merge_fn):
+            raise TypeError(
+                f"merge_call needs a function of (strategy, *args), got {merge_fn!r} "
+                f"({type(merge_fn).__name__})."
+            )
+        if type(args) is not tuple:
+            if not isinstance(args, (list, tuple)):
+                raise ValueError(
+                    f"merge_call takes args as a tuple or list, got {args!r}. "
+                    "Write args=(value,) for one argument."
+                )
+            args = tuple(args)
+        return self._call(MERGE_CALL, merge_fn, args, kwargs, sys._getframe(1))
+
+    def all_reduce(
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Combine a value over all replicas; every replica gets the result.
+
+        Args:
+            op: SUM, MEAN, MIN or MAX, or its name in any case.
+            value: Any pytree of arrays, numbers or IndexedSlices, with equal structure, shapes
+                and dtypes on all replicas; the rows of IndexedSlices may differ. Totals and
+                weights of `Weighted` values are summed apart, so their mean is exact.
+            options: How to do it, equal on all replicas; None takes the strategy's options.
+
+        Returns:
+            The combined pytree. Arrays are read-only and shared by all replicas; Python numbers
+            stay Python numbers. A mean of integers is float64.
+
+        Raises:
+            ValueError: If `op` is unknown, or MIN or MAX for an IndexedSlices.
+            TypeError: If a leaf is not numeric, or `options` are none.
+
+        Determinism:
+            Summed in ascending replica id: bitwise reproducible, and independent of options
+            (without compression) and threads. Half precision is accumulated in float32.
+        """
+        frame = sys._getframe(1)
+        parsed = ReduceOp.parse(op)
+        if options is not None:
+            require_options(options, "all_reduce")
+        args = _numbers(value, parsed, "all_reduce")
+        return self._call(ALL_REDUCE, reduction(parsed, options), args, None, frame)
+
+    def start_all_reduce(
+        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Handle:
+        """Start an all_reduce and go on; `await` the handle for its result.
+
+        Several may be in flight, and other collectives may be called meanwhile: replicas match
+        calls by the order in which they are made, not by when they are awaited.
+
+        Args:
+            op: As for `all_reduce`.
+            value: As for `all_reduce`. Arrays must not be written until the handle was awaited.
+            options: As for `all_reduce`.
+
+        Raises:
+            ValueError: As `all_reduce`.
+            TypeError: As `all_reduce`.
+
+        Cancellation:
+            See `Handle`: a cancelled await gives up nothing.
+        """
+        frame = sys._getframe(1)
+        parsed = ReduceOp.parse(op)
+        if options is not None:
+            require_options(options, "start_all_reduce")
+        args = _numbers(value, parsed, "start_all_reduce")
+        return self._start(STARTED_ALL_REDUCE, reduction(parsed, options), args, frame)
+
+    def reduce_scatter(
+        self, op: ReduceOp | str, value: Any, axis: int = 0
+    ) -> Coroutine[Any, Any, Any]:
+        """Combine a value over all replicas; every replica gets its part along `axis`.
+
+        Args:
+            op: As for `all_reduce`.
+            value: As for `all_reduce`, but arrays only.
+            axis: What is divided: contiguous and balanced, earlier replicas get what is left
+                over; negative ones count from the end.
+
+        Returns:
+            This replica's part, read-only. It may be empty.
+
+        Raises:
+            ValueError: If `op` is unknown, a leaf is a scalar or has no such axis.
+            TypeError: If a leaf is not numeric, or is an IndexedSlices.
+        """
+        frame = sys._getframe(1)
+        parsed = ReduceOp.parse(op)
+        args = _numbers(value, parsed, "reduce_scatter")
+        for leaf in args[0]:
+            require_axis(leaf, axis, "reduce_scatter")
+        return self._call(REDUCE_SCATTER, reduction(parsed, None, axis), args, None, frame)
+
+    def all_gather(
+        self, value: Any, axis: int, options: CommunicationOptions | None = None
+    ) -> Coroutine[Any, Any, Any]:
+        """Join a value of all replicas along `axis`, in replica order.
+
+        Args:
+            value: Any pytree of arrays; sizes along `axis` may differ between replicas.
+            axis: The axis to join along; negative ones count from the end.
+            options: How to do it; nothing in them matters inside one process.
+
+        Returns:
+            The joined pytree, read-only and shared by all replicas.
+
+        Raises:
+            ValueError: If a leaf is a scalar or has no such axis.
+            TypeError: If a leaf is an IndexedSlices, or `options` are none.
+        """
+        frame = sys._getframe(1)
+        if options is not None:
+            require_options(options, "all_gather")
+        args = _along(value, axis, "all_gather")
+        return self._call(ALL_GATHER, axis, args, None, frame)
+
+    def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
+        """Cut every replica's value along `axis`, give the i-th piece of each to replica i.
+
+        Args:
+            value: Any pytree of arrays; sizes along `axis` may differ between replicas.
+            axis: What is cut: contiguous and balanced, earlier pieces get what is left over;
+                negative ones count from the end. The received pieces are joined along it too, in
+                replica order.
+
+        Returns:
+            The joined pieces, read-only.
+
+        Raises:
+            ValueError: If a leaf is a scalar or has no such axis.
+            TypeError: If a leaf is an IndexedSlices.
+        """
+        frame = sys._getframe(1)
+        return self._call(ALL_TO_ALL, axis, _along(value, axis, "all_to_all"), None, frame)
+
+    def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
+        """Give every replica the value of one of them; the others' values are ignored.
+
+        Args:
+            value: Any pytree.
+            source: Index of the giver among those who meet; in a group of some replicas, that is
+                its position in `members`.
+
+        Raises:
+            ValueError: If there is no such replica.
+            TypeError: If `source` is not an int.
+        """
+        frame = sys._getframe(1)
+        try:
+            index = operator.index(source)
+        except TypeError:
+            raise TypeError(f"broadcast needs an int as its source, got {source!r}.") from None
+        if not 0 <= index < self.num_replicas_in_sync:
+            raise ValueError(
+                f"broadcast got source={source!r}, but replicas are 0 to "
+                f"{self.num_replicas_in_sync - 1}."
+            )
+        return self._call(BROADCAST, index, flatten(value), None, frame)
+
+    def barrier(self) -> Coroutine[Any, Any, None]:
+        """Wait until every replica is here."""
+        return self._call(BARRIER, None, (None,), None, sys._getframe(1))
+
+    def any(self, flag: Any) -> Coroutine[Any, Any, bool]:
+        """Tell every replica whether the flag is true on at least one; for stopping together."""
+        return self._call(ANY, None, (bool(flag),), None, sys._getframe(1))
+
+    def all(self, flag: Any) -> Coroutine[Any, Any, bool]:
+        """Tell every replica whether the flag is true on all of them."""
+        return self._call(ALL, None, (bool(flag),), None, sys._getframe(1))
+
+    def agree(self, value: T) -> Coroutine[Any, Any, T]:
+        """Check that all replicas hold equal values, and return the value.
+
+        A different value is a MergeMismatchError that shows both. NaN equals NaN.
+        """
+        return self._call(AGREE, None, (value,), None, sys._getframe(1))
+
+
+def _numbers(value: Any, op: ReduceOp, where: str) -> tuple[list[Any], TreeSpec]:
+    """Take a tree of numbers apart; arrays of one usual dtype are checked in one look."""
+    leaves, spec = flatten(value)
+    if set(map(type, leaves)) != _ARRAYS or any(
+        dtype.kind not in "fiubc" for dtype in set(map(_dtype_of, leaves))
+    ):
+        for leaf in leaves:
+            require_reducible(leaf, where, op)
+    return leaves, spec
+
+
+def _along(value: Any, axis: int, where: str) -> tuple[list[Any], TreeSpec]:
+    leaves, spec = flatten(value)
+    for leaf in leaves:
+        require_axis(leaf, axis, where)
+    return leaves, spec
+
+
+_ARRAYS = {np.ndarray}
+_dtype_of = operator.attrgetter("dtype")

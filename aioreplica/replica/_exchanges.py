@@ -1,0 +1,155 @@
+"""all_gather, all_to_all and broadcast: values handed from replica to replica unchanged."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from ..collectives import concatenate, gather_difference, leaf_bytes
+from ..devices import INLINE_BYTES, run_together
+from ..tree import unflatten
+from ._call import Call
+from ._collective import Collective, Meeting, Parts, Pending
+from ._payload import payload_bytes, payload_difference
+
+
+class Exchange(Collective):
+    """What gathering and handing around have in common: an axis, and sizes that may differ."""
+
+    __slots__ = ()
+    is_uneven = True
+
+    def detail(self, argument: int) -> str:
+        """Name the axis."""
+        return f"axis {argument}"
+
+    def num_bytes(self, call: Call) -> int:
+        """Add up the leaves."""
+        return payload_bytes(call)
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether axes, structures, dtypes and the other dimensions are equal."""
+        return self.difference(first, call) is None
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Say how axes or values differ."""
+        axis = first.argument
+        if axis != call.argument:
+            return f"axes {axis} and {call.argument} differ"
+        return payload_difference(first, call, lambda a, b: gather_difference(a, b, axis))
+
+    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+        """Copy leaf by leaf; off the event loop if there is much to copy."""
+        spec, axis = calls[0].args[1], calls[0].argument
+        columns = list(zip(*(call.args[0] for call in calls), strict=True))
+
+        def exchange_all() -> Parts:
+            rows = zip(*(self.exchange(column, axis) for column in columns), strict=True)
+            return [unflatten(spec, row) for row in rows] if columns else self._empty(calls)
+
+        return _inline_or_not(sum(map(payload_bytes, calls)), exchange_all)
+
+    @abstractmethod
+    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+        """Return what each replica gets of one leaf."""
+
+    def _empty(self, calls: Sequence[Call]) -> Parts:
+        return [unflatten(call.args[1], []) for call in calls]
+
+
+@final
+class AllGather(Exchange):
+    """Joins leaves along an axis, in replica order; every replica gets all of them."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "all_gather"
+
+    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+        """Share one joined array."""
+        return [concatenate(column, axis)] * len(column)
+
+
+@final
+class AllToAll(Exchange):
+    """Cuts every replica's leaves along an axis and gives each replica one piece of each."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "all_to_all"
+
+    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+        """Join the i-th pieces for replica i."""
+        count = len(column)
+        pieces = [np.array_split(np.asarray(leaf), count, axis) for leaf in column]
+        return [concatenate(own, axis) for own in zip(*pieces, strict=True)]
+
+
+@final
+class Broadcast(Collective):
+    """Gives every replica the value of one of them; what the others passed is ignored."""
+
+    __slots__ = ()
+    is_uneven = True
+
+    @property
+    def name(self) -> str:
+        """Name for tables."""
+        return "broadcast"
+
+    def detail(self, argument: int) -> str:
+        """Name the source."""
+        return f"source {argument}"
+
+    def num_bytes(self, call: Call) -> int:
+        """Add up the source's leaves; the other replicas bring nothing."""
+        return payload_bytes(call) if call.position == call.argument else 0
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether the sources are equal."""
+        return bool(first.argument == call.argument)
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Say how sources differ."""
+        if first.argument == call.argument:
+            return None
+        return f"sources {first.argument} and {call.argument} differ"
+
+    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+        """Share the source's value; arrays are copied, so that later writes stay its own."""
+        source = calls[calls[0].argument]
+        leaves, spec = source.args
+
+        def share() -> Parts:
+            frozen = [_frozen(leaf) for leaf in leaves]
+            return [unflatten(spec, frozen) for _ in calls]
+
+        return _inline_or_not(sum(map(leaf_bytes, leaves)), share)
+
+
+def _inline_or_not(num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
+    if num_bytes <= INLINE_BYTES:
+        return work()
+    return Pending(run_together([work]), lambda results: results[0])
+
+
+def _frozen(leaf: Any) -> Any:
+    if type(leaf) is not np.ndarray:
+        return leaf
+    copy = leaf.copy()
+    copy.flags.writeable = False
+    return copy
+
+
+ALL_GATHER = AllGather()
+ALL_TO_ALL = AllToAll()
+BROADCAST = Broadcast()
