@@ -31,7 +31,6 @@ class Call:
         group: Whom it wants to meet.
         position: Index of the caller in that group.
         sequence: Number of the call among those of its replica in that group, from 1.
-        arrived_s: When it arrived, on the loop's clock.
         context: Context variables at the await, for the group's first member only.
         code: The code object that made the call.
         instruction: Where in it, as a byte offset.
@@ -40,7 +39,6 @@ class Call:
     __slots__ = (
         "args",
         "argument",
-        "arrived_s",
         "code",
         "collective",
         "context",
@@ -58,7 +56,6 @@ class Call:
     group: SyncGroup
     position: int
     sequence: int
-    arrived_s: float
     context: Context
     code: CodeType
     instruction: int

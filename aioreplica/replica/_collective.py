@@ -48,6 +48,7 @@ class Meeting:
         ops: What counts the run's work in flight.
         members: The replica ids.
         num_replicas: How many there are.
+        timeout_s: How long they wait for each other unless a call says otherwise, in seconds.
     """
 
     strategy: Any  # Any: the strategies layer lies above this one
@@ -58,11 +59,7 @@ class Meeting:
     ops: OpTracker
     members: Sequence[int]
     num_replicas: int
-
-    @property
-    def timeout_s(self) -> float | None:
-        """How long replicas wait for each other unless a call says otherwise, in seconds."""
-        return self.reducer.options.timeout_seconds
+    timeout_s: float | None
 
     def of(self, members: Sequence[int]) -> Meeting:
         """Return the meeting of some of the members."""
@@ -75,10 +72,12 @@ class Collective(ABC):
 
     Attributes:
         is_uneven: Whether replicas may bring values of different sizes.
+        may_time_out: Whether the decisive argument can hold a timeout.
     """
 
     __slots__ = ()
     is_uneven = False
+    may_time_out = False
 
     @property
     @abstractmethod

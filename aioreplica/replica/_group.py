@@ -80,7 +80,7 @@ class ReplicaGroup(RunControl):
         self.seats = [Seat(i) for i in range(size)]
         meeting = Meeting(
             strategy, merge_place, device_names, has_plain_values, reducer, self.ops,
-            range(size), size,
+            range(size), size, reducer.options.timeout_seconds,
         )  # fmt: skip
         self.point = MeetingPoint(self.seats, meeting, loop, recorder, step, self)
         self._strategy = strategy

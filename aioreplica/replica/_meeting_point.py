@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from time import monotonic
 from typing import Any, final
 from weakref import proxy
 
@@ -92,7 +91,7 @@ class MeetingPoint:
         self._is_solo = len(seats) == 1
         self._seats = seats
         self._loop = loop
-        self._now = monotonic if loop is None else loop.time
+        self._now = recorder.now
         self._record = recorder.record
         self._step = step
         self._run: RunControl = proxy(run)  # the run holds the point: no circle
@@ -108,8 +107,7 @@ class MeetingPoint:
         if opened is not None and is_given_up(opened):  # by a replica that does not know it yet
             self._wait_cancelled(seat, opened)
             raise asyncio.CancelledError
-        call.arrived_s = self._now()
-        generation = self.rendezvous.arrive(seat.replica_id, call)
+        generation = self.rendezvous.arrive(seat.replica_id, call, self._now())
         if type(generation) is not Generation:
             self._run.abort_mismatch(generation)
             raise asyncio.CancelledError
@@ -144,8 +142,7 @@ class MeetingPoint:
         """Bring a call to the rendezvous without waiting there."""
         if self.is_aborted:
             raise asyncio.CancelledError
-        call.arrived_s = self._now()
-        generation = self.rendezvous.arrive(seat.replica_id, call, waits=False)
+        generation = self.rendezvous.arrive(seat.replica_id, call, self._now(), waits=False)
         if type(generation) is not Generation:
             self._run.abort_mismatch(generation)
             raise asyncio.CancelledError
@@ -235,31 +232,19 @@ class MeetingPoint:
         """Hand every waiting replica the parts of a finished merge."""
         generation.is_merged = True
         self.num_merges += 1
-        self._write_record(generation)
+        calls = generation.calls
+        first: Call = calls[0]
+        collective = first.collective
+        if collective.is_uneven:
+            sizes = tuple(map(collective.num_bytes, calls))
+        else:
+            sizes = (collective.num_bytes(first),)
+        self._record(self._now(), self._step, first.sequence, collective.name,
+                     collective.op_name(first.argument), sizes, generation.group.members,
+                     generation.visits)  # fmt: skip
         waiter = generation.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(parts)
-
-    def _write_record(self, generation: Generation) -> None:
-        calls = generation.calls
-        first: Call = calls[0]
-        collective, code, at = first.collective, first.code, first.instruction
-        places = [(code, at)]
-        if [call for call in calls if call.instruction != at or call.code is not code]:
-            places = [(call.code, call.instruction) for call in calls]
-        self._record(
-            self._now(),
-            self._step,
-            first.sequence,
-            collective.name,
-            collective.op_name(first.argument),
-            tuple(map(collective.num_bytes, calls))
-            if collective.is_uneven
-            else (collective.num_bytes(first),),
-            generation.group.members,
-            tuple([call.arrived_s for call in calls]),
-            places,
-        )
 
     def _merge_failed(self, generation: Generation, error: BaseException) -> None:
         """Raise the merge's exception, the same object, in every replica that waits."""
@@ -296,9 +281,10 @@ class MeetingPoint:
     def _new_waiter(self, generation: Generation, call: Call) -> asyncio.Future[Parts]:
         waiter: asyncio.Future[Parts] = asyncio.Future(loop=self._loop)
         generation.waiter = waiter
-        timeout_s = call.collective.timeout_s(call.argument)
-        if timeout_s is None:
-            timeout_s = generation.group.meeting.timeout_s
+        timeout_s = generation.group.meeting.timeout_s
+        if call.collective.may_time_out:
+            own = call.collective.timeout_s(call.argument)
+            timeout_s = timeout_s if own is None else own
         if timeout_s is not None and generation.missing and self._loop is not None:
             generation.timer = self._loop.call_later(timeout_s, self._run.stalled, timeout_s, call)
         return waiter

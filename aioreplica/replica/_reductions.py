@@ -49,6 +49,7 @@ class Reducing(Collective):
     """
 
     __slots__ = ("_name",)
+    may_time_out = True
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -91,17 +91,21 @@ class Rendezvous:
 
     # ---- events --------------------------------------------------------------------------
 
-    def arrive(self, replica_id: int, call: Call, *, waits: bool = True) -> Generation | Mismatch:
+    def arrive(
+        self, replica_id: int, call: Call, now_s: float = 0.0, *, waits: bool = True
+    ) -> Generation | Mismatch:
         """Record that a replica takes part in a collective; with nobody missing it may merge.
 
-        With `waits` its task can do nothing else until then.
+        With `waits` its task can do nothing else until then. `now_s` is noted for records.
         """
         group = call.group
         generation = group.open.get(call.sequence)
         is_new = generation is None
         if generation is None:
             generation = new_generation(group, call)
-        generation.calls[call.position] = call
+        position = call.position
+        generation.calls[position] = call
+        generation.visits[position] = (call.code, call.instruction, now_s)
         if waits:
             self._current[replica_id] = generation
         else:

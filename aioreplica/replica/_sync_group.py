@@ -48,17 +48,19 @@ class Generation:
         group: Whose calls.
         first: The call that arrived first; the others are compared with it.
         calls: One per member, None for those who are missing.
+        visits: Where each call was made and when it arrived, for the recorder.
         missing: How many are.
         is_merged: Whether the members have been released.
         waiter: The future that all waiting tasks share; the group's shell makes it.
         timer: What ends the run if the members do not meet in time, or None.
     """
 
-    __slots__ = ("calls", "first", "group", "is_merged", "missing", "timer", "waiter")
+    __slots__ = ("calls", "first", "group", "is_merged", "missing", "timer", "visits", "waiter")
 
     group: SyncGroup
     first: Call
     calls: list[Any]  # of Call | None; of Call alone once nobody is missing
+    visits: list[Any]  # of Visit
     missing: int
     is_merged: bool
     waiter: asyncio.Future[Sequence[Any]] | None
@@ -75,6 +77,7 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     generation.first = first
     size = len(group.members)
     generation.calls = [None] * size
+    generation.visits = [None] * size
     generation.missing = size
     generation.is_merged = False
     generation.waiter = None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple, final
 
-MAX_LINES = 4096
 SHOWN = 5  # merges that an error lists
 
-Place = tuple[CodeType, int]  # a code object and the byte offset of a call in it
+Visit = tuple[CodeType, int, float]
+"""One replica's call: the code object and byte offset it was made at, and when it arrived."""
+
+
+_Entry = tuple[float, int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
 
 
 @final
@@ -99,25 +103,28 @@ class Recorder:
     Args:
         capacity: How many records are kept; older ones are dropped.
 
+    Attributes:
+        now: The clock, in seconds.
+
     Example:
         >>> recorder = Recorder(capacity=2)
-        >>> place = ((lambda: None).__code__, 0)
+        >>> code = (lambda: None).__code__
         >>> for sequence in range(3):
-        ...     recorder.record(0.5, 0, sequence, "barrier", "", (0,), (0, 1), (0.1, 0.5), [place])
+        ...     visits = [(code, 0, 0.125), (code, 0, 0.5)]
+        ...     recorder.record(0.5, 0, sequence, "barrier", "", (0,), (0, 1), visits)
         >>> [record.sequence for record in recorder.records()]
         [1, 2]
         >>> recorder.collectives(replica_id=1)[-1].arrived_s
         0.5
     """
 
-    __slots__ = ("_lines", "_ring")
+    __slots__ = ("_ring", "now")
 
     def __init__(self, capacity: int = 256) -> None:
         if capacity < 1:
             raise ValueError(f"A recorder keeps at least 1 record, got capacity={capacity}.")
-        self._ring: deque[tuple[object, ...]] = deque(maxlen=capacity)
-        # The code object is kept beside its line, so that its id stays its own.
-        self._lines: dict[tuple[int, int], tuple[CodeType, int]] = {}
+        self.now = time.monotonic  # looked up now: a test may have put another clock there
+        self._ring: deque[_Entry] = deque(maxlen=capacity)
 
     def record(
         self,
@@ -128,10 +135,9 @@ class Recorder:
         op: str,
         num_bytes: tuple[int, ...],
         members: tuple[int, ...],
-        arrived_s: tuple[float, ...],
-        places: Sequence[Place],
+        visits: Sequence[Visit],
     ) -> None:
-        """Add one merge.
+        """Add one merge. This is on the path of every merge: it is made readable when it is read.
 
         Args:
             time_s: When it ended.
@@ -141,23 +147,13 @@ class Recorder:
             op: The operator of a reduction, or "".
             num_bytes: Size of what each member brought, or of what all of them did.
             members: Who met.
-            arrived_s: When each member arrived.
-            places: Where each member called from, or where all of them did.
+            visits: Where each member called from, and when it arrived.
         """
-        code, instruction = places[0]
-        known = self._lines.get((id(code), instruction))
-        line = self._look_up(code, instruction) if known is None else known[1]
-        sites: tuple[str, ...] = ()
-        if len(places) > 1:
-            sites = tuple(f"{code.co_filename}:{self._look_up(code, at)}" for code, at in places)
-        self._ring.append(
-            (time_s, step, sequence, collective, code.co_filename, line, len(members), op,
-             num_bytes, members, arrived_s, sites)
-        )  # fmt: skip
+        self._ring.append((time_s, step, sequence, collective, op, num_bytes, members, visits))
 
     def records(self) -> tuple[MergeRecord, ...]:
         """Return the kept merges, oldest first."""
-        return tuple(MergeRecord(*entry) for entry in tuple(self._ring))  # type: ignore[arg-type]
+        return tuple(map(_readable, tuple(self._ring)))
 
     def collectives(self, replica_id: int) -> tuple[CollectiveRecord, ...]:
         """Return one replica's part in the kept merges, oldest first."""
@@ -175,15 +171,25 @@ class Recorder:
     def __repr__(self) -> str:
         return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
 
-    def _look_up(self, code: CodeType, instruction: int) -> int:
-        known = self._lines.get((id(code), instruction))
-        if known is not None:
-            return known[1]
-        if len(self._lines) >= MAX_LINES:
-            self._lines.clear()
-        line = source_line(code, instruction)
-        self._lines[id(code), instruction] = (code, line)
-        return line
+
+def _readable(entry: _Entry) -> MergeRecord:
+    time_s, step, sequence, collective, op, num_bytes, members, visits = entry
+    sites = [f"{code.co_filename}:{source_line(code, at)}" for code, at, _ in visits]
+    first, at, _ = visits[0]
+    return MergeRecord(
+        time_s,
+        step,
+        sequence,
+        collective,
+        first.co_filename,
+        source_line(first, at),
+        len(members),
+        op,
+        num_bytes,
+        members,
+        tuple(arrived_s for _, _, arrived_s in visits),
+        tuple(sites) if len(set(sites)) > 1 else (),
+    )
 
 
 def _part(record: MergeRecord, replica_id: int) -> CollectiveRecord:

@@ -21,8 +21,7 @@ def record_here(recorder: Recorder, sequence: int) -> int:
         "",
         (0,),
         (0, 1, 2, 3),
-        (0.5, 0.25, 0.75, 1.0),
-        [(frame.f_code, frame.f_lasti)],
+        [(frame.f_code, frame.f_lasti, at) for at in (0.5, 0.25, 0.75, 1.0)],
     )
     return frame.f_lineno
 
@@ -94,7 +93,7 @@ def test_code_that_is_made_anew_again_and_again_has_its_own_lines() -> None:
 
     for line in range(1, 10_000):
         made = code.replace(co_firstlineno=line)
-        recorder.record(0.0, 0, line, "barrier", "", (0,), (0,), (0.0,), [(made, 0)])
+        recorder.record(0.0, 0, line, "barrier", "", (0,), (0,), [(made, 0, 0.0)])
         assert recorder.records()[0].line == source_line(made, 0)
 
 
