@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from typing import Any, final
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..values import CAN_COUNT_REFERENCES
 
-MIN_BYTES = 256 * 1024  # below that the allocator is as fast
+MIN_BYTES = 128 * 1024  # from there on the allocator gives fresh pages
 KEPT_CALLS = 8  # how many reductions a buffer may go unused
 
 
@@ -41,7 +42,7 @@ class BufferPool:
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a C-contiguous array with whatever numbers are in it."""
-        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         if size < MIN_BYTES or not CAN_COUNT_REFERENCES:
             return np.empty(shape, dtype)
         with self._lock:

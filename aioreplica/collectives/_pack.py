@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from ..devices.backends import reduce_into
+from ..devices.backends import reduce_block
 from ..typing import ReduceOp
+from ._layout import Pack, Portion
 
 
-def reduce_pack(op: ReduceOp, total: Any, columns: Sequence[Sequence[Any]]) -> None:
+def reduce_pack(
+    op: ReduceOp, total: Any, columns: Sequence[Sequence[Any]], portions: Sequence[Portion]
+) -> None:
     """Combine small arrays of one dtype, in replica order.
 
     Args:
         op: The operator.
         total: Receives the results one behind the other, flat.
         columns: The arrays of each replica, equal in number and shapes.
+        portions: Which arrays are joined in one go.
 
     Determinism:
         Element by element as if each array were reduced alone.
     """
-    reduce_into(op, total, [_joined(arrays) for arrays in columns])
+    for start, stop, begin, end in portions:
+        parts = (_joined(arrays[start:stop]) for arrays in columns)  # one or two exist at a time
+        reduce_block(op, total[begin:end], parts, len(columns))
 
 
 def _joined(arrays: Sequence[Any]) -> Any:
     """Lay arrays out one behind the other, in C order; bytes are copied without looking inside."""
     try:
         return np.frombuffer(b"".join(arrays), arrays[0].dtype)
-    except (ValueError, TypeError, BufferError):  # strided, or of a dtype without buffers
+    except (ValueError, TypeError, BufferError):  # strided, empty, or of a dtype without buffers
         return np.concatenate(arrays, axis=None)
 
 
-def views_into(flat: Any, likes: Sequence[Any]) -> list[Any]:
-    """Take a flat array apart into arrays of the given shapes.
-
-    Example:
-        >>> import numpy as np
-        >>> [view.shape for view in views_into(np.arange(7), [np.ones((2, 2)), np.ones(3)])]
-        [(2, 2), (3,)]
-    """
-    shapes = list(map(_shape_of, likes))
-    first = shapes[0]
-    if first and shapes.count(first) == len(shapes):
-        return list(flat.reshape(len(shapes), *first))
+def views_into(flat: Any, pack: Pack) -> list[Any]:
+    """Take the flat result of a pack apart into arrays of the leaves' shapes."""
+    if pack.common_shape:
+        return list(flat.reshape(len(pack.shapes), *pack.common_shape))
     views, start = [], 0
-    for like in likes:
-        stop = start + like.size
-        views.append(flat[start:stop].reshape(like.shape))
+    for shape in pack.shapes:
+        stop = start + math.prod(shape)
+        views.append(flat[start:stop].reshape(shape))
         start = stop
     return views
-
-
-_shape_of = attrgetter("shape")

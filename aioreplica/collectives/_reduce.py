@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..devices.backends import backend_of
+from ..devices.backends import backend_of, reduce_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._sparse import reduce_slices, require_sum, slices_difference
@@ -80,12 +80,17 @@ def reduce_leaves(op: ReduceOp, values: Sequence[Any]) -> Any:
         >>> reduce_leaves(ReduceOp.MEAN, [1, 2])
         1.5
     """
-    if isinstance(values[0], _PYTHON_NUMBERS):
+    first = values[0]
+    if type(first) is np.ndarray:
+        total = reduce_arrays(op, values)
+        total.flags.writeable = False
+        return total
+    if isinstance(first, _PYTHON_NUMBERS):
         return _reduce_numbers(op, values)
-    if type(values[0]) is IndexedSlices:
+    if type(first) is IndexedSlices:
         return reduce_slices(op, values)
-    total = backend_of(values[0]).reduce(op, values)
-    if isinstance(values[0], np.generic):
+    total = backend_of(first).reduce(op, values)
+    if isinstance(first, np.generic):
         return total[()]
     if type(total) is np.ndarray:
         total.flags.writeable = False

@@ -9,22 +9,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
-import numpy as np
-
-from ..collectives import (
-    CommunicationOptions,
-    require_axis,
-    require_options,
-    require_reducible,
-)
-from ..tree import TreeSpec, flatten
+from ..collectives import CommunicationOptions, require_axis, require_options
 from ..typing import ReduceOp
 from ._collective import Collective
 from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST
 from ._handle import Handle
 from ._merge_call import MERGE_CALL
-from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, reduction
+from ._payload import payload_along, payload_of, payload_of_numbers
+from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction, reduction
 
 T = TypeVar("T")
 
@@ -140,11 +133,11 @@ class Collectives(ABC):
             (without compression) and threads. Half precision is accumulated in float32.
         """
         frame = sys._getframe(1)
-        parsed = ReduceOp.parse(op)
         if options is not None:
             require_options(options, "all_reduce")
-        args = _numbers(value, parsed, "all_reduce")
-        return self._call(ALL_REDUCE, reduction(parsed, options), args, None, frame)
+        argument = parse_reduction(op, options)
+        args = payload_of_numbers(value, argument.op, "all_reduce")
+        return self._call(ALL_REDUCE, argument, args, None, frame)
 
     def start_all_reduce(
         self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
@@ -167,11 +160,11 @@ class Collectives(ABC):
             See `Handle`: a cancelled await gives up nothing.
         """
         frame = sys._getframe(1)
-        parsed = ReduceOp.parse(op)
         if options is not None:
             require_options(options, "start_all_reduce")
-        args = _numbers(value, parsed, "start_all_reduce")
-        return self._start(STARTED_ALL_REDUCE, reduction(parsed, options), args, frame)
+        argument = parse_reduction(op, options)
+        args = payload_of_numbers(value, argument.op, "start_all_reduce")
+        return self._start(STARTED_ALL_REDUCE, argument, args, frame)
 
     def reduce_scatter(
         self, op: ReduceOp | str, value: Any, axis: int = 0
@@ -193,7 +186,7 @@ class Collectives(ABC):
         """
         frame = sys._getframe(1)
         parsed = ReduceOp.parse(op)
-        args = _numbers(value, parsed, "reduce_scatter")
+        args = payload_of_numbers(value, parsed, "reduce_scatter")
         for leaf in args[0]:
             require_axis(leaf, axis, "reduce_scatter")
         return self._call(REDUCE_SCATTER, reduction(parsed, None, axis), args, None, frame)
@@ -218,7 +211,7 @@ class Collectives(ABC):
         frame = sys._getframe(1)
         if options is not None:
             require_options(options, "all_gather")
-        args = _along(value, axis, "all_gather")
+        args = payload_along(value, axis, "all_gather")
         return self._call(ALL_GATHER, axis, args, None, frame)
 
     def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
@@ -238,7 +231,7 @@ class Collectives(ABC):
             TypeError: If a leaf is an IndexedSlices.
         """
         frame = sys._getframe(1)
-        return self._call(ALL_TO_ALL, axis, _along(value, axis, "all_to_all"), None, frame)
+        return self._call(ALL_TO_ALL, axis, payload_along(value, axis, "all_to_all"), None, frame)
 
     def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
         """Give every replica the value of one of them; the others' values are ignored.
@@ -262,7 +255,7 @@ class Collectives(ABC):
                 f"broadcast got source={source!r}, but replicas are 0 to "
                 f"{self.num_replicas_in_sync - 1}."
             )
-        return self._call(BROADCAST, index, flatten(value), None, frame)
+        return self._call(BROADCAST, index, payload_of(value), None, frame)
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every replica is here."""
@@ -282,25 +275,3 @@ class Collectives(ABC):
         A different value is a MergeMismatchError that shows both. NaN equals NaN.
         """
         return self._call(AGREE, None, (value,), None, sys._getframe(1))
-
-
-def _numbers(value: Any, op: ReduceOp, where: str) -> tuple[list[Any], TreeSpec]:
-    """Take a tree of numbers apart; arrays of one usual dtype are checked in one look."""
-    leaves, spec = flatten(value)
-    if set(map(type, leaves)) != _ARRAYS or any(
-        dtype.kind not in "fiubc" for dtype in set(map(_dtype_of, leaves))
-    ):
-        for leaf in leaves:
-            require_reducible(leaf, where, op)
-    return leaves, spec
-
-
-def _along(value: Any, axis: int, where: str) -> tuple[list[Any], TreeSpec]:
-    leaves, spec = flatten(value)
-    for leaf in leaves:
-        require_axis(leaf, axis, where)
-    return leaves, spec
-
-
-_ARRAYS = {np.ndarray}
-_dtype_of = operator.attrgetter("dtype")

@@ -127,7 +127,7 @@ class Broadcast(Collective):
     def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
         """Share the source's value; arrays are copied, so that later writes stay its own."""
         source = calls[calls[0].argument]
-        leaves, spec = source.args
+        leaves, spec, _ = source.args
 
         def share() -> Parts:
             frozen = [_frozen(leaf) for leaf in leaves]

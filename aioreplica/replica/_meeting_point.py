@@ -119,7 +119,7 @@ class MeetingPoint:
             if type(parts) is not Pending:
                 if self._is_solo:
                     await asyncio.sleep(0)  # a loop of collectives must let others run
-                return parts[call.position]
+                return _take(parts, call.position)
             self._start_merge(generation, parts)
         if waiter is None:
             waiter = self._new_waiter(generation, call)
@@ -136,7 +136,7 @@ class MeetingPoint:
             seat.waiting = None
         if self.is_aborted:
             raise asyncio.CancelledError
-        return parts[call.position]
+        return _take(parts, call.position)
 
     def start(self, seat: Seat, call: Call) -> Generation:
         """Bring a call to the rendezvous without waiting there."""
@@ -309,6 +309,17 @@ class MeetingPoint:
         mismatch = self.rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW)
         if mismatch is not None:
             self._run.abort_mismatch(mismatch)
+
+
+def _take(parts: Parts, position: int) -> Any:
+    """Take a part out, so that its memory is free as soon as the replica lets go of it.
+
+    The future that carried the parts lives on while the task that it woke runs.
+    """
+    part = parts[position]
+    if type(parts) is list:
+        parts[position] = None
+    return part
 
 
 def _without_stop(error: BaseException) -> BaseException:

@@ -8,26 +8,61 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ..collectives import leaf_bytes
-from ..tree import TreeSpec, flatten, paths, unflatten
+from ..collectives import leaf_bytes, require_axis, require_reducible
+from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
+from ..typing import ReduceOp
 
 if TYPE_CHECKING:
     from ._call import Call
 
-Payload: TypeAlias = tuple[list[Any], TreeSpec]  # the `args` of such a call
+Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
+"""The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
 
 
 def payload_of(value: Any) -> Payload:
     """Take a pytree apart."""
-    return flatten(value)
+    leaves, spec = flatten(value)
+    return leaves, spec, None
+
+
+def payload_of_numbers(value: Any, op: ReduceOp, where: str) -> Payload:
+    """Take a tree of numbers apart.
+
+    Raises:
+        TypeError: If a leaf is not numeric.
+        ValueError: If a leaf does not go with the operator.
+    """
+    if type(value) is np.ndarray and value.dtype.kind in _NUMERIC:
+        return [value], LEAF_SPEC, None
+    known = flatten_arrays(value)
+    leaves, spec = flatten(value) if known is None else known
+    if known is not None or (len(leaves) > 1 and set(map(type, leaves)) == _ARRAYS):
+        dtypes = list(map(_dtype_of, leaves))
+        few = dtypes[:1] if dtypes.count(dtypes[0]) == len(dtypes) else set(dtypes)
+        if all(dtype.kind in _NUMERIC for dtype in few):
+            return leaves, spec, (dtypes, list(map(_shape_of, leaves)))
+    for leaf in leaves:
+        require_reducible(leaf, where, op)
+    return leaves, spec, None
+
+
+def payload_along(value: Any, axis: int, where: str) -> Payload:
+    """Take a tree of arrays that have an axis apart.
+
+    Raises:
+        TypeError: If a leaf is sparse.
+        ValueError: If a leaf has no such axis.
+    """
+    leaves, spec = flatten(value)
+    for leaf in leaves:
+        require_axis(leaf, axis, where)
+    return leaves, spec, None
 
 
 def payload_bytes(call: Call) -> int:
     """Return the size of a call's leaves, in bytes."""
-    leaves = call.args[0]
-    if len(leaves) == 1:
-        return leaf_bytes(leaves[0])
-    return sum(map(leaf_bytes, leaves))
+    leaves, _, signature = call.args
+    return sum(map(leaf_bytes if signature is None else _nbytes_of, leaves))
 
 
 def are_like(first: Call, call: Call) -> bool:
@@ -35,28 +70,26 @@ def are_like(first: Call, call: Call) -> bool:
 
     False says nothing: the leaves have to be compared one by one.
     """
-    leaves, spec = first.args
-    others, other_spec = call.args
+    leaves, spec, signature = first.args
+    others, other_spec, other_signature = call.args
     if spec is not other_spec and spec != other_spec:
         return False
-    if len(leaves) == 1:
-        (a,), (b,) = leaves, others
-        if type(a) is np.ndarray and type(b) is np.ndarray:
-            return bool(a.dtype == b.dtype) and a.shape == b.shape
-        return type(a) is type(b) and type(a) in _NUMBERS
-    if set(map(type, leaves)) != _ARRAYS or set(map(type, others)) != _ARRAYS:
+    if signature is not None:
+        return bool(signature == other_signature)
+    if len(leaves) != 1 or len(others) != 1:
         return False
-    return list(map(_shape_of, leaves)) == list(map(_shape_of, others)) and list(
-        map(_dtype_of, leaves)
-    ) == list(map(_dtype_of, others))
+    (a,), (b,) = leaves, others
+    if type(a) is np.ndarray and type(b) is np.ndarray:
+        return bool(a.dtype == b.dtype) and a.shape == b.shape
+    return type(a) is type(b) and type(a) in _NUMBERS
 
 
 def payload_difference(
     first: Call, call: Call, compare: Callable[[Any, Any], str | None]
 ) -> str | None:
     """Say how structures or leaves differ, by the caller's measure; None if they do not."""
-    leaves, spec = first.args
-    others, other_spec = call.args
+    leaves, spec, _ = first.args
+    others, other_spec, _ = call.args
     if spec != other_spec:
         names, other_names = _paths(first), _paths(call)
         return f"structures differ: leaves {_short(names)} here, {_short(other_names)} there"
@@ -68,7 +101,7 @@ def payload_difference(
 
 
 def _paths(call: Call) -> list[str]:
-    leaves, spec = call.args
+    leaves, spec, _ = call.args
     return paths(unflatten(spec, leaves))
 
 
@@ -79,6 +112,8 @@ def _short(names: Sequence[str]) -> str:
 
 
 _ARRAYS = {np.ndarray}
+_NUMERIC = frozenset("fiubc")
 _NUMBERS = {float, int, bool, complex}
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
+_nbytes_of = attrgetter("nbytes")

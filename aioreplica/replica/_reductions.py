@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import numpy as np
 
 from ..collectives import CommunicationOptions, leaf_difference
-from ..tree import unflatten
+from ..tree import LEAF_SPEC, unflatten
 from ..typing import ReduceOp
 from ._call import Call
 from ._collective import Collective, Meeting, Parts, Pending
@@ -39,6 +40,21 @@ def reduction(
 ) -> Reduction:
     """Return the argument, one object for equal ones, so that comparing two takes no time."""
     return Reduction(op, options, axis)
+
+
+def parse_reduction(op: ReduceOp | str, options: CommunicationOptions | None) -> Reduction:
+    """Return the argument for an operator as users write it, quickly for the usual ones.
+
+    Raises:
+        ValueError: If the operator is unknown.
+        TypeError: If it is none.
+    """
+    if options is None and type(op) is str and op in _USUAL:
+        return _USUAL[op]
+    return reduction(ReduceOp.parse(op), options)
+
+
+_USUAL = {name: reduction(op) for op in ReduceOp for name in (op.name, op.name.lower())}
 
 
 class Reducing(Collective):
@@ -99,16 +115,16 @@ class Reducing(Collective):
         """Reduce all leaves; off the event loop if there is much to read."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]
-        reduced = meeting.reducer.reduce(argument.op, rows, argument.options, meeting.members)
-        hand_out = self._hand_out(calls)
-        return hand_out(reduced) if isinstance(reduced, list) else Pending(reduced, hand_out)
+        reduced = meeting.reducer.reduce(
+            argument.op, rows, argument.options, meeting.members, calls[0].args[2]
+        )
+        if isinstance(reduced, list):
+            return self.hand_out(calls, reduced)
+        return Pending(reduced, partial(self.hand_out, calls))
 
-    def _hand_out(self, calls: Sequence[Call]) -> Callable[[Any], Parts]:
-        """Return what makes the replicas' parts of the reduced leaves."""
-        spec, count = calls[0].args[1], len(calls)
-        if len(calls[0].args[0]) == 1 and spec.is_leaf():
-            return lambda reduced: [reduced[0]] * count
-        return lambda reduced: [unflatten(spec, reduced) for _ in range(count)]
+    @abstractmethod
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+        """Return each replica's part of the reduced leaves."""
 
 
 @final
@@ -117,6 +133,13 @@ class AllReduce(Reducing):
 
     __slots__ = ()
 
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+        """Share the leaves; every replica has containers of its own."""
+        spec = calls[0].args[1]
+        if spec is LEAF_SPEC:
+            return [reduced[0]] * len(calls)
+        return [unflatten(spec, reduced) for _ in calls]
+
 
 @final
 class ReduceScatter(Reducing):
@@ -124,15 +147,13 @@ class ReduceScatter(Reducing):
 
     __slots__ = ()
 
-    def _hand_out(self, calls: Sequence[Call]) -> Callable[[Any], Parts]:
-        spec, count = calls[0].args[1], len(calls)
-        axis = calls[0].argument.axis
-
-        def hand_out(reduced: Sequence[Any]) -> Parts:
-            columns = [np.array_split(leaf, count, axis) for leaf in reduced]
-            return [unflatten(spec, row) for row in zip(*columns, strict=True)]
-
-        return hand_out
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+        """Cut every leaf along the axis."""
+        spec, axis = calls[0].args[1], calls[0].argument.axis
+        columns = [np.array_split(leaf, len(calls), axis) for leaf in reduced]
+        if not columns:
+            return [unflatten(spec, []) for _ in calls]
+        return [unflatten(spec, row) for row in zip(*columns, strict=True)]
 
 
 ALL_REDUCE = AllReduce("all_reduce")

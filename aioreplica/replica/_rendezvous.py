@@ -121,13 +121,13 @@ class Rendezvous:
         if self._gone and any(_lacks(generation, gone) for gone in self._gone):
             return self._mismatch(partial(self._absence, generation)) or generation
         if waits and (self._groups or len(group.open) > 1):
-            return self._deadlock() or generation
+            return self._deadlock(generation) or generation
         return generation
 
     def wait_for_started(self, replica_id: int, generation: Generation) -> Mismatch | None:
         """Record that a task of the replica waits for what was started before."""
         self._handles.setdefault(replica_id, []).append(generation)
-        return self._deadlock()
+        return self._deadlock(generation)
 
     def waited_for_started(self, replica_id: int, generation: Generation) -> None:
         """Record that a task waits no longer."""
@@ -217,13 +217,15 @@ class Rendezvous:
             return [*waits, current] if current.missing else []
         return waits
 
-    def _deadlock(self) -> Mismatch | None:
+    def _deadlock(self, joined: Generation) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
+
+        Somebody has just begun to wait in `joined`, so a circle can only lead through it.
 
         A replica can go on if it waits for nothing, or if one of the generations it waits for can
         become complete; that one can if all who are missing in it can go on.
         """
-        if self._failed or self._is_over:
+        if self._failed or self._is_over or not any(map(self._waits, _missing(joined))):
             return None
         waits = {i: self._waits(i) for i in range(len(self._devices))}
         free = {i for i, own in waits.items() if not own}

@@ -5,6 +5,7 @@ from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import TreeSpec as TreeSpec
 from ._tree import flatten as flatten
+from ._tree import flatten_arrays as flatten_arrays
 from ._tree import flatten_one_level as flatten_one_level
 from ._tree import leaves as leaves
 from ._tree import map_leaves as map_leaves
@@ -16,6 +17,7 @@ __all__ = [
     "LEAF_SPEC",
     "LEAF_TYPES",
     "flatten",
+    "flatten_arrays",
     "flatten_one_level",
     "leaves",
     "map_leaves",

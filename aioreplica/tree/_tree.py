@@ -71,11 +71,23 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
         if LEAF_TYPES.issuperset(map(type, tree)):
             return list(tree), _list_spec(len(tree)) if kind is list else _tuple_spec(len(tree))
     elif kind is dict and LEAF_TYPES.issuperset(map(type, tree.values())):
-        keys = tuple(tree)
-        if set(map(type, keys)) == _STR:
-            ordered, spec = _dict_spec(keys)
-            return list(map(tree.__getitem__, ordered)), spec
+        known = _dict_spec(tuple(tree))
+        if known is not None:
+            return list(map(tree.__getitem__, known[0])), known[1]
     return _flatten(tree)
+
+
+def flatten_arrays(tree: Tree) -> tuple[list[Any], TreeSpec] | None:
+    """Flatten a list, tuple or dict of nothing but NumPy arrays; None for all other trees."""
+    kind = type(tree)
+    if kind is dict:
+        if set(map(type, tree.values())) != _ARRAYS:
+            return None
+        known = _dict_spec(tuple(tree))
+        return None if known is None else (list(map(tree.__getitem__, known[0])), known[1])
+    if (kind is not list and kind is not tuple) or set(map(type, tree)) != _ARRAYS:
+        return None
+    return list(tree), _list_spec(len(tree)) if kind is list else _tuple_spec(len(tree))
 
 
 def _flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
@@ -93,7 +105,10 @@ def _tuple_spec(size: int) -> TreeSpec:
 
 
 @functools.lru_cache(maxsize=1024)
-def _dict_spec(keys: tuple[str, ...]) -> tuple[list[str], TreeSpec]:
+def _dict_spec(keys: tuple[Any, ...]) -> tuple[list[str], TreeSpec] | None:
+    """Return the keys in the order of the leaves, and the structure; None unless all are str."""
+    if set(map(type, keys)) != _STR:  # 1 and True are equal as keys, but not the same structure
+        return None
     return _flatten({key: key for key in keys})
 
 
@@ -101,6 +116,7 @@ LEAF_SPEC: TreeSpec = _flatten(0)[1]
 """The structure of a bare leaf."""
 
 _STR = {str}
+_ARRAYS = {np.ndarray}
 
 
 def unflatten(spec: TreeSpec, new_leaves: Sequence[Any]) -> Tree:

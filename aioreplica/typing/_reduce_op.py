@@ -34,6 +34,8 @@ class ReduceOp(Enum):
         """
         if type(op) is cls:
             return op
+        if type(op) is str and op in _SPELLINGS:
+            return _SPELLINGS[op]
         if isinstance(op, str):
             found = cls.__members__.get(op.upper())
             if found is not None:
@@ -43,3 +45,7 @@ class ReduceOp(Enum):
         raise TypeError(
             f"A reduce op is an ar.ReduceOp or its name, got {op!r} ({type(op).__name__})."
         )
+
+
+# The usual spellings, looked up without changing their case.
+_SPELLINGS = {name: op for op in ReduceOp for name in (op.name, op.name.lower())}

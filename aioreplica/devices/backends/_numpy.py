@@ -60,4 +60,4 @@ class NumpyBackend(Backend):
         """
         if not arrays:
             raise ValueError("reduce needs at least one array, got none.")
-        return reduce_arrays(op, arrays)
+        return reduce_arrays(op, [np.asarray(array) for array in arrays])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,6 @@ BLOCK_BYTES = 256 * 1024
 16 KiB to 512 KiB this was among the fastest sizes for arrays of 1 to 64 MiB."""
 
 _HALF = ("float16", "bfloat16")
-_UFUNCS = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
 
 
 def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -42,7 +36,6 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
     Determinism:
         Element by element in the order of `arrays`; the block size does not change a bit.
     """
-    arrays = [np.asarray(array) for array in arrays]
     first = arrays[0]
     total = np.empty(first.shape, result_dtype(op, first.dtype))
     reduce_into(op, total, arrays)
@@ -62,13 +55,10 @@ def reduce_into(
         start: First element.
         stop: One past the last element.
     """
-    dtype = arrays[0].dtype
-    wide = np.dtype(np.float32) if dtype.name in _HALF else total.dtype
-    ufunc = _UFUNCS[op]
-    count = len(arrays) if op is ReduceOp.MEAN else 0
-    block = BLOCK_BYTES // wide.itemsize
+    block = BLOCK_BYTES // total.itemsize
+    count = len(arrays)
     if stop is None and total.size <= block:
-        _reduce_block(ufunc, total, arrays, wide, count)
+        reduce_block(op, total, arrays, count)
         return
     if all(array.flags.c_contiguous for array in arrays):
         total, arrays = total.reshape(-1), [array.reshape(-1) for array in arrays]
@@ -78,23 +68,26 @@ def reduce_into(
         start, stop = 0, total.shape[0]
     for begin in range(start, stop, block):
         part = slice(begin, min(begin + block, stop))
-        _reduce_block(ufunc, total[part], [array[part] for array in arrays], wide, count)
+        reduce_block(op, total[part], [array[part] for array in arrays], count)
 
 
-def _reduce_block(
-    ufunc: np.ufunc, total: Any, arrays: Sequence[Any], wide: np.dtype[Any], count: int
-) -> None:
-    """Combine one block; `count` is what a mean divides by, 0 for the rest."""
-    target = total if wide == total.dtype else np.empty(total.shape, wide)
-    if len(arrays) == 1 or wide != arrays[0].dtype:
-        target[...] = arrays[0]
-        rest = arrays[1:]
+def reduce_block(op: ReduceOp, total: Any, arrays: Iterable[Any], count: int) -> None:
+    """Combine `count` arrays into `total` in one go; they may be made while they are read."""
+    ufunc = np.minimum if op is ReduceOp.MIN else np.maximum if op is ReduceOp.MAX else np.add
+    rest = iter(arrays)
+    first = next(rest)
+    dtype = first.dtype
+    target = total
+    if dtype.itemsize == 2 and dtype.name in _HALF:
+        target = np.empty(total.shape, np.float32)
+    if count == 1 or target.dtype != dtype:
+        target[...] = first
     else:
-        ufunc(arrays[0], arrays[1], out=target)
-        rest = arrays[2:]
+        ufunc(first, next(rest), out=target)
+    del first
     for array in rest:
         ufunc(target, array, out=target)
-    if count:
+    if op is ReduceOp.MEAN:
         np.divide(target, count, out=target)
     if target is not total:
         total[...] = target
