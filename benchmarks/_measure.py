@@ -28,6 +28,7 @@ class Comparison:
         ratio: Median of the ratios of the rounds, which need not be the ratio of the medians.
         lowest: Smallest ratio of a round.
         highest: Largest ratio of a round.
+        difference: Median of the differences of the rounds, ours minus the floor.
     """
 
     ours: float
@@ -35,6 +36,7 @@ class Comparison:
     ratio: float
     lowest: float
     highest: float
+    difference: float
 
 
 async def take_turns(
@@ -74,8 +76,12 @@ def compare(ours: Sequence[float], floor: Sequence[float]) -> Comparison:
     """
     if not ours or len(ours) != len(floor):
         raise ValueError(f"Need one sample of each per round, got {len(ours)} and {len(floor)}.")
-    ratios = [mine / theirs for mine, theirs in zip(ours, floor, strict=True)]
-    return Comparison(median(ours), median(floor), median(ratios), min(ratios), max(ratios))
+    pairs = list(zip(ours, floor, strict=True))
+    ratios = [mine / theirs for mine, theirs in pairs]
+    difference = median(mine - theirs for mine, theirs in pairs)
+    return Comparison(
+        median(ours), median(floor), median(ratios), min(ratios), max(ratios), difference
+    )
 
 
 def timed(action: Callable[[], Awaitable[object]], *, num_units: int) -> Contender:

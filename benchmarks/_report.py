@@ -75,7 +75,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _show(target: Target) -> str:
-    what = "ratio" if target.of == "ratio" else "ours"
+    what = "ours - floor" if target.of == "difference" else target.of
     return f"{what} <= {target.limit:.7g}"
 
 

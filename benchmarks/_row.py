@@ -12,14 +12,14 @@ from ._measure import compare
 @final
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An upper limit, on the ratio to the floor or on our own value.
+    """An upper limit: on the ratio to the floor, on our own value, or on their difference.
 
     Attributes:
-        of: Which of the two is limited.
+        of: Which of them is limited.
         limit: The largest number that passes.
     """
 
-    of: Literal["ratio", "ours"]
+    of: Literal["ratio", "ours", "difference"]
     limit: float
 
 
@@ -39,6 +39,7 @@ class Row:
         ratio: Median of the rounds' ratios of ours to the floor.
         lowest: Smallest ratio of a round.
         highest: Largest ratio of a round.
+        difference: Median of the rounds' differences of ours and the floor.
         num_rounds: How many rounds there were.
         target: What was promised, or None where nothing was.
     """
@@ -53,6 +54,7 @@ class Row:
     ratio: float
     lowest: float
     highest: float
+    difference: float
     num_rounds: int
     target: Target | None
 
@@ -61,7 +63,8 @@ class Row:
         """Whether the target was met; None without one."""
         if self.target is None:
             return None
-        return (self.ratio if self.target.of == "ratio" else self.ours) <= self.target.limit
+        limited: float = getattr(self, self.target.of)
+        return limited <= self.target.limit
 
     def as_json(self) -> dict[str, Any]:  # Any: what the json module takes
         """Return the fields, and whether the target was met."""
@@ -83,5 +86,5 @@ def compared_row(
     result = compare(ours, floor)
     return Row(
         name, loop, num_replicas, unit, result.ours, against, result.floor,
-        result.ratio, result.lowest, result.highest, len(ours), target,
+        result.ratio, result.lowest, result.highest, result.difference, len(ours), target,
     )  # fmt: skip

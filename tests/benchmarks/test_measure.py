@@ -37,7 +37,7 @@ def test_the_ratio_is_the_median_over_rounds_not_of_medians() -> None:
     ours, floor = [1.0, 10.0, 30.0], [1.0, 2.0, 20.0]
 
     assert compare(ours, floor) == Comparison(
-        ours=10.0, floor=2.0, ratio=1.5, lowest=1.0, highest=5.0
+        ours=10.0, floor=2.0, ratio=1.5, lowest=1.0, highest=5.0, difference=8.0
     )
 
 
@@ -61,9 +61,11 @@ def row(target: Target | None) -> Row:
         (Target("ratio", 2.9), False),
         (Target("ours", 6.0), True),
         (Target("ours", 5.9), False),
+        (Target("difference", 4.0), True),
+        (Target("difference", 3.9), False),
     ],
 )
-def test_a_target_limits_the_ratio_or_our_own_value(
+def test_a_target_limits_the_ratio_our_own_value_or_the_difference(
     target: Target | None, is_met: bool | None
 ) -> None:
     assert row(target).is_met is is_met
@@ -72,6 +74,7 @@ def test_a_target_limits_the_ratio_or_our_own_value(
 
 def test_the_table_is_aligned_and_marked() -> None:
     rows = [row(None), row(Target("ratio", 3.5)), row(Target("ratio", 2.5))]
+    rows.append(row(Target("difference", 4)))
     header, rule, *body = format_table(rows).splitlines()
 
     assert re.fullmatch(r"[- ]+", rule)
@@ -80,8 +83,9 @@ def test_the_table_is_aligned_and_marked() -> None:
         "3.00-3.00",
         "ratio <= 3.5 ok",
         "ratio <= 2.5 MISSED",
+        "ours - floor <= 4 ok",
     ]
-    assert summarise(rows) == "1 of 2 targets met."
+    assert summarise(rows) == "2 of 3 targets met."
 
 
 @pytest.mark.parametrize("num_parties", [1, 2, 5])
