@@ -10,12 +10,14 @@ from functools import reduce
 from multiprocessing import get_context
 from operator import add
 from typing import Any, final
+from unittest import mock
 
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.devices import INLINE_BYTES, set_lane_options
+from aioreplica.devices import set_lane_options
 
+from ._inline import REDUCER
 from ._loops import find_loop_factory
 from ._reducing import replica_context
 from ._row import Row, Target, compared_row
@@ -23,7 +25,8 @@ from ._row import Row, Target, compared_row
 NUM_REPLICAS = 8
 PACK_SIZES = (8 * 1024, 0, 4 * 1024 * 1024)  # 0 is the usual one
 SMALL_SIZES = tuple(range(1, 4_000, 101))
-LARGE_SIZE = INLINE_BYTES // 8 + 40_001  # 8 replicas bring enough for 4 threads, cut unevenly
+LARGE_SIZE = 300_001  # 8 replicas bring enough for 4 threads, cut unevenly
+THRESHOLD = 2 * 1024 * 1024  # of the bytes for a thread, moved so that such arrays need several
 NONE = Target("ours", 0.0)
 
 
@@ -131,5 +134,6 @@ def _check(loop: str, num_streams: int, num_orders: int) -> OrderCount:
         async with ar.MirroredStrategy(ar.list_devices("cpu")) as strategy:
             return await count_different(strategy, trees, plain_sums(trees), num_orders=num_orders)
 
-    with asyncio.Runner(loop_factory=find_loop_factory(loop)) as runner:
+    moved = mock.patch.multiple(REDUCER, INLINE_SUM_BYTES=THRESHOLD, THREAD_BYTES=THRESHOLD)
+    with moved, asyncio.Runner(loop_factory=find_loop_factory(loop)) as runner:
         return runner.run(check())

@@ -118,7 +118,11 @@ def _moved(action: Callable[[], Awaitable[None]], threshold: int) -> Callable[[]
     """Return the action with the threshold moved; arrays of any size are put to it."""
 
     async def moved() -> None:
-        changes: dict[str, Any] = {"INLINE_BYTES": threshold, "MIN_BYTES": 0}
+        changes: dict[str, Any] = {
+            "INLINE_SUM_BYTES": threshold,
+            "THREAD_BYTES": threshold,
+            "MIN_BYTES": 0,
+        }
         with mock.patch.multiple(REDUCER, **changes):
             await action()
 

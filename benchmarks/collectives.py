@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 import aioreplica as ar
-from aioreplica.devices import INLINE_BYTES
+from aioreplica.collectives import INLINE_SUM_BYTES
 
 from ._arrival_orders import OrderCount, check_orders
 from ._command import parse_options
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> None:
         counts.append(count)
         print(
             f"{name}: off the loop is faster in {', in '.join(map(str, crossings))}; the library "
-            f"goes there above {INLINE_BYTES / MIB:.1f} MiB."
+            f"goes there above {INLINE_SUM_BYTES / MIB:.1f} MiB."
         )
     print(format_table(rows))
     print(summarise(rows))

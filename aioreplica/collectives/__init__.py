@@ -15,11 +15,13 @@ from ._reduce import leaf_difference as leaf_difference
 from ._reduce import reduce_leaves as reduce_leaves
 from ._reduce import require_reducible as require_reducible
 from ._reduce_axis import reduce_over_axis as reduce_over_axis
+from ._reducer import INLINE_SUM_BYTES as INLINE_SUM_BYTES
 from ._reducer import Reducer as Reducer
 from ._sparse import reduce_slices as reduce_slices
 from ._sparse import require_dense as require_dense
 
 __all__ = [
+    "INLINE_SUM_BYTES",
     "BufferPool",
     "CommunicationOptions",
     "Compression",
