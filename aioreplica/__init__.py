@@ -14,7 +14,11 @@ from .devices import list_devices as list_devices
 from .devices import run_on_host as run_on_host
 from .devices import set_logical_devices as set_logical_devices
 from .input import ArrayDataset as ArrayDataset
+from .input import Dataset as Dataset
 from .input import DistributedDataset as DistributedDataset
+from .input import InputContext as InputContext
+from .input import InputOptions as InputOptions
+from .input import InputReplicationMode as InputReplicationMode
 from .replica import ReplicaContext as ReplicaContext
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
@@ -40,12 +44,16 @@ from .values import Weighted as Weighted
 
 __all__ = [
     "ArrayDataset",
+    "Dataset",
     "DefaultStrategy",
     "Device",
     "DeviceSpec",
     "DistributedDataset",
     "DistributedValues",
     "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -10,11 +10,10 @@ from typing import Any, NoReturn, Self
 from ..context import PLACE, Place
 from ..devices import Device
 from ..errors import ContextError
-from ..input import ArrayDataset, DistributedDataset
+from ..input import OpenLoops
 from ..telemetry import Recorder
 from ..typing import ReduceOp
 from ..values import (
-    PerReplica,
     Snapshot,
     Variable,
     VariableOptions,
@@ -23,17 +22,17 @@ from ..values import (
     take_snapshot,
 )
 from ._combine import Axis, gather_tree, local_results, reduce_tree
+from ._distribute import Distribution
 from ._extended import Extended
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch
 from ._lifecycle import Lifecycle, StrategyStatistics
 from ._run_options import RunOptions
 from ._scope import Scope
-from ._value_context import ValueContext
 from ._variable_table import VariableTable
 
 
-class Strategy(ABC):
+class Strategy(Distribution):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -51,6 +50,7 @@ class Strategy(ABC):
         self._store = default_store() if devices is None else VariableStore()
         self._variables = VariableTable()
         self._extended = Extended(self)
+        self._open_loops = OpenLoops()
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
         self._lifecycle = Lifecycle(
@@ -181,36 +181,6 @@ class Strategy(ABC):
         """
         return local_results(value)
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Call `value_fn(ValueContext)` once per replica, in order; return a PerReplica.
-
-        Under the default strategy, the one value itself.
-
-        Raises:
-            TypeError: If `value_fn` is not callable.
-            ContextError: If called inside a replica.
-        """
-        self.require_cross_replica("distribute_values_from_function", None)
-        if not callable(value_fn):
-            raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, count)) for i in range(count)]
-        if self.has_plain_values:
-            return values[0]
-        return PerReplica(values, devices=self._device_names)
-
-    def distribute_dataset(self, dataset: ArrayDataset) -> DistributedDataset:
-        """Split each global batch of a dataset over the replicas.
-
-        Raises:
-            TypeError: If `dataset` is not an ArrayDataset.
-            ContextError: If called inside a replica.
-        """
-        self.require_cross_replica("distribute_dataset", None)
-        return DistributedDataset(
-            dataset, self.num_replicas_in_sync, has_plain_values=self.has_plain_values
-        )
-
     # ---- variables -----------------------------------------------------------------------
 
     def snapshot(self, *variables: Variable) -> Snapshot:
@@ -320,7 +290,9 @@ class Strategy(ABC):
         return self._lifecycle.statistics()
 
     async def aclose(self) -> None:
-        """Close the strategy: end runs in progress, give its device threads back. Idempotent.
+        """Close the strategy: end runs and loops over datasets, give threads back. Idempotent.
+
+        A loop that was broken off outside `async with` is told with a ResourceWarning.
 
         Raises:
             ContextError: If called inside a replica.
@@ -329,7 +301,11 @@ class Strategy(ABC):
         Cancellation:
             Runs in progress are waited for in any case.
         """
-        await self._lifecycle.aclose()
+        try:
+            await self._lifecycle.aclose()
+        finally:
+            if self._lifecycle.state == "closed":
+                await self._open_loops.aclose(repr(self))
 
     def abandon(self) -> None:
         """Close at once because the interpreter is interrupted; started ops are left running."""

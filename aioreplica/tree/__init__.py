@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._tree import LEAF_TYPES as LEAF_TYPES
+from ._tree import TreeSpec as TreeSpec
 from ._tree import flatten as flatten
 from ._tree import flatten_one_level as flatten_one_level
 from ._tree import leaves as leaves
