@@ -61,6 +61,7 @@ class SplitStream(Stream):
         """Return the next batch that is not left out."""
         while (item := await self._upstream.pull()) is not None:
             arrays, spec = self._reader.read(item.value)
+            self._joiner.note(arrays, spec)
             sizes = self._sharing.sizes(arrays[0].shape[0], self._reader)
             if sizes is None:
                 continue
@@ -182,6 +183,7 @@ class Row:
     def add(self, batch: Any) -> None:
         """Give a batch to the next replica."""
         arrays, self._spec = self._reader.read(batch)
+        self._joiner.note(arrays, self._spec)
         self._like[len(self._parts)] = [array[:0] for array in arrays]
         self._parts.append(arrays)
 

@@ -9,12 +9,9 @@ from typing import Any, Self, final
 
 from ..context import PLACE
 from ..errors import ContextError
-from ..tree import map_leaves
-from ..values import DistributedValues
 from ._feed import Feed
 from ._loop import Loop
 from ._open_loops import OpenLoops
-from ._spec import spec_of
 from ._state import fingerprint_of, pack_state, unpack_state
 from ._stream import Item, Start
 
@@ -67,7 +64,6 @@ class DistributedDataset:
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
         self._loop: Loop | None = None
-        self._spec: Any = None
         self._fingerprint: int | None = None
         self._num_delivered = 0
         self._is_entered = False
@@ -129,8 +125,6 @@ class DistributedDataset:
         else:
             self._num_delivered += 1
             self._place = Start(epoch, item.offset, item.own_state)
-            if self._spec is None:
-                self._spec = spec_of(map_leaves(_first_component, item.value))
 
     def ended(self, loop: Loop) -> None:
         """Take note that a loop needs no more closing."""
@@ -156,14 +150,13 @@ class DistributedDataset:
         Raises:
             ContextError: If the source does not say, and no batch was delivered yet.
         """
-        if self._spec is None:
-            self._spec = self._feed.spec()
-        if self._spec is None:
+        spec = self._feed.spec()
+        if spec is None:
             raise ContextError(
                 f"What {self._feed.label} yields is not known before the first batch. Look at "
                 "element_spec in the loop, or after it."
             )
-        return self._spec
+        return spec
 
     @property
     def epoch(self) -> int:
@@ -320,7 +313,3 @@ class DistributedIterator:
 
     def __repr__(self) -> str:
         return f"<DistributedIterator of {self._dataset!r}>"
-
-
-def _first_component(leaf: Any) -> Any:
-    return leaf.values[0] if isinstance(leaf, DistributedValues) else leaf

@@ -27,6 +27,7 @@ class Feed:
         assemble: Opens the sources at a place and returns the stream of batches.
         num_batches: Of an epoch, if that is known.
         is_inline: Whether batches are made in microseconds, by the loop itself.
+        joiner: Makes the batches.
     """
 
     label: str
@@ -34,6 +35,7 @@ class Feed:
     assemble: Callable[[Start], Stream]
     num_batches: Callable[[], int | None]
     is_inline: bool
+    joiner: Joiner
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -41,7 +43,9 @@ class Feed:
         return tuple(entry for source in self.sources for entry in source.identity)
 
     def spec(self) -> Any | None:
-        """Return the pytree of specs, if it is known without reading."""
+        """Return the pytree of specs, if a batch was read or the source says so itself."""
+        if self.joiner.element_spec is not None:
+            return self.joiner.element_spec
         first = self.sources[0].first()
         if first is None:
             return None
@@ -70,7 +74,7 @@ def split_feed(source: Source, options: InputOptions, sharing: Sharing, joiner: 
                 return num_items - 1
         return num_items
 
-    return Feed(source.label, (source,), assemble, num_batches, is_inline)
+    return Feed(source.label, (source,), assemble, num_batches, is_inline, joiner)
 
 
 def dealt_feed(source: Source, options: InputOptions, joiner: Joiner, num_replicas: int) -> Feed:
@@ -89,7 +93,7 @@ def dealt_feed(source: Source, options: InputOptions, joiner: Joiner, num_replic
         rounded_up = -(-num_items // num_replicas)
         return num_items // num_replicas if options.remainder == "drop" else rounded_up
 
-    return Feed(source.label, (source,), assemble, num_batches, is_inline)
+    return Feed(source.label, (source,), assemble, num_batches, is_inline, joiner)
 
 
 def zipped_feed(sources: Sequence[Source], options: InputOptions, joiner: Joiner) -> Feed:
@@ -113,7 +117,7 @@ def zipped_feed(sources: Sequence[Source], options: InputOptions, joiner: Joiner
             return None
         return min(known) if options.remainder == "drop" else max(known)
 
-    return Feed(label, tuple(sources), assemble, num_batches, is_inline)
+    return Feed(label, tuple(sources), assemble, num_batches, is_inline, joiner)
 
 
 def _buffered(stream: Stream, options: InputOptions, label: str) -> Stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import Any, final
 
 from ._iterable_source import IterableSource
@@ -69,7 +69,7 @@ class Files:
                     close()
 
     def __repr__(self) -> str:
-        return f"<Files | {len(self._paths)} from {fspath(self._paths[0])}>"
+        return f"<Files | {len(self._paths)} from {self._paths[0]}>"
 
 
 @final
@@ -88,7 +88,7 @@ class FilesSource(Source):
     @property
     def identity(self) -> tuple[Any, ...]:
         """The names of the files."""
-        return ("Files", *(fspath(path) for path in self.files.paths))
+        return ("Files", *(str(path) for path in self.files.paths))
 
     def open(self, start: Start) -> Stream:
         """Return the rest of a pass; what was delivered is read again."""

@@ -11,6 +11,7 @@ from ..devices.backends import Backend, find_backends
 from ..tree import TreeSpec, unflatten
 from ..values import new_per_replica
 from ._arrays import Array
+from ._spec import spec_of
 
 
 @final
@@ -21,9 +22,13 @@ class Joiner:
         device_names: One per local replica.
         has_plain_values: Whether batches stay plain (the default strategy).
         to_devices: Whether arrays are brought to their devices.
+
+    Attributes:
+        element_spec: Of the first batch, once that was read.
+        places: Whether anything has to be brought to a device.
     """
 
-    __slots__ = ("_backends", "_device_names", "_has_plain_values", "places")
+    __slots__ = ("_backends", "_device_names", "_has_plain_values", "element_spec", "places")
 
     def __init__(
         self, device_names: Sequence[str], *, has_plain_values: bool, to_devices: bool
@@ -33,7 +38,13 @@ class Joiner:
         self._backends: list[Backend | None] = [None] * len(self._device_names)
         if to_devices and not has_plain_values:
             self._backends = [_backend_of_device(name) for name in self._device_names]
+        self.element_spec: Any = None
         self.places = any(backend is not None for backend in self._backends)
+
+    def note(self, arrays: list[Array], spec: TreeSpec) -> None:
+        """Take note of what a batch looks like on the host."""
+        if self.element_spec is None:
+            self.element_spec = spec_of(unflatten(spec, arrays))
 
     async def place(self, parts: list[list[Array]]) -> list[list[Any]]:
         """Return the parts on their devices; each copy is an op on the device's lane."""

@@ -78,8 +78,7 @@ class ReadAheadStream(Stream):
         if has_ended and not self._is_over:  # it was cancelled before its first step
             self._is_over = True
             await self._upstream.aclose()
-        if not isinstance(self._error, asyncio.CancelledError):
-            self._raise_error()
+        self._raise_error()
 
     async def _read(self) -> None:
         try:
@@ -94,7 +93,8 @@ class ReadAheadStream(Stream):
                     self._room = asyncio.get_running_loop().create_future()
                     await self._room
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever takes the next item
-            self._error = error
+            if not (self._is_closed and isinstance(error, asyncio.CancelledError)):
+                self._error = error
         self._is_closing_upstream = True
         try:
             await self._upstream.aclose()
