@@ -22,10 +22,9 @@ async def measure_batches(
 ) -> list[Row]:
     """Compare an epoch of global batches with the same slices made by hand.
 
-    Two rows, in order and shuffled; a shuffled batch of this size is gathered on a host thread, so
-    that it overlaps with a step, and here there is none. `ours` is what a batch costs above the slices: the difference
-    within a round, since that is what was promised; it may be below 0 where the machine was
-    disturbed.
+    Two rows, in order and shuffled. `ours` is what a batch costs above the slices: the difference
+    within a round, since that is what was promised. A shuffled batch of this size is gathered on
+    a host thread, so that it overlaps with the step; here there is no step.
 
     Args:
         loop: Name of the running event loop.

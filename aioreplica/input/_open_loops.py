@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import final
 
@@ -64,13 +65,23 @@ class OpenLoops:
         if errors:
             raise_all(errors, f"Closing loops of {label} failed.")
         if num_left:
-            warnings.warn(
-                f"{num_left} loops over distributed datasets were broken off and not closed, the "
-                f"last one {unmanaged[-1] if unmanaged else ''}. Write `async with "
-                "strategy.distribute_dataset(...) as batches:` around such a loop.",
-                ResourceWarning,
-                stacklevel=3,
+            last = f" (the last one: {unmanaged[-1]})" if unmanaged else ""
+            _warn(
+                f"{num_left} loops over distributed datasets were broken off and not closed{last}. "
+                "Write `async with strategy.distribute_dataset(...) as batches:` around such a "
+                "loop."
             )
+
+
+def _warn(text: str) -> None:
+    """Warn, but never in place of an exception that is on its way already."""
+    on_its_way = sys.exception()
+    try:
+        warnings.warn(text, ResourceWarning, stacklevel=4)
+    except ResourceWarning:  # warnings are errors here
+        if on_its_way is None:
+            raise
+        on_its_way.add_note(text)
 
 
 def raise_all(errors: list[BaseException], message: str) -> None:

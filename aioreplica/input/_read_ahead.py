@@ -158,7 +158,8 @@ class OnDemandStream(Stream):
     async def _close(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            await self._task.ended()
+            if not await self._task.ended():  # interrupted: it ends with the event loop
+                return
         await self._upstream.aclose()
 
 

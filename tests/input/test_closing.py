@@ -287,6 +287,18 @@ async def test_warnings_that_are_errors_do_not_prevent_closing(options: Any) -> 
 
 
 @pytest.mark.asyncio
+async def test_the_warning_does_not_replace_an_exception() -> None:
+    async def main() -> None:
+        async with mirrored(2) as strategy:
+            async for _ in strategy.distribute_dataset(Watched()):
+                raise KeyError("body")
+
+    with pytest.raises(KeyError) as caught:
+        await main()
+    assert "1 loops" in caught.value.__notes__[0]
+
+
+@pytest.mark.asyncio
 async def test_a_loop_that_waits_is_told_that_the_strategy_was_closed(options: Any) -> None:
     async def never() -> AsyncIterator[Any]:
         await asyncio.Event().wait()
