@@ -45,7 +45,7 @@ class Plan:
     batch_size: int
 
 
-FULL = Plan(11, 64, 50, 200, 16)
+FULL = Plan(11, 64, 100, 200, 16)
 QUICK = Plan(3, 8, 5, 20, 200)
 
 

@@ -78,7 +78,7 @@ class ArrayDataset:
     @property
     def element_spec(self) -> Any:
         """The pytree of `ArraySpec` of a batch."""
-        return spec_of(self._rows.read(slice(0, 0)))
+        return spec_of(self._rows.like())
 
     def __len__(self) -> int:
         """How many batches one epoch has."""
@@ -161,8 +161,8 @@ class ArraySource(Source):
         return min(num_items * self._dataset._batch_size, self._dataset.num_examples)
 
     def first(self) -> Any:
-        """An empty batch, which has the structure and the dtypes of the others."""
-        return self._rows.read(slice(0, 0))
+        """A small batch, which has the structure and the dtypes of the others."""
+        return self._rows.like()
 
 
 @final

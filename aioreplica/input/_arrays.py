@@ -96,7 +96,7 @@ class BatchReader:
 
     def _uneven(self, batch: Any, arrays: Sequence[Array]) -> str:
         named = ", ".join(f"{p}: {a.shape}" for p, a in zip(paths(batch), arrays, strict=True))
-        if arrays and all(array.ndim == 0 for array in arrays):
+        if any(array.ndim == 0 for array in arrays):
             advice = " If the source yields single examples: ar.Dataset(source).batch(batch_size)."
         else:
             advice = " Make the source yield arrays with one row per example."

@@ -49,9 +49,13 @@ class Rows(ABC):
     def read(self, picked: Picked) -> Any:
         """Return the chosen rows as a pytree of arrays."""
 
+    @abstractmethod
+    def like(self) -> Any:
+        """Return a small batch with the structure, shapes and dtypes of the others."""
+
     def shapes(self) -> list[str]:
         """Return a line per leaf that says what it is."""
-        leaves, spec = flatten(self.read(slice(0, 0)))
+        leaves, spec = flatten(self.like())
         named = paths(unflatten(spec, leaves))
         return [
             f"{path} {leaf.dtype} {leaf.shape[1:]}"
@@ -106,6 +110,10 @@ class ArrayRows(Rows):
             return False
         return not shuffled or num_rows * self._row_bytes < INLINE_BYTES
 
+    def like(self) -> Any:
+        """Return an empty batch."""
+        return self.read(slice(0, 0))
+
     def read(self, picked: Picked) -> Any:
         """Return views of a slice, copies of anything else."""
         chosen = [array[picked] for array in self._arrays]
@@ -125,6 +133,10 @@ class TableRows(Rows):
     def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
         """Never: a table may have to read a file."""
         return False
+
+    def like(self) -> Any:
+        """Return one row: an empty column has lost its dtype."""
+        return self.read(slice(0, 1))
 
     def read(self, picked: Picked) -> Any:
         """Return a dict of arrays."""

@@ -148,6 +148,10 @@ def test_a_table_is_read_by_rows() -> None:
     assert sorted(np.concatenate([batch["label"] for batch in batches])) == list(range(10))
     assert all((batch["x"][:, 0] == batch["label"]).all() for batch in batches)
     assert all(len(rows) <= 4 for rows in table.read)
+    assert dataset.element_spec == {
+        "x": ArraySpec((None, 2), np.dtype("i8")),
+        "label": ArraySpec((None,), np.dtype("i8")),
+    }
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
