@@ -10,7 +10,7 @@ from typing import Any, final
 from ..devices import device
 from ._assemble import Sharing
 from ._dataset import find_dataset
-from ._distributed_dataset import DistributedDataset
+from ._distributed_dataset import DistributedDataset, DistributedIterator
 from ._feed import dealt_feed, split_feed, zipped_feed
 from ._files import FilesSource
 from ._iterable_source import IterableSource
@@ -53,6 +53,8 @@ def distribute_dataset(
         ValueError: If the options ask for one dataset per replica, or cannot be met.
     """
     options = _checked(options)
+    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise TypeError(f"{dataset!r} is distributed already. Iterate over it with `async for`.")
     if options.is_per_replica:
         raise ValueError(
             "distribute_dataset splits one dataset over the replicas, but the options ask for one "

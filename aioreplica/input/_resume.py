@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol, final, runtime_checkable
 
 from ._stream import Item, Start, Stream
+
+YIELD_EVERY = 64  # skipped items after which other tasks get a turn: a source may never wait
 
 
 @runtime_checkable
@@ -45,6 +48,8 @@ class SkippingStream(Stream):
             self._offset = item.offset
             if item.offset > self._goal:
                 return item
+            if item.offset % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
         if self._offset < self._goal and not self._may_be_over:
             raise ended_early(self._label, self._goal, self._offset)
         return None

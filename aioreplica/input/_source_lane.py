@@ -42,7 +42,7 @@ class SourceLane:
             self._name = f"input:{number}"
             self._port = CompletionPort.of_running_loop()
             lane_table().acquire((self._name,))
-            self._lane = lane_table().lane(self._name)
+            self._lane = lane_table().lane(self._name, num_streams=1)
         return run_on_lane(self._lane, self._port, fn, args, {})
 
     def close(self) -> None:

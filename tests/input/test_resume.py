@@ -1,5 +1,6 @@
 """state_dict: wherever a run is stopped, the next one goes on at the exact next example."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -208,6 +209,28 @@ async def test_loading_a_state_ends_the_loop(pair: ar.MirroredStrategy) -> None:
         with pytest.raises(ContextError, match="ended because a state was loaded"):
             await anext(loop)
         assert bits(await anext(aiter(batches))) == second
+
+
+@pytest.mark.asyncio
+async def test_skipping_lets_other_tasks_run(pair: ar.MirroredStrategy) -> None:
+    async def eager() -> AsyncIterator[Any]:
+        for _ in range(1000):
+            yield np.ones(2)
+
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with pair.distribute_dataset(eager) as batches:
+        batches.load_state_dict({**batches.state_dict(), "position": 999})
+        task = asyncio.create_task(other())
+        assert len([batch async for batch in batches]) == 1
+        task.cancel()
+    assert turns > 10
 
 
 # ---- states that do not fit -------------------------------------------------------------------

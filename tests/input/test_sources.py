@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import sqlite3
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError
 from tests.input.sources import ONE_SHOT, RESTARTABLE, Watched, WatchedAsync, examples, split
 
@@ -100,6 +102,32 @@ async def test_what_belongs_to_one_thread_can_be_used(pair: ar.MirroredStrategy)
             break
 
 
+def test_a_source_keeps_to_one_thread_where_devices_have_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_table(), "num_streams", 3)
+    source = WatchedThreads()
+
+    async def main() -> None:
+        async with ar.get_strategy().distribute_dataset(source) as batches:
+            assert len([item async for item in batches]) == 50
+
+    asyncio.run(main())
+    assert len(source.idents) == 1
+
+
+class WatchedThreads:
+    """Remembers which threads it was read on."""
+
+    def __init__(self) -> None:
+        self.idents: set[int] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(50):
+            self.idents.add(threading.get_ident())
+            yield np.ones(2)
+
+
 @pytest.mark.asyncio
 async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrategy) -> None:
     def count(start: int) -> Iterator[np.ndarray]:
@@ -126,6 +154,14 @@ async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrateg
 def test_what_yields_no_batches_is_refused(dataset: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         ar.get_strategy().distribute_dataset(dataset)
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    batches = ar.get_strategy().distribute_dataset([np.ones(2)])
+
+    for dataset in (batches, aiter(batches)):
+        with pytest.raises(TypeError, match="is distributed already"):
+            ar.get_strategy().distribute_dataset(dataset)
 
 
 def test_a_coroutine_function_is_refused() -> None:
