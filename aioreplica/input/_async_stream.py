@@ -50,5 +50,12 @@ class AsyncStream(Stream):
         self._is_closed = True
         iterator, self._iterator = self._iterator, None
         close = getattr(iterator, "aclose", None)
-        if callable(close):
+        if not callable(close):
+            return
+        try:
             await close()
+        except BaseExceptionGroup as group:
+            # A task group that is open over a `yield` reports that its generator was closed.
+            rest = group.split(GeneratorExit)[1]
+            if rest is not None:
+                raise rest from None

@@ -11,7 +11,7 @@ from ..devices import CompletionPort, Lane, Op, lane_table, run_on_lane
 
 T = TypeVar("T")
 
-JOIN_S = 0.1  # an idle thread ends in microseconds
+JOIN_S = 0.5  # a bound only: an idle thread ends in microseconds
 
 
 @final

@@ -238,6 +238,34 @@ async def test_an_error_while_closing_is_raised(
         await main()
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_generator_with_a_task_group_can_be_left(
+    pair: ar.MirroredStrategy, fails: bool
+) -> None:
+    async def grouped() -> AsyncIterator[Any]:
+        async with anyio.create_task_group() as group:
+            group.start_soon(asyncio.Event().wait)
+            try:
+                while True:
+                    yield np.ones(2)
+            finally:
+                if fails:
+                    raise OSError("disk gone")
+
+    async def main() -> None:
+        async with pair.distribute_dataset(grouped) as batches:
+            async for _ in batches:
+                break
+
+    if not fails:
+        await main()
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        await main()
+    assert [str(error) for error in caught.value.exceptions] == ["disk gone"]
+
+
 # ---- without `async with` ---------------------------------------------------------------------
 
 
