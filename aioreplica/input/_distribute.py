@@ -11,7 +11,7 @@ from ..devices import device
 from ._assemble import Sharing
 from ._dataset import find_dataset
 from ._distributed_dataset import DistributedDataset, DistributedIterator
-from ._feed import dealt_feed, split_feed, zipped_feed
+from ._feed import Feed, dealt_feed, split_feed, zipped_feed
 from ._files import FilesSource
 from ._iterable_source import IterableSource
 from ._join import Joiner
@@ -133,7 +133,7 @@ def _sharded(source: Source, options: InputOptions, context: InputContext) -> So
     return source
 
 
-def _distributed(target: InputTarget, feed: Any) -> DistributedDataset:
+def _distributed(target: InputTarget, feed: Feed) -> DistributedDataset:
     return DistributedDataset(
         feed, target.open_loops, target.on_begin, target.context.num_replicas_in_sync
     )
