@@ -16,7 +16,11 @@ from .devices import list_devices as list_devices
 from .devices import run_on_host as run_on_host
 from .devices import set_logical_devices as set_logical_devices
 from .input import ArrayDataset as ArrayDataset
+from .input import Dataset as Dataset
 from .input import DistributedDataset as DistributedDataset
+from .input import InputContext as InputContext
+from .input import InputOptions as InputOptions
+from .input import InputReplicationMode as InputReplicationMode
 from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
 from .strategies import DefaultStrategy as DefaultStrategy
@@ -44,6 +48,7 @@ from .values import Weighted as Weighted
 __all__ = [
     "ArrayDataset",
     "CommunicationOptions",
+    "Dataset",
     "DefaultStrategy",
     "Device",
     "DeviceSpec",
@@ -51,6 +56,9 @@ __all__ = [
     "DistributedValues",
     "Handle",
     "IndexedSlices",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
     "MirroredVariable",

@@ -17,6 +17,7 @@ from ._logical import require_device as require_device
 from ._logical import set_logical_devices as set_logical_devices
 from ._loop import running_loop as running_loop
 from ._op import Op as Op
+from ._owned_task import OwnedTask as OwnedTask
 from ._run import INLINE_BYTES as INLINE_BYTES
 from ._run import device_op as device_op
 from ._run import run_on_host as run_on_host
@@ -39,6 +40,7 @@ __all__ = [
     "LaneTable",
     "Op",
     "OpTracker",
+    "OwnedTask",
     "current_device",
     "device",
     "device_op",

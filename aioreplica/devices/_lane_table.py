@@ -43,12 +43,15 @@ class LaneTable:
         self._users: dict[str, int] = {}
         self._blas = BlasBudget()
 
-    def lane(self, name: str) -> Lane:
-        """Return the lane of a device (or of the host), making it if needed."""
+    def lane(self, name: str, *, num_streams: int | None = None) -> Lane:
+        """Return the lane of a device (or of the host), making it if needed.
+
+        `num_streams` is for a lane whose number of threads is not the user's choice.
+        """
         lane = self._lanes.get(name)
         if lane is None:
             with self._lock:
-                streams = self._streams_of(name)
+                streams = num_streams or self._streams_of(name)
                 lane = self._lanes.setdefault(name, Lane(name, num_streams=streams, nice=self.nice))
         return lane
 

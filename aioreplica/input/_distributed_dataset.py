@@ -2,79 +2,240 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from types import AsyncGeneratorType, TracebackType
-from typing import Any, Self, cast, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, final
 
+from ..context import PLACE
 from ..errors import ContextError
-from ..tree import flatten, unflatten
-from ..values import PerReplica
-from ._array_dataset import ArrayDataset
-from ._split import split_batch
+from ._feed import Feed
+from ._loop import Loop
+from ._open_loops import OpenLoops
+from ._state import fingerprint_of, pack_state, unpack_state
+from ._stream import Item, Start
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputStatistics:
+    """How far a distributed dataset is.
+
+    Attributes:
+        state: "new", "open" (a loop goes on), "idle" (between loops) or "closed".
+        epoch: The epoch that the newest batch was of, or the next one if that is over.
+        position: The source's offset behind the newest batch: examples or items.
+        num_delivered: Batches given to loops so far.
+    """
+
+    state: str
+    epoch: int
+    position: int
+    num_delivered: int
 
 
 @final
 class DistributedDataset:
     """An async iterable of PerReplica batches; each loop over it is the next epoch.
 
-    Use it in `async with`: leaving closes it, and a loop that was broken off with it.
+    Made by `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function`. Use it
+    in `async with`: leaving closes the source, whether a loop has ended, was broken off, failed or
+    was cancelled.
+
+    One loop at a time: a second one ends the first, and begins the next epoch. A source that
+    cannot be read twice says so.
 
     Cancellation:
-        A cancelled loop has taken whole batches only; go on with a new loop.
+        A loop that is cancelled while it waits has lost no batch: `anext` on the same iterator
+        goes on with the next one.
     """
 
     def __init__(
-        self, dataset: ArrayDataset, num_replicas: int, *, has_plain_values: bool = False
+        self,
+        feed: Feed,
+        open_loops: OpenLoops,
+        on_begin: Callable[[], object],
+        num_replicas: int,
     ) -> None:
-        if not isinstance(dataset, ArrayDataset):
-            raise TypeError(
-                f"distribute_dataset takes an ar.ArrayDataset, got {type(dataset).__name__}. "
-                "Wrap your arrays: ar.ArrayDataset(arrays, batch_size)."
-            )
-        self._dataset = dataset
+        self._feed = feed
+        self._open_loops = open_loops
+        self._on_begin = on_begin
         self._num_replicas = num_replicas
-        self._has_plain_values = has_plain_values
-        self._next_epoch = 0
-        self._loops: list[AsyncGeneratorType[Any, None]] = []
-        self._closed = False
+        self._place = Start()  # behind the newest batch delivered
+        self._next_start = Start()  # of the next loop
+        self._loop: Loop | None = None
+        self._fingerprint: int | None = None
+        self._num_delivered = 0
+        self._is_entered = False
+        self._is_closed = False
 
-    def __len__(self) -> int:
-        """How many global batches one epoch has."""
-        return len(self._dataset)
+    # ---- iterating -----------------------------------------------------------------------
 
-    def __aiter__(self) -> AsyncGenerator[Any, None]:
-        if self._closed:
-            raise ContextError(f"{self!r} is closed. Distribute the dataset again.")
-        epoch = self._next_epoch
-        self._next_epoch += 1
-        loop = cast(AsyncGeneratorType[Any, None], self._iterate(self._dataset.batches(epoch)))
-        self._loops = [*(known for known in self._loops if known.ag_frame is not None), loop]
+    def __aiter__(self) -> DistributedIterator:
+        if self._is_closed:
+            raise self._closed_error()
+        return DistributedIterator(self)
+
+    async def begin_loop(self) -> Loop:
+        """Begin the next epoch, for an iterator; the loop before it is ended.
+
+        Raises:
+            ContextError: If the dataset is closed, a task waits in another loop, the call is made
+                in a replica, or the source cannot be read again.
+        """
+        if self._is_closed:
+            raise self._closed_error()
+        place = PLACE.get()
+        if place.replica is not None:
+            raise ContextError(
+                f"{self!r} was iterated over in {place.describe()}, so every replica would take "
+                "batches of its own. Iterate outside the step and pass the batch to run."
+            )
+        self._on_begin()
+        before = self._loop
+        if before is not None:
+            if before.is_waiting and not before.is_over:
+                raise ContextError(
+                    f"{before.name} waits for a batch while another loop begins. Let one loop end "
+                    "first, or distribute the dataset twice."
+                )
+            await before.aclose(
+                f"{before.name} was ended because another loop over its dataset began. Let one "
+                "loop end first, or distribute the dataset twice."
+            )
+            self._open_loops.discard(before)
+        if self._loop is not before or self._is_closed:  # another task was quicker
+            return await self.begin_loop()
+        start = self._next_start
+        stream = self._feed.assemble(start)
+        name = f"epoch {start.epoch} of {self._feed.label}"
+        loop = Loop(stream, name, is_inline=self._feed.is_inline, is_managed=self._is_entered)
+        self._loop, self._place = loop, start
+        self._next_start = Start(start.epoch + 1)
+        self._open_loops.add(loop)
         return loop
 
-    async def _iterate(self, batches: Iterator[Any]) -> AsyncGenerator[Any, None]:
-        for batch in batches:
-            if self._closed:
-                return
-            yield self._split(batch)
-            await asyncio.sleep(0)
+    def delivered(self, loop: Loop, item: Item | None) -> None:
+        """Take note of a batch that a loop is about to get, or of its end."""
+        if loop is not self._loop:
+            return
+        epoch = self._next_start.epoch - 1
+        if item is None:
+            self._place = Start(epoch + 1)
+        else:
+            self._num_delivered += 1
+            self._place = Start(epoch, item.offset, item.own_state)
 
-    def _split(self, batch: Any) -> Any:
-        if self._has_plain_values:
-            return batch
-        flattened = [flatten(part) for part in split_batch(batch, self._num_replicas)]
-        columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-        return unflatten(flattened[0][1], [PerReplica(column) for column in columns])
+    def ended(self, loop: Loop) -> None:
+        """Take note that a loop needs no more closing."""
+        self._open_loops.discard(loop)
+
+    # ---- describing ----------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """How many batches one epoch has.
+
+        Raises:
+            TypeError: If the source does not say.
+        """
+        num_batches = self._feed.num_batches()
+        if num_batches is None:
+            raise TypeError(f"{self._feed.label} does not say how many batches it has.")
+        return num_batches
+
+    @property
+    def element_spec(self) -> Any:
+        """The pytree of `ArraySpec` of a replica's part of a batch; None is the batch axis.
+
+        Raises:
+            ContextError: If the source does not say, and no batch was delivered yet.
+        """
+        spec = self._feed.spec()
+        if spec is None:
+            raise ContextError(
+                f"What {self._feed.label} yields is not known before the first batch. Look at "
+                "element_spec in the loop, or after it."
+            )
+        return spec
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loop is in, or that the next one will be.
+
+        Example:
+            `for epoch in range(batches.epoch, num_epochs)` goes on where a loaded state says.
+        """
+        is_going_on = self._loop is not None and not self._loop.is_over
+        return (self._place if is_going_on else self._next_start).epoch
+
+    def statistics(self) -> InputStatistics:
+        """Return the state, and how far the dataset is."""
+        place = self._place
+        return InputStatistics(self._state(), place.epoch, place.offset, self._num_delivered)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"epoch {self.epoch}"
+        return f"<DistributedDataset of {self._feed.label} for {self._num_replicas} | {state}>"
+
+    # ---- state ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place behind the newest batch that a loop has got: a few integers.
+
+        Batches that were read ahead and not delivered do not count. Save it after the step: the
+        batch that the loop's body is working on counts as delivered. A source with a `state_dict`
+        of its own adds that, under "source".
+        """
+        return pack_state(self._place, len(self._feed.sources), self._known_fingerprint())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Make the next loop go on behind the batch that `state` names. A loop is ended.
+
+        The number of replicas may be another one than when it was saved; for an ArrayDataset the
+        batch size too. An ArrayDataset goes on at once; other sources are read again up to the
+        place, unless they have a `load_state_dict` of their own.
+
+        Raises:
+            ValueError: If the state is not complete, or of another version or dataset.
+            TypeError: If it is no dict.
+            ContextError: If the dataset is closed.
+        """
+        if self._is_closed:
+            raise self._closed_error()
+        fingerprint = self._known_fingerprint()
+        label = self._feed.label
+        place = unpack_state(state, len(self._feed.sources), fingerprint, label)
+        if self._loop is not None:
+            self._open_loops.discard(self._loop)
+            self._loop.leave(f"{self._loop.name} was ended because a state was loaded.")
+        self._place = self._next_start = place
+
+    def _known_fingerprint(self) -> int:
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_of(self._feed.identity)
+        return self._fingerprint
+
+    # ---- closing -------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """End every loop over the dataset. Idempotent."""
-        self._closed = True
-        while self._loops:
-            loop = self._loops.pop()
-            if not loop.ag_running:  # else another task is in it, and finds it closed
-                await loop.aclose()
+        """End the loop over the dataset and close its source. Idempotent.
+
+        Raises:
+            Exception: What closing the source raised.
+
+        Cancellation:
+            Raised again once the source is closed.
+        """
+        self._is_closed = True
+        if self._loop is not None:
+            self._open_loops.discard(self._loop)
+            await self._loop.aclose()
+        await self._feed.aclose()
 
     async def __aenter__(self) -> Self:
+        if self._is_closed:
+            raise self._closed_error()
+        self._is_entered = True
         return self
 
     async def __aexit__(
@@ -85,6 +246,70 @@ class DistributedDataset:
     ) -> None:
         await self.aclose()
 
+    def _state(self) -> str:
+        if self._is_closed:
+            return "closed"
+        if self._loop is None:
+            return "new"
+        return "idle" if self._loop.is_over else "open"
+
+    def _closed_error(self) -> ContextError:
+        return ContextError(f"{self!r} is closed. Distribute the dataset again.")
+
+
+@final
+class DistributedIterator:
+    """One loop over a DistributedDataset; what `async for` makes of it.
+
+    Cancellation:
+        Loses no batch: the next `anext` gets it.
+    """
+
+    __slots__ = ("_dataset", "_loop")
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._loop: Loop | None = None
+
+    @property
+    def element_spec(self) -> Any:
+        """The same as of its dataset."""
+        return self._dataset.element_spec
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopAsyncIteration: At the end, for all replicas together.
+            ContextError: If the loop was ended by another one, or its strategy was closed.
+            Exception: What the source raised.
+        """
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = await self._dataset.begin_loop()
+        try:
+            item = await loop.next()
+        finally:
+            if loop.is_over:
+                self._dataset.ended(loop)
+        self._dataset.delivered(loop, item)
+        if item is None:
+            raise StopAsyncIteration
+        return item.value
+
+    async def aclose(self) -> None:
+        """End the loop and close the source of its epoch. Idempotent."""
+        if self._loop is not None:
+            self._dataset.ended(self._loop)
+            await self._loop.aclose()
+
+    def __del__(self) -> None:
+        loop = getattr(self, "_loop", None)
+        if loop is not None:
+            loop.leave("")
+
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"epoch {self._next_epoch}"
-        return f"<DistributedDataset of {self._dataset!r} for {self._num_replicas} | {state}>"
+        return f"<DistributedIterator of {self._dataset!r}>"

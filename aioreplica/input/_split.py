@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from ..tree import flatten, paths, unflatten
+from ..tree import leaves, unflatten
+from ..values import DistributedValues
+from ._arrays import Array, BatchReader
 
 
 def split_sizes(num_examples: int, num_replicas: int) -> tuple[int, ...]:
@@ -20,6 +20,16 @@ def split_sizes(num_examples: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(share + (i < remainder) for i in range(num_replicas))
 
 
+def cut_leaves(arrays: list[Array], sizes: tuple[int, ...]) -> list[list[Array]]:
+    """Return one list of views per replica, contiguous and in order."""
+    bounds = []
+    start = 0
+    for size in sizes:
+        bounds.append(slice(start, start + size))
+        start += size
+    return [[array[cut] for array in arrays] for cut in bounds]
+
+
 def split_batch(batch: Any, num_replicas: int) -> list[Any]:
     """Cut a pytree of arrays along the leading axis into one contiguous part per replica.
 
@@ -31,18 +41,29 @@ def split_batch(batch: Any, num_replicas: int) -> list[Any]:
     Shapes:
         Each leaf: (num_examples, ...). Each part: (share, ...).
     """
-    leaves, spec = flatten(batch)
-    arrays = [np.asarray(leaf) for leaf in leaves]
-    sizes = [array.shape[0] if array.ndim else None for array in arrays]
-    if not arrays or None in sizes or len(set(sizes)) > 1:
-        named = ", ".join(f"{p}: {a.shape}" for p, a in zip(paths(batch), arrays, strict=True))
-        raise ValueError(
-            f"A global batch needs leaves with one common leading axis, got {named or 'no leaf'}."
-        )
-    parts = []
-    start = 0
-    for size in split_sizes(arrays[0].shape[0], num_replicas):
-        cut = slice(start, start + size)
-        parts.append(unflatten(spec, [array[cut] for array in arrays]))
-        start += size
-    return parts
+    arrays, spec = BatchReader("batch", "split_batch").read(batch)
+    parts = cut_leaves(arrays, split_sizes(arrays[0].shape[0], num_replicas))
+    return [unflatten(spec, part) for part in parts]
+
+
+def num_examples(batch: Any) -> int:
+    """Return how many examples a batch holds: a whole one, or a replica's part.
+
+    The weight of a batch: what a total over it has to be divided by.
+
+    Raises:
+        ValueError: If there is no array in it.
+
+    Example:
+        >>> import numpy as np
+        >>> from aioreplica import PerReplica
+        >>> num_examples(
+        ...     (PerReplica([np.ones(2), np.ones(1)]), PerReplica([np.ones(2), np.ones(1)]))
+        ... )
+        3
+    """
+    for leaf in leaves(batch):
+        parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        if all(getattr(part, "ndim", 0) for part in parts):
+            return sum(part.shape[0] for part in parts)
+    raise ValueError(f"A batch holds arrays with one row per example, got {batch!r}.")

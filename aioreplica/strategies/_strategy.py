@@ -10,27 +10,26 @@ from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
 from ..devices import Device
 from ..errors import ContextError
-from ..input import ArrayDataset, DistributedDataset
+from ..input import OpenLoops
 from ..telemetry import Recorder
 from ..typing import ReduceOp
 from ..values import (
-    PerReplica,
     Variable,
     VariableStore,
     default_store,
 )
 from ._combine import Axis, gather_tree, local_results, reduce_tree
+from ._distribute import Distribution
 from ._extended import Extended
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch
 from ._lifecycle import Lifecycle, StrategyStatistics
 from ._run_options import RunOptions
 from ._scope import Scope
-from ._value_context import ValueContext
 from ._variable_owner import VariableOwner
 
 
-class Strategy(VariableOwner):
+class Strategy(VariableOwner, Distribution):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -52,6 +51,7 @@ class Strategy(VariableOwner):
         self._merge_place = Place(self, in_merge=True)
         super().__init__(default_store() if devices is None else VariableStore())
         self._extended = Extended(self)
+        self._open_loops = OpenLoops()
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
         self._lifecycle = Lifecycle(
@@ -176,36 +176,6 @@ class Strategy(VariableOwner):
         """
         return local_results(value)
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Call `value_fn(ValueContext)` once per replica, in order; return a PerReplica.
-
-        Under the default strategy, the one value itself.
-
-        Raises:
-            TypeError: If `value_fn` is not callable.
-            ContextError: If called inside a replica.
-        """
-        self.require_cross_replica("distribute_values_from_function", None)
-        if not callable(value_fn):
-            raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, count)) for i in range(count)]
-        if self.has_plain_values:
-            return values[0]
-        return PerReplica(values, devices=self._device_names)
-
-    def distribute_dataset(self, dataset: ArrayDataset) -> DistributedDataset:
-        """Split each global batch of a dataset over the replicas.
-
-        Raises:
-            TypeError: If `dataset` is not an ArrayDataset.
-            ContextError: If called inside a replica.
-        """
-        self.require_cross_replica("distribute_dataset", None)
-        return DistributedDataset(
-            dataset, self.num_replicas_in_sync, has_plain_values=self.has_plain_values
-        )
-
     async def check_in_sync(self, variables: Sequence[Variable]) -> None:
         """Check that the components of mirrored variables are equal, bit for bit.
 
@@ -272,7 +242,9 @@ class Strategy(VariableOwner):
         return self._lifecycle.statistics()
 
     async def aclose(self) -> None:
-        """Close the strategy: end runs in progress, give its device threads back. Idempotent.
+        """Close the strategy: end runs and loops over datasets, give threads back. Idempotent.
+
+        A loop that was broken off outside `async with` is told with a ResourceWarning.
 
         Raises:
             ContextError: If called inside a replica.
@@ -281,8 +253,12 @@ class Strategy(VariableOwner):
         Cancellation:
             Runs in progress are waited for in any case.
         """
-        await self._lifecycle.aclose()
-        self._reducer.clear()
+        try:
+            await self._lifecycle.aclose()
+        finally:
+            if self._lifecycle.state == "closed":
+                self._reducer.clear()
+                await self._open_loops.aclose(repr(self))
 
     def abandon(self) -> None:
         """Close at once because the interpreter is interrupted; started ops are left running."""

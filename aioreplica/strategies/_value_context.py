@@ -19,5 +19,5 @@ class ValueContext:
         tf.distribute.experimental.ValueContext.
     """
 
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1

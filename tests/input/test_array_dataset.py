@@ -1,5 +1,6 @@
 """ArrayDataset: batches as a pure function of seed and epoch."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
+from aioreplica.input import ArraySpec
 
 
 def joined(dataset: ar.ArrayDataset, epoch: int) -> list[int]:
@@ -75,6 +77,93 @@ def test_iterating_gives_epoch_zero() -> None:
 def test_the_batch_size_must_be_a_positive_int(batch_size: Any) -> None:
     with pytest.raises(ValueError, match=f"batch_size.*{batch_size!r}"):
         ar.ArrayDataset(np.arange(3), batch_size)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, None, "3"])
+def test_the_seed_must_be_a_natural_number(seed: Any) -> None:
+    with pytest.raises(ValueError, match="seed must be an int"):
+        ar.ArrayDataset(np.arange(3), 2, shuffle=True, seed=seed)
+
+
+@given(st.integers(0, 20), st.integers(1, 7), st.booleans(), st.booleans(), st.data())
+def test_starting_late_leaves_out_the_beginning(
+    n: int, batch_size: int, shuffle: bool, drop: bool, data: st.DataObject
+) -> None:
+    dataset = ar.ArrayDataset(np.arange(n), batch_size, shuffle=shuffle, drop_remainder=drop)
+    whole = [batch.tolist() for batch in dataset.batches(2)]
+    number = data.draw(st.integers(0, len(whole)))
+
+    rest = [batch.tolist() for batch in dataset.batches(2, min(n, number * batch_size))]
+
+    assert rest == whole[number:]
+
+
+def test_slices_are_read_only_views() -> None:
+    array = np.arange(6)
+
+    for batch in ar.ArrayDataset(array, 4):
+        assert np.shares_memory(batch, array)
+        with pytest.raises(ValueError, match="read-only"):
+            batch[0] = 7
+    array[0] = 7  # it is the views that are protected
+
+
+def test_element_spec_and_batch_size() -> None:
+    dataset = ar.ArrayDataset({"x": np.zeros((3, 2), "f4")}, 2)
+
+    assert dataset.element_spec == {"x": ArraySpec((None, 2), np.dtype("f4"))}
+    assert dataset.batch_size == 2
+
+
+@pytest.mark.parametrize("leaf", [object(), {"a"}, [[1, 2], [3]]])
+def test_leaves_must_be_arrays(leaf: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"\['x'\]"):
+        ar.ArrayDataset({"x": leaf}, 2)
+
+
+class Table:
+    """What a Hugging Face dataset offers: rows by number, columns by name."""
+
+    column_names = ("x", "label")
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, rows: Any) -> dict[str, Any]:
+        self.read.append(rows)
+        numbers = np.arange(10)[rows]
+        return {"x": np.stack([numbers, -numbers], axis=1), "label": numbers.tolist()}
+
+
+def test_a_table_is_read_by_rows() -> None:
+    table = Table()
+    dataset = ar.ArrayDataset(table, 4, shuffle=True)
+
+    batches = list(dataset.batches(0))
+
+    assert [len(batch["label"]) for batch in batches] == [4, 4, 2]
+    assert sorted(np.concatenate([batch["label"] for batch in batches])) == list(range(10))
+    assert all((batch["x"][:, 0] == batch["label"]).all() for batch in batches)
+    assert all(len(rows) <= 4 for rows in table.read)
+    assert dataset.element_spec == {
+        "x": ArraySpec((None, 2), np.dtype("i8")),
+        "label": ArraySpec((None,), np.dtype("i8")),
+    }
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_mapped_file_is_read_batch_by_batch(tmp_path: Path, shuffle: bool) -> None:
+    path = tmp_path / "data.npy"
+    np.save(path, np.arange(20.0).reshape(10, 2))
+    mapped = np.load(path, mmap_mode="r")
+
+    batches = list(ar.ArrayDataset(mapped, 4, shuffle=shuffle).batches(0))
+
+    assert sorted(np.concatenate(batches)[:, 0]) == list(range(0, 20, 2))
+    assert all(type(batch) is np.ndarray and batch.flags.owndata for batch in batches)
 
 
 @pytest.mark.parametrize(

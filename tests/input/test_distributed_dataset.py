@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError
+from aioreplica.errors import ContextError, LoopMismatchError
+from aioreplica.input import ArraySpec
+from tests.conftest import mirrored
 
 
 def parts(batch: object) -> list[list[int]]:
@@ -121,9 +123,123 @@ async def test_the_default_strategy_gives_the_batches_as_they_are() -> None:
 
 
 @pytest.mark.asyncio
-async def test_other_things_than_array_datasets_are_refused(pair: ar.MirroredStrategy) -> None:
-    with pytest.raises(TypeError, match=r"ar\.ArrayDataset, got list"):
-        pair.distribute_dataset([1, 2, 3])
+async def test_a_second_loop_ends_the_first(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(ar.ArrayDataset(np.arange(6), 2)) as batches:
+        first, second = aiter(batches), aiter(batches)
+        await anext(first)
+        again = parts(await anext(second))
+
+        assert again == [[0], [1]]
+        with pytest.raises(ContextError, match=r"epoch 0 .* was ended because another loop"):
+            await anext(first)
+        assert parts(await anext(second)) == [[2], [3]]
+
+
+@pytest.mark.asyncio
+async def test_a_loop_begins_with_its_first_batch(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(ar.ArrayDataset(np.arange(6), 2)) as batches:
+        aiter(batches)
+        assert (batches.epoch, batches.statistics().state) == (0, "new")
+        async for _ in batches:
+            assert (batches.epoch, batches.statistics().state) == (0, "open")
+        assert (batches.epoch, batches.statistics().state) == (1, "idle")
+        assert batches.statistics().num_delivered == 3
+    assert batches.statistics().state == "closed"
+
+
+@pytest.mark.asyncio
+async def test_after_its_end_an_iterator_stays_at_its_end(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset([np.arange(2)]) as batches:
+        loop = aiter(batches)
+        assert parts(await anext(loop)) == [[0], [1]]
+        for _ in range(2):
+            with pytest.raises(StopAsyncIteration):
+                await anext(loop)
+        await loop.aclose()
+
+
+@pytest.mark.asyncio
+async def test_iterating_inside_a_replica_is_refused(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset([np.arange(2)]) as batches:
+
+        async def step() -> None:
+            await anext(aiter(batches))
+
+        with pytest.raises(ContextError, match="Iterate outside the step"):
+            await pair.run(step)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda strategy: strategy.distribute_dataset([]),
+        lambda strategy: strategy.distribute_datasets_from_function(lambda context: []),
+        lambda strategy: strategy.distribute_values_from_function(lambda context: 1),
+    ],
+)
+async def test_distributing_inside_a_replica_is_refused(
+    pair: ar.MirroredStrategy, call: Any
+) -> None:
+    async def step() -> None:
+        call(pair)
+
+    with pytest.raises(ContextError, match="distribute_"):
+        await pair.run(step)
+
+
+def test_a_loop_stays_on_its_event_loop() -> None:
+    strategy = ar.get_strategy()
+    batches = strategy.distribute_dataset([np.arange(2), np.arange(2)])
+    loop = aiter(batches)
+
+    async def take() -> None:
+        await anext(loop)
+
+    async def whole() -> int:
+        return len([batch async for batch in batches])
+
+    asyncio.run(take())
+    with pytest.raises(LoopMismatchError, match="Begin a new loop"):
+        asyncio.run(take())
+    assert asyncio.run(whole()) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_dataset_of_a_closed_strategy_says_so() -> None:
+    async with mirrored(2) as strategy:
+        batches = strategy.distribute_dataset([np.arange(2)])
+
+    with pytest.raises(ContextError, match="closed"):
+        await anext(aiter(batches))
+
+
+@pytest.mark.asyncio
+async def test_the_length_is_that_of_the_source(pair: ar.MirroredStrategy) -> None:
+    assert len(pair.distribute_dataset([np.arange(2)] * 3)) == 3
+    with pytest.raises(TypeError, match="does not say how many"):
+        len(pair.distribute_dataset(lambda: iter([])))
+
+
+@pytest.mark.asyncio
+async def test_element_spec_has_none_for_the_batch(pair: ar.MirroredStrategy) -> None:
+    expected = {"x": ArraySpec((None, 3), np.dtype("f4")), "y": ArraySpec((None,), np.dtype("i8"))}
+    data = {"x": np.zeros((5, 3), "f4"), "y": np.arange(5)}
+
+    assert pair.distribute_dataset(ar.ArrayDataset(data, 2)).element_spec == expected
+    assert pair.distribute_dataset([data]).element_spec == expected
+
+
+@pytest.mark.asyncio
+async def test_element_spec_of_a_generator_is_known_from_its_first_batch(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset(lambda: iter([np.zeros((4, 2))])) as batches:
+        with pytest.raises(ContextError, match="not known before the first batch"):
+            batches.element_spec  # noqa: B018
+        async for _ in batches:
+            assert batches.element_spec == ArraySpec((None, 2), np.dtype("f8"))
+        assert aiter(batches).element_spec == batches.element_spec
 
 
 @pytest.mark.asyncio

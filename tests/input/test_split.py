@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioreplica.input import split_batch, split_sizes
+import aioreplica as ar
+from aioreplica.input import num_examples, split_batch, split_sizes
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,17 @@ def test_parts_are_views() -> None:
 def test_lists_of_numbers_are_leaves_of_their_own() -> None:
     with pytest.raises(ValueError, match="leading axis"):
         split_batch([1, 2, 3], 2)
+
+
+def test_the_weight_of_a_batch_counts_its_examples() -> None:
+    whole = {"x": np.ones((5, 2)), "y": np.ones(5)}
+    parts = split_batch(whole, 3)
+    distributed = {name: ar.PerReplica([part[name] for part in parts]) for name in whole}
+
+    assert num_examples(whole) == num_examples(distributed) == 5
+    assert [num_examples(part) for part in parts] == [2, 2, 1]
+    with pytest.raises(ValueError, match="one row per example"):
+        num_examples(3.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""The task owner: background tasks of long-lived objects start here, and end with their owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from typing import Any, Generic, TypeVar, final
+
+from ._drain import wait_shielded
+
+T = TypeVar("T")
+
+
+@final
+class OwnedTask(Generic[T]):
+    """A task that belongs to an object, which ends it before it goes itself.
+
+    Args:
+        work: What to run.
+        name: Name of the task.
+        context: Where to run it; None takes a copy of the caller's context.
+
+    Made of a bare `asyncio.Task`: a task factory of the loop may start tasks at once, before the
+    owner has stored them.
+    """
+
+    __slots__ = ("_task",)
+
+    def __init__(
+        self, work: Coroutine[Any, Any, T], name: str, *, context: Context | None = None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.Task(work, loop=loop, name=name, context=context)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the task has ended, in whatever way."""
+        return self._task.done()
+
+    def cancel(self) -> None:
+        """Ask the task to end."""
+        self._task.cancel()
+
+    def when_done(self, fn: Callable[[BaseException | None], None]) -> None:
+        """Call `fn` with the task's exception, or None, in the loop cycle after its end."""
+
+        def tell(task: asyncio.Task[T]) -> None:
+            fn(None if task.cancelled() else task.exception())
+
+        self._task.add_done_callback(tell)
+
+    async def done_or_cancelled(self) -> None:
+        """Wait until the task has ended; cancelling the wait leaves the task alone."""
+        if not self._task.done():
+            await self._new_waiter()
+
+    async def ended(self) -> bool:
+        """Wait until the task has ended; its exception is not raised.
+
+        Returns:
+            False if the interpreter is being interrupted, so the task was left to the loop's end.
+
+        Cancellation:
+            Raised again once the task has ended.
+        """
+        cancelled: list[asyncio.CancelledError] = []
+        has_ended = await wait_shielded(self._task.done, self._new_waiter, cancelled.append)
+        if has_ended and not self._task.cancelled():
+            self._task.exception()  # looked at, so asyncio does not report it as forgotten
+        if cancelled:
+            raise cancelled[0]
+        return has_ended
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        """Wait for the result; cancelling the wait cancels the task."""
+        return self._task.__await__()
+
+    def __repr__(self) -> str:
+        return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"
+
+    def _new_waiter(self) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_task: asyncio.Task[T]) -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self._task.add_done_callback(wake)
+        return waiter

@@ -1,0 +1,155 @@
+"""Distributing datasets: from what a user gives to a DistributedDataset."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+from ..devices import device
+from ._assemble import Sharing
+from ._dataset import find_dataset
+from ._distributed_dataset import DistributedDataset, DistributedIterator
+from ._feed import Feed, dealt_feed, split_feed, zipped_feed
+from ._files import FilesSource
+from ._iterable_source import IterableSource
+from ._join import Joiner
+from ._open_loops import OpenLoops
+from ._options import InputContext, InputOptions
+from ._sharding import describe, local_replicas
+from ._stream import Source
+
+LOGGER = logging.getLogger("aioreplica.input")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class InputTarget:
+    """Whom a dataset is distributed to.
+
+    Attributes:
+        device_names: One per local replica.
+        has_plain_values: Whether batches stay plain (the default strategy).
+        context: Which of how many workers this is, and how many replicas they have together.
+        open_loops: Where the strategy finds loops to close.
+        on_begin: Called when a loop begins; raises if the strategy is closed.
+    """
+
+    device_names: tuple[str, ...]
+    has_plain_values: bool
+    context: InputContext
+    open_loops: OpenLoops
+    on_begin: Callable[[], object]
+
+
+def distribute_dataset(
+    target: InputTarget, dataset: Any, options: InputOptions | None
+) -> DistributedDataset:
+    """Split each global batch of a dataset over the replicas.
+
+    Raises:
+        TypeError: If `dataset` is nothing that yields batches, or `options` are none.
+        ValueError: If the options ask for one dataset per replica, or cannot be met.
+    """
+    options = _checked(options)
+    if isinstance(dataset, (DistributedDataset, DistributedIterator)):
+        raise TypeError(f"{dataset!r} is distributed already. Iterate over it with `async for`.")
+    if options.is_per_replica:
+        raise ValueError(
+            "distribute_dataset splits one dataset over the replicas, but the options ask for one "
+            "dataset per replica (PER_REPLICA). Use distribute_datasets_from_function."
+        )
+    source = _sharded(find_dataset(dataset), options, target.context)
+    total, local = local_replicas(
+        options.sharding,
+        target.context.num_input_pipelines,
+        target.context.input_pipeline_id,
+        len(target.device_names),
+        target.context.num_replicas_in_sync,
+    )
+    sharing = Sharing(options.remainder, total, local)
+    feed = split_feed(source, options, sharing, _joiner(target, options))
+    return _distributed(target, feed)
+
+
+def distribute_from_function(
+    target: InputTarget, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+) -> DistributedDataset:
+    """Feed each replica whole batches of a dataset that `dataset_fn` makes.
+
+    Raises:
+        TypeError: If `dataset_fn` is no function, returns nothing that yields batches, or
+            `options` are none.
+        ValueError: If the options share files out, which is the function's own task.
+    """
+    options = _checked(options)
+    if not callable(dataset_fn):
+        raise TypeError(f"dataset_fn must be a function of an ar.InputContext, got {dataset_fn!r}.")
+    if options.sharding != "off":
+        raise ValueError(
+            f"sharding={options.sharding!r} is for distribute_dataset. In dataset_fn, read what "
+            "context.input_pipeline_id says."
+        )
+    joiner = _joiner(target, options)
+    if not options.is_per_replica:
+        source = _made(dataset_fn, target.context)
+        feed = dealt_feed(source, options, joiner, len(target.device_names))
+        return _distributed(target, feed)
+    sources = []
+    num_local = len(target.device_names)
+    first = target.context.input_pipeline_id * num_local
+    num_in_sync = target.context.num_replicas_in_sync
+    for i, name in enumerate(target.device_names):
+        context = InputContext(num_in_sync, first + i, num_in_sync)
+        if options.place_on_device and not target.has_plain_values:
+            with device(name):
+                sources.append(_made(dataset_fn, context))
+        else:
+            sources.append(_made(dataset_fn, context))
+    return _distributed(target, zipped_feed(sources, options, joiner))
+
+
+def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Source:
+    """Call the function now; for an iterator, which can be read once only, also per epoch."""
+    made = dataset_fn(context)
+    source = find_dataset(made)
+    if isinstance(source, IterableSource) and source.is_one_shot:
+        return source.remade_by(lambda: dataset_fn(context))
+    return source
+
+
+def _sharded(source: Source, options: InputOptions, context: InputContext) -> Source:
+    num_pipelines, pipeline_id = context.num_input_pipelines, context.input_pipeline_id
+    if options.sharding == "file":
+        if not isinstance(source, FilesSource):
+            raise ValueError(
+                f"sharding='file' shares out files, but {source.label} is not made of any. Use "
+                "ar.input.Files(paths, read), or sharding='data'."
+            )
+        source = FilesSource(source.files.shard(num_pipelines, pipeline_id))
+    if options.sharding != "off" or num_pipelines > 1:
+        LOGGER.info(describe(options.sharding, source.label, num_pipelines, pipeline_id))
+    return source
+
+
+def _distributed(target: InputTarget, feed: Feed) -> DistributedDataset:
+    return DistributedDataset(
+        feed, target.open_loops, target.on_begin, target.context.num_replicas_in_sync
+    )
+
+
+def _joiner(target: InputTarget, options: InputOptions) -> Joiner:
+    return Joiner(
+        target.device_names,
+        has_plain_values=target.has_plain_values,
+        to_devices=options.fetch_to_device or options.place_on_device,
+    )
+
+
+def _checked(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options must be an ar.InputOptions, got {options!r}.")
+    return options

@@ -1,0 +1,128 @@
+"""The methods of a strategy that make distributed datasets and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from ..input import (
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    InputTarget,
+    OpenLoops,
+    distribute_dataset,
+    distribute_from_function,
+)
+from ..values import PerReplica
+from ._lifecycle import Lifecycle
+from ._value_context import ValueContext
+
+
+class Distribution(ABC):
+    """What of a strategy feeds its replicas; `Strategy` is the one that inherits it."""
+
+    _lifecycle: Lifecycle
+    _open_loops: OpenLoops
+
+    @property
+    @abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a run has."""
+
+    @property
+    @abstractmethod
+    def device_names(self) -> tuple[str, ...]:
+        """One device name per local replica."""
+
+    @property
+    @abstractmethod
+    def has_plain_values(self) -> bool:
+        """Whether values stay plain instead of becoming PerReplica."""
+
+    @abstractmethod
+    def require_cross_replica(self, what: str, twin: str | None) -> None:
+        """Check that a cross-replica method is called where this strategy may be in charge."""
+
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Split each global batch of a dataset over the replicas.
+
+        Args:
+            dataset: Anything that yields pytrees of arrays whose leading axis counts the examples:
+                an `ar.ArrayDataset`, an `ar.Dataset`, a torch DataLoader, any other iterable or
+                async iterable, or a function that returns one, called for each epoch.
+            options: Reading ahead, what becomes of examples left over, sharding over workers.
+
+        Returns:
+            An async iterable of batches whose leaves are PerReplica, each component a contiguous
+            part of the global batch; parts differ by one example at most, and may be empty. Use
+            it in `async with`, which closes the source.
+
+        Raises:
+            TypeError: If `dataset` yields no batches, or `options` are no `ar.InputOptions`.
+            ValueError: If the options cannot be met.
+            ContextError: If called inside a replica.
+
+        Source:
+            tf.distribute.Strategy.experimental_distribute_dataset.
+        """
+        self.require_cross_replica("distribute_dataset", None)
+        return distribute_dataset(self._input_target(), dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Feed the replicas from datasets of batches that are already of one replica's size.
+
+        Args:
+            dataset_fn: Returns a dataset. Called once per worker, and each replica takes one of its
+                batches per step; or, with PER_REPLICA, once for each replica. If it returns an
+                iterator, it is called again for each further epoch.
+            options: As for `distribute_dataset`.
+
+        Returns:
+            An async iterable of PerReplica batches. Where batches run out before every replica has
+            got one, the others get empty ones; the loop ends for all replicas together.
+
+        Raises:
+            TypeError: If `dataset_fn` is no function, or returns no dataset.
+            ValueError: If the options cannot be met.
+            ContextError: If called inside a replica.
+
+        Source:
+            tf.distribute.Strategy.distribute_datasets_from_function.
+        """
+        self.require_cross_replica("distribute_datasets_from_function", None)
+        return distribute_from_function(self._input_target(), dataset_fn, options)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Call `value_fn(ValueContext)` once per replica, in order; return a PerReplica.
+
+        Under the default strategy, the one value itself.
+
+        Raises:
+            TypeError: If `value_fn` is not callable.
+            ContextError: If called inside a replica.
+        """
+        self.require_cross_replica("distribute_values_from_function", None)
+        if not callable(value_fn):
+            raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
+        count = self.num_replicas_in_sync
+        values = [value_fn(ValueContext(i, count)) for i in range(count)]
+        if self.has_plain_values:
+            return values[0]
+        return PerReplica(values, devices=self.device_names)
+
+    def _input_target(self) -> InputTarget:
+        return InputTarget(
+            self.device_names,
+            self.has_plain_values,
+            InputContext(1, 0, self.num_replicas_in_sync),
+            self._open_loops,
+            self._lifecycle.open,
+        )

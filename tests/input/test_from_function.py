@@ -1,0 +1,267 @@
+"""distribute_datasets_from_function: batches of one replica's size, dealt out or from one each."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError
+from tests.conftest import mirrored
+from tests.input.sources import Watched
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+PER_REPLICA = {"fetch_to_device": False, "replication_mode": ar.InputReplicationMode.PER_REPLICA}
+
+
+def parts(batch: Any) -> list[list[int]]:
+    return [part.tolist() for part in batch.values]
+
+
+def numbered(start: int, count: int, size: int = 2) -> list[np.ndarray]:
+    return [np.arange(start + i * size, start + (i + 1) * size) for i in range(count)]
+
+
+# ---- one dataset per worker -------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_the_function_is_called_once_and_told_who_it_is(triple: ar.MirroredStrategy) -> None:
+    contexts = []
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        contexts.append(context)
+        return ar.ArrayDataset(np.arange(12), context.get_per_replica_batch_size(6))
+
+    async with triple.distribute_datasets_from_function(dataset_fn) as batches:
+        assert contexts == [ar.InputContext(1, 0, 3)]
+        for _ in range(2):
+            assert [parts(batch) async for batch in batches] == [
+                [[0, 1], [2, 3], [4, 5]],
+                [[6, 7], [8, 9], [10, 11]],
+            ]
+        assert len(batches) == 2
+    assert len(contexts) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1, 2])
+async def test_replicas_without_a_batch_get_an_empty_one(
+    triple: ar.MirroredStrategy, buffer: int
+) -> None:
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+
+    def dataset_fn(_context: Any) -> Any:
+        return lambda: iter([np.ones((2, 5), np.float32)] * 4)
+
+    async with triple.distribute_datasets_from_function(dataset_fn, options) as batches:
+        shapes = [[part.shape for part in batch.values] async for batch in batches]
+
+    assert shapes == [[(2, 5)] * 3, [(2, 5), (0, 5), (0, 5)]]
+
+
+@pytest.mark.asyncio
+async def test_incomplete_steps_can_be_dropped_or_refused(pair: ar.MirroredStrategy) -> None:
+    def dataset_fn(_context: Any) -> Any:
+        return numbered(0, 3)
+
+    drop = ar.InputOptions(remainder="drop")
+    async with pair.distribute_datasets_from_function(dataset_fn, drop) as batches:
+        assert [parts(batch) async for batch in batches] == [[[0, 1], [2, 3]]]
+        assert len(batches) == 1
+    error = ar.InputOptions(remainder="error")
+    async with pair.distribute_datasets_from_function(dataset_fn, error) as batches:
+        loop = aiter(batches)
+        await anext(loop)
+        with pytest.raises(ValueError, match=r"Step 1 .*\[2, 0\] examples"):
+            await anext(loop)
+
+
+@pytest.mark.asyncio
+async def test_a_generator_function_is_called_again_for_each_epoch(
+    pair: ar.MirroredStrategy,
+) -> None:
+    calls = []
+
+    def dataset_fn(context: ar.InputContext) -> Iterator[Any]:
+        calls.append(context)
+        yield from numbered(0, 2)
+
+    async with pair.distribute_datasets_from_function(dataset_fn) as batches:
+        for _ in range(3):
+            assert [parts(batch) async for batch in batches] == [[[0, 1], [2, 3]]]
+    assert calls == [ar.InputContext(1, 0, 2)] * 3
+
+
+@pytest.mark.asyncio
+async def test_it_resumes_with_another_number_of_replicas() -> None:
+    async def numbers(num_replicas: int, state: Any, stop: int) -> tuple[list[int], Any]:
+        found: list[int] = []
+        async with (
+            mirrored(num_replicas) as strategy,
+            strategy.distribute_datasets_from_function(lambda _: Watched(9)) as batches,
+        ):
+            if state is not None:
+                batches.load_state_dict(state)
+            async for ids, _ in batches:
+                found += np.concatenate(ids.values).tolist()
+                stop -= 1
+                if stop == 0:
+                    break
+            return found, batches.state_dict()
+
+    before, state = await numbers(3, None, 1)
+    after, _ = await numbers(2, state, 99)
+
+    assert before + after == list(range(36))
+
+
+# ---- one dataset per replica ------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1, 2])
+async def test_each_replica_reads_its_own(triple: ar.MirroredStrategy, buffer: int) -> None:
+    contexts = []
+    options = ar.InputOptions(**PER_REPLICA, per_replica_buffer_size=buffer)
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        contexts.append(context)
+        return lambda: iter(numbered(10 * context.input_pipeline_id, 2))
+
+    async with triple.distribute_datasets_from_function(dataset_fn, options) as batches:
+        assert [parts(batch) async for batch in batches] == [
+            [[0, 1], [10, 11], [20, 21]],
+            [[2, 3], [12, 13], [22, 23]],
+        ]
+    assert contexts == [ar.InputContext(3, i, 3) for i in range(3)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lengths", [(3, 1), (1, 3), (0, 2), (0, 0)])
+async def test_all_replicas_end_together(
+    pair: ar.MirroredStrategy, lengths: tuple[int, int]
+) -> None:
+    def dataset_fn(context: ar.InputContext) -> Any:
+        return numbered(10 * context.input_pipeline_id, lengths[context.input_pipeline_id])
+
+    for remainder, num_steps in (("weight", max(lengths)), ("drop", min(lengths))):
+        options = ar.InputOptions(**PER_REPLICA, remainder=remainder)
+        async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+            seen = [batch async for batch in batches]
+            assert len(seen) == len(batches) == num_steps
+    totals = [sum(len(part) for part in batch.values) for batch in seen]
+    assert all(total == 4 for total in totals)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["arrays", "list", "generator"])
+async def test_it_resumes_with_as_many_replicas(pair: ar.MirroredStrategy, kind: str) -> None:
+    lengths = (6, 3)
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        found = numbered(100 * context.input_pipeline_id, lengths[context.input_pipeline_id])
+        if kind == "arrays":
+            return ar.ArrayDataset(np.concatenate(found), 2, shuffle=True)
+        return found if kind == "list" else lambda: iter(found)
+
+    options = ar.InputOptions(**PER_REPLICA)
+    states, seen = [], []
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        async for batch in batches:
+            seen.append(parts(batch))
+            states.append(batches.state_dict())
+    assert len(seen) == 6
+
+    for number, state in enumerate(states):
+        async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+            batches.load_state_dict(state)
+            assert [parts(batch) async for batch in batches] == seen[number + 1 :]
+    async with mirrored(3) as strategy:
+        batches = strategy.distribute_datasets_from_function(lambda _: [], options)
+        with pytest.raises(ValueError, match=r"2 input pipelines.*has 3"):
+            batches.load_state_dict(states[0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1])
+async def test_all_sources_are_closed(pair: ar.MirroredStrategy, buffer: int) -> None:
+    sources = [Watched(), Watched()]
+    options = ar.InputOptions(**PER_REPLICA, per_replica_buffer_size=buffer)
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        return sources[context.input_pipeline_id]
+
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        async for _ in batches:
+            break
+    assert [source.num_closed for source in sources] == [1, 1]
+
+
+@pytest.mark.asyncio
+async def test_datasets_placed_on_devices_are_made_there(pair: ar.MirroredStrategy) -> None:
+    devices = []
+
+    def dataset_fn(_context: Any) -> Any:
+        devices.append(str(ar.current_device()))
+        return numbered(0, 1)
+
+    options = ar.InputOptions(**PER_REPLICA, place_on_device=True)
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        assert [parts(batch) async for batch in batches] == [[[0, 1], [0, 1]]]
+    assert devices == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.asyncio
+async def test_one_replica_and_plain_values() -> None:
+    strategy = ar.get_strategy()
+    for options in (None, ar.InputOptions(**PER_REPLICA)):
+        batches = strategy.distribute_datasets_from_function(lambda _: numbered(0, 2), options)
+        async with batches:
+            assert [batch.tolist() async for batch in batches] == [[0, 1], [2, 3]]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_one_dataset_per_replica_needs_a_function() -> None:
+    with pytest.raises(ValueError, match="distribute_datasets_from_function"):
+        mirrored(2).distribute_dataset([], ar.InputOptions(**PER_REPLICA))
+
+
+@pytest.mark.parametrize("dataset_fn", [None, [1], 3])
+def test_the_function_must_be_one(dataset_fn: Any) -> None:
+    with pytest.raises(TypeError, match="dataset_fn must be a function"):
+        mirrored(2).distribute_datasets_from_function(dataset_fn)
+
+
+def test_the_function_must_return_a_dataset() -> None:
+    with pytest.raises(TypeError, match="cannot be iterated"):
+        mirrored(2).distribute_datasets_from_function(lambda _: 3)
+
+
+def test_sharding_is_the_functions_own_task() -> None:
+    with pytest.raises(ValueError, match="input_pipeline_id"):
+        mirrored(2).distribute_datasets_from_function(
+            lambda _: [], ar.InputOptions(sharding="data")
+        )
+
+
+def test_options_must_be_input_options() -> None:
+    for distribute in (
+        mirrored(2).distribute_dataset,
+        mirrored(2).distribute_datasets_from_function,
+    ):
+        with pytest.raises(TypeError, match=r"ar\.InputOptions"):
+            distribute(lambda _: [], {"remainder": "drop"})
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_function_is_raised_where_it_is_called() -> None:
+    def dataset_fn(_context: Any) -> Any:
+        raise ContextError("no data today")
+
+    with pytest.raises(ContextError, match="no data today"):
+        mirrored(2).distribute_datasets_from_function(dataset_fn)

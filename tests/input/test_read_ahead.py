@@ -1,0 +1,166 @@
+"""Reading ahead: bounded, in order, overlapping with the step, and safe to cancel."""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError
+from tests.conftest import mirrored
+from tests.input.sources import WatchedAsync, examples, split
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+
+async def settle() -> None:
+    """Let everything happen that needs nothing from outside."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [0, 1, 2, 4])
+async def test_the_buffer_bounds_what_is_read_ahead(pair: ar.MirroredStrategy, size: int) -> None:
+    source = WatchedAsync(10)
+    options = ar.InputOptions(per_replica_buffer_size=size)
+
+    async with pair.distribute_dataset(source, options) as batches:
+        delivered = 0
+        async for _ in batches:
+            delivered += 1
+            await settle()
+            assert len(source.pulled) == min(10, delivered + size)
+
+
+@pytest.mark.asyncio
+async def test_without_a_buffer_there_is_no_task(pair: ar.MirroredStrategy) -> None:
+    options = ar.InputOptions(per_replica_buffer_size=0)
+    async with pair.distribute_dataset(WatchedAsync(4), options) as batches:
+        async for _ in batches:
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.asyncio
+async def test_with_a_buffer_there_is_one_task(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(WatchedAsync(4)) as batches:
+        async for _ in batches:
+            (reader,) = asyncio.all_tasks() - {asyncio.current_task()}
+            assert reader.get_name().startswith("aioreplica input: ")
+            break
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [0, 1, 3])
+async def test_a_cancelled_wait_loses_no_batch(pair: ar.MirroredStrategy, size: int) -> None:
+    gate = asyncio.Semaphore(0)
+
+    async def slow() -> AsyncIterator[Any]:
+        for number in range(4):
+            await gate.acquire()
+            yield np.full(2, number)
+
+    options = ar.InputOptions(per_replica_buffer_size=size)
+    async with pair.distribute_dataset(slow, options) as batches:
+        loop = aiter(batches)
+        seen = []
+        for _ in range(4):
+            waiting = asyncio.create_task(anext(loop))
+            await settle()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            gate.release()
+            seen.append(int((await anext(loop)).values[0][0]))
+        assert await anext(loop, None) is None
+
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [0, 1])
+async def test_two_tasks_cannot_wait_in_one_loop(pair: ar.MirroredStrategy, size: int) -> None:
+    async def never() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    options = ar.InputOptions(per_replica_buffer_size=size)
+    async with pair.distribute_dataset(never, options) as batches:
+        loop = aiter(batches)
+        waiting = asyncio.create_task(anext(loop))
+        await settle()
+        with pytest.raises(ContextError, match="Two tasks wait"):
+            await anext(loop)
+        with pytest.raises(ContextError, match="waits for a batch while another loop begins"):
+            await anext(aiter(batches))
+        await batches.aclose()
+        with pytest.raises(ContextError, match="was closed while a task waited"):
+            await waiting
+
+
+@pytest.mark.asyncio
+async def test_two_datasets_can_be_read_side_by_side(pair: ar.MirroredStrategy) -> None:
+    first, second = WatchedAsync(3), WatchedAsync(3)
+    async with pair.distribute_dataset(first) as left, pair.distribute_dataset(second) as right:
+        loop = aiter(right)
+        seen = [(one, await anext(loop)) async for one in left]
+
+    assert examples([one for one, _ in seen]) == examples([two for _, two in seen]) == split(3, 2)
+
+
+# ---- virtual time -------------------------------------------------------------------------------
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer as soon as nothing else can be done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        timers = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self._now = max(self._now, timers[0]._when)
+        super()._run_once()  # type: ignore[misc]
+
+
+def seconds_of_an_epoch(buffer_size: int, num_batches: int = 40) -> float:
+    async def source() -> AsyncIterator[Any]:
+        for number in range(num_batches):
+            await asyncio.sleep(0.010)
+            yield np.full(4, number)
+
+    async def step(part: Any) -> None:
+        await asyncio.sleep(0.010)
+
+    async def main() -> float:
+        options = ar.InputOptions(per_replica_buffer_size=buffer_size)
+        async with (
+            mirrored(2) as strategy,
+            strategy.distribute_dataset(source, options) as batches,
+        ):
+            start = asyncio.get_running_loop().time()
+            async for batch in batches:
+                await strategy.run(step, args=(batch,))
+            return asyncio.get_running_loop().time() - start
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main())
+
+
+def test_a_step_and_a_source_of_equal_length_overlap() -> None:
+    without = seconds_of_an_epoch(0)
+    ahead = seconds_of_an_epoch(1)
+
+    assert without == pytest.approx(0.800)
+    assert ahead == pytest.approx(0.410)
+    assert without / ahead >= 1.9

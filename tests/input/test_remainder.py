@@ -1,0 +1,119 @@
+"""Batches that cannot be shared out evenly: weighed, dropped or refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.input import num_examples
+from tests.conftest import mirrored
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+VALUES = np.random.default_rng(1).normal(size=11)
+
+
+def sizes(batch: Any) -> list[int]:
+    return [len(part) for part in batch.values]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 11])
+async def test_every_example_counts_once(num_replicas: int, batch_size: int) -> None:
+    """A mean over the batch is that of NumPy, however it is split and with empty parts too."""
+    dataset = ar.ArrayDataset(VALUES, batch_size)
+
+    async def step(part: Any) -> Any:
+        ctx = ar.get_replica_context()
+        total = await ctx.all_reduce("sum", ar.Weighted(part.sum(), len(part)))
+        return total.mean()
+
+    async with (
+        mirrored(num_replicas) as strategy,
+        strategy.distribute_dataset(dataset) as batches,
+    ):
+        whole = iter(dataset)
+        async for batch in batches:
+            expected = next(whole).mean()
+            weighted = await strategy.run(step, args=(batch,))
+            reduced = await strategy.reduce("mean", batch, axis=0)
+            np.testing.assert_allclose([*weighted.values, reduced], expected)
+            assert num_examples(batch) == sum(sizes(batch))
+
+
+@pytest.mark.asyncio
+async def test_a_loss_over_an_uneven_batch_is_that_of_one_replica() -> None:
+    async def train(num_replicas: int) -> Any:
+        async with mirrored(num_replicas) as strategy:
+            with strategy.scope():
+                w = ar.Variable(np.zeros(()), name="w")
+                optimizer = ar.optimizers.Adam(0.1)
+
+            async def step(part: Any) -> None:
+                gradient = ar.Weighted(np.sum(w.value - part), len(part))
+                total = await ar.get_replica_context().all_reduce("sum", gradient)
+                await optimizer.apply_gradients(
+                    [(total.mean() / ar.get_replica_context().num_replicas_in_sync, w)]
+                )
+
+            async with strategy.distribute_dataset(ar.ArrayDataset(VALUES, 3)) as batches:
+                async for batch in batches:
+                    await strategy.run(step, args=(batch,))
+            return w.value
+
+    alone = await train(1)
+    for num_replicas in (2, 3, 4):
+        np.testing.assert_allclose(await train(num_replicas), alone)
+
+
+@pytest.mark.asyncio
+async def test_drop_gives_equal_parts_only(triple: ar.MirroredStrategy) -> None:
+    options = ar.InputOptions(remainder="drop")
+    dataset = ar.ArrayDataset(np.arange(10), 4)
+
+    async with triple.distribute_dataset(dataset, options) as batches:
+        seen = [[part.tolist() for part in batch.values] async for batch in batches]
+        assert batches.state_dict()["epoch"] == 1
+
+    assert seen == [[[0], [1], [2]], [[4], [5], [6]]]
+    assert len(batches) == 2
+    assert len(triple.distribute_dataset(ar.ArrayDataset(np.arange(12), 4), options)) == 3
+
+
+@pytest.mark.asyncio
+async def test_error_refuses_what_is_uneven(triple: ar.MirroredStrategy) -> None:
+    options = ar.InputOptions(remainder="error")
+
+    async with triple.distribute_dataset(ar.ArrayDataset(np.arange(8), 6), options) as batches:
+        loop = aiter(batches)
+        assert sizes(await anext(loop)) == [2, 2, 2]
+        with pytest.raises(ValueError, match="has 2 examples, which 3 replicas cannot share"):
+            await anext(loop)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_smaller_than_the_replicas_leaves_some_empty(
+    triple: ar.MirroredStrategy,
+) -> None:
+    for remainder, expected in (("weight", [[1, 1, 0]]), ("drop", [])):
+        options = ar.InputOptions(remainder=remainder)
+        async with triple.distribute_dataset([np.ones((2, 4))], options) as batches:
+            assert [sizes(batch) async for batch in batches] == expected
+    options = ar.InputOptions(remainder="error")
+    async with triple.distribute_dataset([np.ones((2, 4))], options) as batches:
+        with pytest.raises(ValueError, match="has 2 examples"):
+            await anext(aiter(batches))
+
+
+@pytest.mark.asyncio
+async def test_parts_are_views_and_keep_their_flags(pair: ar.MirroredStrategy) -> None:
+    fresh, frozen = np.arange(4), np.arange(4)
+    frozen.flags.writeable = False
+
+    async with pair.distribute_dataset([(fresh, frozen)]) as batches:
+        async for left, right in batches:
+            assert all(np.shares_memory(part, fresh) for part in left.values)
+            assert all(part.flags.writeable for part in left.values)
+            assert not any(part.flags.writeable for part in right.values)

@@ -1,0 +1,307 @@
+"""state_dict: wherever a run is stopped, the next one goes on at the exact next example."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError
+from tests.conftest import mirrored
+from tests.input.sources import RESTARTABLE, Watched
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+NUM_EXAMPLES = 23
+DATA = np.random.default_rng(0).normal(size=(NUM_EXAMPLES, 3)).astype(np.float32)
+
+
+def shuffled(batch_size: int = 4) -> ar.ArrayDataset:
+    return ar.ArrayDataset((np.arange(NUM_EXAMPLES), DATA), batch_size, shuffle=True, seed=5)
+
+
+def mapped(batch_size: int = 4) -> ar.Dataset:
+    return ar.Dataset(shuffled(batch_size)).map(lambda item: (item[0], item[1] + 1)).prefetch(3)
+
+
+def unbatched(batch_size: int = 4) -> ar.Dataset:
+    def generate() -> Iterator[Any]:
+        yield from zip(range(NUM_EXAMPLES), DATA, strict=True)
+
+    return ar.Dataset(generate).batch(batch_size)
+
+
+def generator(batch_size: int = 4) -> Callable[[], Iterator[Any]]:
+    def generate() -> Iterator[Any]:
+        for start in range(0, NUM_EXAMPLES, batch_size):
+            yield (
+                np.arange(NUM_EXAMPLES)[start : start + batch_size],
+                DATA[start : start + batch_size],
+            )
+
+    return generate
+
+
+def async_generator(batch_size: int = 4) -> Callable[[], AsyncIterator[Any]]:
+    async def agenerate() -> AsyncIterator[Any]:
+        for item in generator(batch_size)():
+            yield item
+
+    return agenerate
+
+
+class Stateful:
+    """A loader with a state of its own, like torchdata's: no batch is read twice."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        self.batch_size = batch_size
+        self.number = 0
+        self.loaded = 0
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.number, self.loaded = self.loaded, 0
+        for item in list(generator(self.batch_size)())[self.number :]:
+            self.number += 1
+            self.num_read += 1
+            yield item
+
+    def state_dict(self) -> Any:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state["number"]
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "arrays": shuffled,
+    "pipeline": mapped,
+    "pipeline of examples": unbatched,
+    "generator function": generator,
+    "async generator function": async_generator,
+    "own state": Stateful,
+}
+
+
+def bits(batch: Any) -> bytes:
+    """Return the global batch, whichever way it is split."""
+    return b"".join(np.concatenate(leaf.values).tobytes() for leaf in batch)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("buffer", [0, 1, 3])
+async def test_stopped_at_any_batch_the_rest_is_bitwise_the_same(kind: str, buffer: int) -> None:
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+    states, seen = [], []
+    async with (
+        mirrored(2) as strategy,
+        strategy.distribute_dataset(KINDS[kind](), options) as batches,
+    ):
+        for _ in range(2):
+            states.append(json.dumps(batches.state_dict()))
+            async for batch in batches:
+                seen.append(bits(batch))
+                states.append(json.dumps(batches.state_dict()))
+            del states[-1]  # behind the last batch: another test's
+    num_batches = len(seen) // 2
+    assert len(states) == len(seen)
+
+    for number, state in enumerate(states):
+        num_replicas = 1 + number % 4
+        async with (
+            mirrored(num_replicas) as strategy,
+            strategy.distribute_dataset(KINDS[kind](), options) as batches,
+        ):
+            batches.load_state_dict(json.loads(state))
+            assert batches.epoch == number // num_batches
+            again = []
+            while batches.epoch < 2:
+                again += [bits(batch) async for batch in batches]
+        assert again == seen[number:], f"stopped behind batch {number}"
+
+
+@pytest.mark.asyncio
+async def test_the_state_behind_the_last_batch_resumes_at_the_end_of_the_epoch(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset(shuffled()) as batches:
+        async for _ in batches:
+            state = batches.state_dict()
+
+    async with pair.distribute_dataset(shuffled()) as batches:
+        batches.load_state_dict(state)
+        assert [batch async for batch in batches] == []
+        assert batches.epoch == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["arrays", "pipeline", "pipeline of examples"])
+async def test_another_batch_size_goes_on_at_the_next_example(
+    pair: ar.MirroredStrategy, kind: str
+) -> None:
+    async def numbers(batch_size: int, state: Any, stop: int) -> tuple[list[int], Any]:
+        found: list[int] = []
+        async with pair.distribute_dataset(KINDS[kind](batch_size)) as batches:
+            if state is not None:
+                batches.load_state_dict(state)
+            async for ids, _ in batches:
+                found += np.concatenate(ids.values).tolist()
+                stop -= 1
+                if stop == 0:
+                    break
+            return found, batches.state_dict()
+
+    whole, _ = await numbers(4, None, 99)
+    before, state = await numbers(4, None, 3)
+    after, _ = await numbers(5, state, 99)
+
+    assert before + after == whole
+    assert len(before) == 12
+
+
+@pytest.mark.asyncio
+async def test_a_state_is_a_few_integers(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(shuffled()) as batches:
+        async for _ in batches:
+            break
+        state = batches.state_dict()
+
+    assert all(type(value) is int for value in state.values())
+    assert {name: state[name] for name in ("version", "epoch", "position", "pipelines")} == {
+        "version": 1,
+        "epoch": 0,
+        "position": 4,
+        "pipelines": 1,
+    }
+    assert state["fingerprint"] < 2**53
+
+
+@pytest.mark.asyncio
+async def test_a_source_with_a_state_of_its_own_reads_nothing_twice(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset(Stateful()) as batches:
+        async for _ in batches:
+            if batches.statistics().position == 4:
+                break
+        state = json.loads(json.dumps(batches.state_dict()))
+    assert state["source"] == {"number": 4}
+
+    source = Stateful()
+    async with pair.distribute_dataset(source) as batches:
+        batches.load_state_dict(state)
+        assert len([batch async for batch in batches]) == 2
+    assert source.num_read == 2
+
+
+@pytest.mark.asyncio
+async def test_loading_a_state_ends_the_loop(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(shuffled()) as batches:
+        loop = aiter(batches)
+        await anext(loop)
+        state = batches.state_dict()
+        second = bits(await anext(loop))
+        batches.load_state_dict(state)
+        with pytest.raises(ContextError, match="ended because a state was loaded"):
+            await anext(loop)
+        assert bits(await anext(aiter(batches))) == second
+
+
+@pytest.mark.asyncio
+async def test_skipping_lets_other_tasks_run(pair: ar.MirroredStrategy) -> None:
+    async def eager() -> AsyncIterator[Any]:
+        for _ in range(1000):
+            yield np.ones(2)
+
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with pair.distribute_dataset(eager) as batches:
+        batches.load_state_dict({**batches.state_dict(), "position": 999})
+        task = asyncio.create_task(other())
+        assert len([batch async for batch in batches]) == 1
+        task.cancel()
+    assert turns > 10
+
+
+# ---- states that do not fit -------------------------------------------------------------------
+
+
+def state_of(dataset: Any, **changes: Any) -> dict[str, Any]:
+    batches = ar.get_strategy().distribute_dataset(dataset)
+    return {**batches.state_dict(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        (None, TypeError, "what state_dict returned"),
+        ([1], TypeError, "what state_dict returned"),
+        ({}, ValueError, "version None"),
+        (state_of(shuffled(), version=2), ValueError, "version 2.*reads version 1"),
+        (state_of(shuffled(), epoch=-1), ValueError, "epoch=-1"),
+        (state_of(shuffled(), position="4"), ValueError, "position='4'"),
+        (state_of(shuffled(), position=True), ValueError, "position=True"),
+        (state_of(shuffled(), pipelines=3), ValueError, "3 input pipelines"),
+        (state_of(shuffled(), fingerprint=1), ValueError, "another dataset"),
+    ],
+)
+def test_what_is_no_state_is_refused(state: Any, error: type[Exception], text: str) -> None:
+    batches = ar.get_strategy().distribute_dataset(shuffled())
+    before = batches.state_dict()
+
+    with pytest.raises(error, match=text):
+        batches.load_state_dict(state)
+
+    assert batches.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ar.ArrayDataset((np.arange(NUM_EXAMPLES), DATA), 4, shuffle=True, seed=6),
+        ar.ArrayDataset((np.arange(NUM_EXAMPLES), DATA), 4),
+        ar.ArrayDataset((np.arange(NUM_EXAMPLES), DATA + 1), 4, shuffle=True, seed=5),
+        ar.ArrayDataset((np.arange(22), DATA[:22]), 4, shuffle=True, seed=5),
+        ar.ArrayDataset({"x": np.arange(NUM_EXAMPLES), "y": DATA}, 4, shuffle=True, seed=5),
+        ar.ArrayDataset(
+            (np.arange(NUM_EXAMPLES), DATA.astype(np.float64)), 4, shuffle=True, seed=5
+        ),
+        generator(),
+        [np.ones(2)],
+    ],
+    ids=["seed", "order", "values", "length", "structure", "dtype", "kind", "list"],
+)
+def test_the_state_of_another_dataset_is_refused(other: Any) -> None:
+    batches = ar.get_strategy().distribute_dataset(other)
+
+    with pytest.raises(ValueError, match="another dataset"):
+        batches.load_state_dict(state_of(shuffled()))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", RESTARTABLE)
+async def test_a_source_that_became_shorter_is_told(pair: ar.MirroredStrategy, kind: str) -> None:
+    async with pair.distribute_dataset(RESTARTABLE[kind](2)) as batches:
+        batches.load_state_dict({**batches.state_dict(), "position": 100})
+        with pytest.raises(ValueError, match=r"cannot go on after (example|item) 100"):
+            await anext(aiter(batches))
+
+
+@pytest.mark.asyncio
+async def test_a_closed_dataset_loads_nothing(pair: ar.MirroredStrategy) -> None:
+    batches = pair.distribute_dataset(Watched())
+    state = batches.state_dict()
+    await batches.aclose()
+
+    with pytest.raises(ContextError, match="closed"):
+        batches.load_state_dict(state)

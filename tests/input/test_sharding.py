@@ -1,0 +1,170 @@
+"""Who reads what, where several workers feed one sync group."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aioreplica as ar
+from aioreplica.input import (
+    InputTarget,
+    OpenLoops,
+    distribute_dataset,
+    local_replicas,
+    shard_items,
+    split_sizes,
+)
+from tests.conftest import mirrored
+
+
+@given(st.lists(st.integers(), min_size=1, max_size=20), st.integers(1, 8))
+def test_files_are_shared_out_whole(items: list[int], num_workers: int) -> None:
+    if len(items) < num_workers:
+        with pytest.raises(ValueError, match=f"{len(items)} files cannot be shared"):
+            shard_items(items, num_workers, 0)
+        return
+    shares = [shard_items(items, num_workers, worker) for worker in range(num_workers)]
+
+    assert sorted(item for share in shares for item in share) == sorted(items)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 50))
+def test_data_gives_every_part_to_one_worker(
+    num_workers: int, num_local: int, num_examples: int
+) -> None:
+    num_in_sync = num_workers * num_local
+    found: list[int] = []
+    for worker in range(num_workers):
+        total, local = local_replicas("data", num_workers, worker, num_local, num_in_sync)
+        assert total == num_in_sync
+        found += local
+
+    assert found == list(range(num_in_sync))
+    assert sum(split_sizes(num_examples, num_in_sync)) == num_examples
+
+
+def target(num_workers: int, worker: int, num_local: int = 2) -> InputTarget:
+    """Return what a strategy of one of several workers would pass."""
+    names = tuple(f"cpu:{i}" for i in range(num_local))
+    context = ar.InputContext(num_workers, worker, num_workers * num_local)
+    return InputTarget(names, False, context, OpenLoops(), lambda: None)
+
+
+async def parts(dataset: Any, options: ar.InputOptions, who: InputTarget) -> list[list[list[int]]]:
+    async with distribute_dataset(who, dataset, options) as batches:
+        return [[part.tolist() for part in batch.values] async for batch in batches]
+
+
+@pytest.mark.asyncio
+async def test_data_splits_the_global_batch_over_all_workers() -> None:
+    dataset = ar.ArrayDataset(np.arange(11), 6)
+    options = ar.InputOptions(sharding="data")
+
+    seen = [await parts(dataset, options, target(2, worker)) for worker in range(2)]
+
+    assert seen == [
+        [[[0, 1], [2, 3]], [[6, 7], [8]]],
+        [[[4], [5]], [[9], [10]]],
+    ]
+
+
+@pytest.mark.asyncio
+async def test_off_leaves_every_worker_its_own_batches() -> None:
+    seen = [
+        await parts(ar.ArrayDataset(np.arange(4), 4), ar.InputOptions(), target(2, worker))
+        for worker in range(2)
+    ]
+
+    assert seen == [[[[0, 1], [2, 3]]]] * 2
+
+
+def read(path: Any) -> Iterator[Any]:
+    for line in Path(path).read_text().splitlines():
+        yield np.full(2, int(line))
+
+
+@pytest.mark.asyncio
+async def test_file_gives_every_worker_its_own_files(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(3)]
+    for number, path in enumerate(paths):
+        path.write_text(f"{number}0\n{number}1\n")
+    files = ar.input.Files(paths, read)
+    options = ar.InputOptions(sharding="file")
+
+    seen = [await parts(files, options, target(2, worker)) for worker in range(2)]
+
+    assert seen == [
+        [[[0], [0]], [[1], [1]], [[20], [20]], [[21], [21]]],
+        [[[10], [10]], [[11], [11]]],
+    ]
+    with pytest.raises(ValueError, match="3 files cannot be shared by 4 workers"):
+        distribute_dataset(target(4, 0), files, options)
+
+
+@pytest.mark.asyncio
+async def test_sharding_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    options = ar.InputOptions(sharding="data")
+    with caplog.at_level(logging.INFO, logger="aioreplica.input"):
+        async with mirrored(2) as strategy:
+            async with strategy.distribute_dataset([np.ones(2)], options) as batches:
+                for _ in range(3):
+                    assert len([batch async for batch in batches]) == 1
+            async with strategy.distribute_dataset([np.ones(2)]) as batches:
+                assert len([batch async for batch in batches]) == 1  # nothing to tell
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "<list of 1>: sharding 'data', worker 0 of 1 reads all of it, and takes its own replicas' "
+        "parts of each global batch."
+    )
+
+
+def test_only_files_can_be_shared_out() -> None:
+    with pytest.raises(ValueError, match=r"not made of any.*ar\.input\.Files"):
+        mirrored(2).distribute_dataset([], ar.InputOptions(sharding="file"))
+
+
+# ---- Files --------------------------------------------------------------------------------------
+
+
+def test_files_are_read_one_after_the_other_and_closed() -> None:
+    log = []
+
+    def opened(path: Any) -> Iterator[str]:
+        log.append(f"open {path}")
+        try:
+            yield f"{path}1"
+            yield f"{path}2"
+        finally:
+            log.append(f"close {path}")
+
+    files = ar.input.Files(["a", "b"], opened)
+
+    assert list(files) == ["a1", "a2", "b1", "b2"]
+    assert log == ["open a", "close a", "open b", "close b"]
+    reading = iter(files)
+    next(reading)
+    reading.close()  # type: ignore[attr-defined]
+    assert log[4:] == ["open a", "close a"]
+    assert repr(files) == "<Files | 2 from a>"
+    assert files.shard(2, 1).paths == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("paths", "reader", "error", "text"),
+    [
+        ("a", read, TypeError, r"Write \['a'\]"),
+        (Path("a"), read, TypeError, "list of paths"),
+        ([], read, ValueError, "at least one path"),
+        (["a"], None, TypeError, "function of a path, got None"),
+    ],
+)
+def test_bad_files_are_refused(paths: Any, reader: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ar.input.Files(paths, reader)

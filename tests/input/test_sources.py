@@ -1,0 +1,274 @@
+"""Every kind of source gives the same batches, under every kind of strategy; others are refused."""
+
+import asyncio
+import functools
+import sqlite3
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.devices import lane_table
+from aioreplica.errors import ContextError
+from tests.input.sources import ONE_SHOT, RESTARTABLE, Watched, WatchedAsync, examples, split
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+BUFFERS = [0, 1, 3]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("kind", [*RESTARTABLE, *ONE_SHOT])
+async def test_every_source_gives_the_same_batches(
+    strategy: ar.Strategy, kind: str, buffer: int
+) -> None:
+    make = RESTARTABLE.get(kind) or ONE_SHOT[kind]
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+
+    async with strategy.distribute_dataset(make(5), options) as batches:
+        seen = [item async for item in batches]
+
+    assert examples(seen) == split(5, strategy.num_replicas_in_sync)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", RESTARTABLE)
+async def test_a_second_loop_starts_anew(pair: ar.MirroredStrategy, kind: str) -> None:
+    async with pair.distribute_dataset(RESTARTABLE[kind](3)) as batches:
+        async for _ in batches:
+            break
+        for _ in range(2):
+            assert examples([item async for item in batches]) == split(3, 2)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ONE_SHOT)
+@pytest.mark.parametrize("broken", [False, True])
+async def test_an_iterator_cannot_be_read_twice_and_says_so(
+    pair: ar.MirroredStrategy, kind: str, broken: bool
+) -> None:
+    async with pair.distribute_dataset(ONE_SHOT[kind](3)) as batches:
+        async for _ in batches:
+            if broken:
+                break
+        with pytest.raises(ContextError, match=r"can be read once only.*generator function itself"):
+            await anext(aiter(batches))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [*RESTARTABLE, *ONE_SHOT])
+async def test_a_source_without_batches_ends_the_loop_at_once(
+    pair: ar.MirroredStrategy, kind: str
+) -> None:
+    make = RESTARTABLE.get(kind) or ONE_SHOT[kind]
+    if kind == "arrays":
+        dataset = ar.ArrayDataset((np.zeros(0), np.zeros((0, 2))), 4)
+    else:
+        dataset = make(0)
+    async with pair.distribute_dataset(dataset) as batches:
+        assert [item async for item in batches] == []
+
+
+@pytest.mark.asyncio
+async def test_a_plain_source_has_a_thread_of_its_own(pair: ar.MirroredStrategy) -> None:
+    source = Watched()
+
+    async with pair.distribute_dataset(source) as batches:
+        async for _ in batches:
+            break
+
+    assert len(source.threads) == 1
+    assert source.threads.pop().startswith("aioreplica input:")
+
+
+@pytest.mark.asyncio
+async def test_what_belongs_to_one_thread_can_be_used(pair: ar.MirroredStrategy) -> None:
+    def rows() -> Iterator[np.ndarray]:
+        connection = sqlite3.connect(":memory:")  # refuses other threads
+        try:
+            for number in range(4):
+                (found,) = connection.execute("select ?", (number,)).fetchone()
+                yield np.full(2, found)
+        finally:
+            connection.close()
+
+    async with pair.distribute_dataset(rows) as batches:
+        assert [item.values[0].tolist() async for item in batches] == [[0], [1], [2], [3]]
+        async for _ in batches:
+            break
+
+
+def test_a_source_keeps_to_one_thread_where_devices_have_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_table(), "num_streams", 3)
+    source = WatchedThreads()
+
+    async def main() -> None:
+        async with ar.get_strategy().distribute_dataset(source) as batches:
+            assert len([item async for item in batches]) == 50
+
+    asyncio.run(main())
+    assert len(source.idents) == 1
+
+
+class WatchedThreads:
+    """Remembers which threads it was read on."""
+
+    def __init__(self) -> None:
+        self.idents: set[int] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(50):
+            self.idents.add(threading.get_ident())
+            yield np.ones(2)
+
+
+@pytest.mark.asyncio
+async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrategy) -> None:
+    def count(start: int) -> Iterator[np.ndarray]:
+        yield np.array([start, start + 1])
+
+    async with pair.distribute_dataset(functools.partial(count, 5)) as batches:
+        assert [item.values[1].tolist() async for item in batches] == [[6]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        (3, "cannot be iterated"),
+        (None, "cannot be iterated"),
+        ("abc", "'abc'"),
+        (b"abc", "b'abc'"),
+        (np.ones((4, 2)), r"ar\.ArrayDataset\(arrays, batch_size\)"),
+        ({"x": np.ones(4)}, r"ar\.ArrayDataset\(arrays, batch_size\)"),
+        (ar.PerReplica([1, 2]), "ArrayDataset"),
+        (Watched, "Watched"),
+    ],
+    ids=["int", "None", "str", "bytes", "array", "dict", "distributed", "class"],
+)
+def test_what_yields_no_batches_is_refused(dataset: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        ar.get_strategy().distribute_dataset(dataset)
+
+
+def test_what_is_distributed_already_is_refused() -> None:
+    batches = ar.get_strategy().distribute_dataset([np.ones(2)])
+
+    for dataset in (batches, aiter(batches)):
+        with pytest.raises(TypeError, match="is distributed already"):
+            ar.get_strategy().distribute_dataset(dataset)
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    async def not_a_generator() -> None: ...
+
+    with pytest.raises(TypeError, match="Use `yield`"):
+        ar.get_strategy().distribute_dataset(not_a_generator)
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_returns_no_iterable_is_told(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset(lambda: 3) as batches:
+        with pytest.raises(TypeError, match=r"returned 3.*no iterable of batches"):
+            await anext(aiter(batches))
+
+
+# ---- batches that are none --------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([(np.ones(3), np.ones(4))], r"Global batch 0 .*\[0\]: \(3,\), \[1\]: \(4,\)"),
+        ([np.float64(1.0)], r"value: \(\).*single examples.*\.batch\(batch_size\)"),
+        ([1.5], r"value: \(\)"),
+        ([[1, 2, 3]], "single examples"),
+        ([()], "no leaf"),
+        ([np.ones(2), {"x": np.ones(2)}], "Global batch 1 .*has the structure"),
+        ([np.ones(2), (np.ones(2),)], "has the structure"),
+        ([{"x": np.ones(2)}, {"y": np.ones(2)}], "has the structure"),
+    ],
+    ids=["lengths", "scalar", "float", "list", "empty", "leaf, dict", "leaf, tuple", "keys"],
+)
+async def test_bad_batches_are_told_at_the_loop(
+    pair: ar.MirroredStrategy, items: list[Any], text: str
+) -> None:
+    async with pair.distribute_dataset(items) as batches:
+        with pytest.raises(ValueError, match=text):
+            async for _ in batches:
+                pass
+
+
+@pytest.mark.asyncio
+async def test_a_leaf_that_is_no_array_is_told(pair: ar.MirroredStrategy) -> None:
+    async with pair.distribute_dataset([{"x": np.ones(2), "y": object()}]) as batches:
+        with pytest.raises(TypeError, match=r"Leaf \['y'\] is a object, which is no array"):
+            await anext(aiter(batches))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [Watched, WatchedAsync], ids=["plain", "async"])
+@pytest.mark.parametrize("buffer", BUFFERS)
+async def test_an_error_comes_behind_the_batches_before_it(
+    pair: ar.MirroredStrategy, make: type[Watched], buffer: int
+) -> None:
+    source = make(6, fail_at=3)
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+
+    async with pair.distribute_dataset(source, options) as batches:
+        loop = aiter(batches)
+        for _ in range(3):
+            await anext(loop)
+        with pytest.raises(ValueError, match="bad record 3") as caught:
+            await anext(loop)
+        with pytest.raises(StopAsyncIteration):
+            await anext(loop)
+
+    assert source.num_closed == 1
+    (note,) = caught.value.__notes__
+    assert note.startswith("Raised in epoch 0 of ")
+    assert note.endswith("behind 3 batches.")
+
+
+@pytest.mark.asyncio
+async def test_after_an_error_the_next_loop_is_the_next_epoch(pair: ar.MirroredStrategy) -> None:
+    source = Watched(3, fail_at=1)
+    async with pair.distribute_dataset(source) as batches:
+        with pytest.raises(ValueError, match="bad record"):
+            async for _ in batches:
+                pass
+        source.fail_at = None
+        assert len([item async for item in batches]) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_source_that_never_yields_can_be_waited_for_with_a_timeout(
+    pair: ar.MirroredStrategy,
+) -> None:
+    closed = []
+
+    async def silent() -> Any:
+        try:
+            await asyncio.Event().wait()
+            yield np.ones(2)
+        finally:
+            closed.append(True)
+
+    async with pair.distribute_dataset(silent) as batches:
+        loop = aiter(batches)
+        for _ in range(2):
+            waiting = asyncio.create_task(anext(loop))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        assert closed == []
+    assert closed == [True]
