@@ -136,9 +136,9 @@ async def test_all_to_all_of_uneven_sizes(axis: int) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("dtype", [*DTYPES, "datetime64[s]", "U3", "S2"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "datetime64[s]"])
 async def test_all_to_all_keeps_dtypes(dtype: str) -> None:
-    """Nothing is computed, so anything that lies in an array can be handed around."""
+    """Nothing is computed, so what cannot be added up can be handed around."""
     parts = [data(i, (4,), "i8").astype(dtype) for i in range(2)]
 
     got = await each(2, lambda ctx: ctx.all_to_all(parts[my_id()]))
@@ -187,7 +187,7 @@ async def test_all_gather_of_uneven_and_empty(sizes: tuple[int, ...], axis: int)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("dtype", [*DTYPES, "datetime64[s]", "U3"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "datetime64[s]"])
 async def test_all_gather_keeps_dtypes(dtype: str) -> None:
     parts = [data(i, (2,), "i8").astype(dtype) for i in range(3)]
 
