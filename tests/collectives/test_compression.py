@@ -374,17 +374,19 @@ async def test_replicas_need_one_object(gang: ar.MirroredStrategy) -> None:
 
 @pytest.mark.asyncio
 async def test_feedback_is_kept_per_replica_id_in_groups(gang: ar.MirroredStrategy) -> None:
-    """Replica 1 alone, then everybody: what replica 1 kept back is its own."""
+    """Each replica alone is the first of its group; what one kept back is still its own."""
     options = ar.CommunicationOptions(compression=TopK(0.5))
 
     async def step() -> Any:
-        if my_id() == 1:
-            await me().group([1]).all_reduce("sum", np.array([5.0, 1.0]), options)
-        await me().barrier()
-        return await me().all_reduce("sum", np.zeros(2), options)
+        alone = me().group([my_id()])
+        for value in ([5.0, 1.0 + my_id()], [0.0, 0.0]):
+            await me().barrier()
+            result = await alone.all_reduce("sum", np.array(value), options)
+        return result
 
-    for result in gang.local_results(await gang.run(step)):
-        assert result.tolist() == [0.0, 1.0]
+    results = gang.local_results(await gang.run(step))
+
+    assert [result.tolist() for result in results] == [[0.0, 1.0 + i] for i in range(len(results))]
 
 
 @pytest.mark.asyncio
