@@ -1,7 +1,10 @@
 """Compression: what the codes lose, what error feedback gives back, and what is left alone."""
 
 import asyncio
+import gc
 import threading
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -374,17 +377,19 @@ async def test_replicas_need_one_object(gang: ar.MirroredStrategy) -> None:
 
 @pytest.mark.asyncio
 async def test_feedback_is_kept_per_replica_id_in_groups(gang: ar.MirroredStrategy) -> None:
-    """Replica 1 alone, then everybody: what replica 1 kept back is its own."""
+    """Each replica alone is the first of its group; what one kept back is still its own."""
     options = ar.CommunicationOptions(compression=TopK(0.5))
 
     async def step() -> Any:
-        if my_id() == 1:
-            await me().group([1]).all_reduce("sum", np.array([5.0, 1.0]), options)
-        await me().barrier()
-        return await me().all_reduce("sum", np.zeros(2), options)
+        alone = me().group([my_id()])
+        for value in ([5.0, 1.0 + my_id()], [0.0, 0.0]):
+            await me().barrier()
+            result = await alone.all_reduce("sum", np.array(value), options)
+        return result
 
-    for result in gang.local_results(await gang.run(step)):
-        assert result.tolist() == [0.0, 1.0]
+    results = gang.local_results(await gang.run(step))
+
+    assert [result.tolist() for result in results] == [[0.0, 1.0 + i] for i in range(len(results))]
 
 
 @pytest.mark.asyncio
@@ -454,3 +459,92 @@ async def test_a_run_cancelled_while_it_encodes_remembers_nothing(
 
     assert code.corrected(np.zeros(2), (0, 0)).tolist() == [0.0, 0.0]
     assert code.corrected(np.zeros(2), (1, 0)).tolist() == [0.0, 0.0]
+
+
+# ---- numbers that are none, and overlap --------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", CODES)
+async def test_nan_is_not_hidden(code: str) -> None:
+    """Whoever checks the result for NaN must find one that any replica brought."""
+    parts = [np.array([1.0, 5.0, np.nan, 2.0]), np.ones(4)]
+
+    [result] = await reduced(CODES[code](), [[part] for part in parts])
+
+    assert np.isnan(result[2])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e300])
+async def test_one_bad_step_does_not_spoil_the_next_ones(code: str, bad: float) -> None:
+    """A step that is refused for its gradients must not stay in what is remembered."""
+    compression = CODES[code]()
+    await reduced(compression, [[np.array([bad, 1.0, 2.0])]])
+
+    for _ in range(5):
+        [result] = await reduced(compression, [[np.zeros(3)]])
+
+    assert np.isfinite(result).all()
+
+
+@pytest.mark.asyncio
+async def test_two_in_flight_send_what_was_kept_back_once(pair: ar.MirroredStrategy) -> None:
+    options = ar.CommunicationOptions(compression=TopK(0.5))
+
+    async def step() -> Any:
+        await me().all_reduce("sum", np.array([8.0, 4.0]), options)
+        handles = [me().start_all_reduce("sum", np.zeros(2), options) for _ in range(2)]
+        return sum([await handle for handle in handles])
+
+    for total in pair.local_results(await pair.run(step)):
+        assert total.tolist() == [0.0, 8.0]
+
+
+# ---- whose it is -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_it_remembers_is_let_go_with_it(pair: ar.MirroredStrategy) -> None:
+    """It holds arrays as large as the gradients; nothing of the process keeps them."""
+    top = TopK(0.5)
+    alive = weakref.ref(top)
+
+    async def step(compression: TopK) -> None:
+        options = ar.CommunicationOptions(compression=compression)
+        await me().all_reduce("sum", np.ones(3), options)
+
+    await pair.run(step, args=(top,))
+    del top
+    gc.collect()
+
+    assert alive() is None
+
+
+@dataclass
+class Scaled(Compression):
+    """A user's own as a dataclass, which has no hash."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__init__(error_feedback=False)
+
+    def encode(self, value: Any) -> Any:
+        return value * self.factor
+
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return code / self.factor
+
+
+@pytest.mark.asyncio
+async def test_a_compression_needs_no_hash(strategy: ar.Strategy) -> None:
+    options = ar.CommunicationOptions(compression=Scaled(2.0))
+
+    async def step() -> Any:
+        return await me().all_reduce("sum", np.ones(2), options)
+
+    count = strategy.num_replicas_in_sync
+    for result in strategy.local_results(await strategy.run(step)):
+        assert result.tolist() == [count, count]

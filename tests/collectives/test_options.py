@@ -241,6 +241,22 @@ async def test_the_strategy_s_timeout_holds_for_everything(call: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_call_s_options_replace_the_strategy_s_as_a_whole() -> None:
+    """A call's without a timeout has none, though the strategy's is tiny."""
+
+    async def step() -> Any:
+        if my_id() == 1:
+            loop = asyncio.get_running_loop()
+            done = loop.create_future()
+            loop.call_later(5 * TINY_S, done.set_result, None)
+            await done
+        return await me().all_reduce("sum", 1, Options(bytes_per_pack=1))
+
+    async with strategy_with(TINY_S) as strategy:
+        assert strategy.local_results(await strategy.run(step)) == (2, 2)
+
+
+@pytest.mark.asyncio
 async def test_a_longer_timeout_of_the_call_wins() -> None:
     async def step() -> Any:
         loop = asyncio.get_running_loop()

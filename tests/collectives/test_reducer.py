@@ -1,7 +1,6 @@
 """The reducer: whole trees, inline or on threads, bitwise the same whatever the circumstances."""
 
 import asyncio
-import gc
 import hashlib
 import os
 import random
@@ -123,7 +122,6 @@ async def test_memory_is_used_again_but_never_under_a_result() -> None:
         if k % 4 == 0:
             kept.append((2.0 * k, result[17:18]))
         del result
-        gc.collect()
 
     assert [part.tolist() for _, part in kept] == [[value] for value, _ in kept]
     assert len(addresses) < 12

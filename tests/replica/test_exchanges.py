@@ -358,7 +358,7 @@ async def test_pytrees(name: str) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "reduce_scatter"])
+@every_call
 async def test_trees_without_leaves(name: str) -> None:
     got = await each(3, lambda ctx: CALLS[name](ctx, {"a": [], "b": ()}))
 

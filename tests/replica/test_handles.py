@@ -279,6 +279,29 @@ async def test_an_op_may_run_before_the_handle_is_awaited(strategy: ar.Strategy)
 
 
 @pytest.mark.asyncio
+async def test_a_loop_of_started_calls_lets_others_run(strategy: ar.Strategy) -> None:
+    """With one replica too, where a handle is always done when it is awaited."""
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def step() -> None:
+        for _ in range(50):
+            await me().start_all_reduce("sum", 1)
+
+    ticking = spawn(tick())
+    await strategy.run(step)
+    ticking.cancel()
+    await asyncio.gather(ticking, return_exceptions=True)
+
+    assert ticks >= 50
+
+
+@pytest.mark.asyncio
 async def test_child_tasks_may_start(strategy: ar.Strategy) -> None:
     async def child() -> Any:
         return await me().start_all_reduce("sum", 1)
@@ -761,6 +784,44 @@ async def test_a_failed_merge_fails_the_run(strategy: ar.Strategy, awaited: bool
 
 
 @pytest.mark.asyncio
+async def test_asyncio_says_nothing_of_a_failed_merge(strategy: ar.Strategy) -> None:
+    """The run raises it; a log of a future whose error nobody asked for would only confuse."""
+    said: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: said.append(context))
+
+    async def step() -> None:
+        me().start_all_reduce("mean", 2**5000)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        await strategy.run(step)
+    await cycles(3)
+    gc.collect()
+    assert said == []
+
+
+@pytest.mark.asyncio
+async def test_a_failed_merge_ends_a_run_that_would_wait_for_ever(
+    gang: ar.MirroredStrategy,
+) -> None:
+    """Replica 1 has returned without looking; the others need not wait for anything more."""
+
+    async def step() -> None:
+        handle = me().start_all_reduce("mean", 2**5000)
+        if my_id() == 1:
+            return
+        try:
+            await asyncio.Event().wait()
+        finally:
+            handle.cancel()
+
+    with pytest.raises(OverflowError) as caught:
+        async with asyncio.timeout(10):
+            await gang.run(step)
+    assert "replica 1" in str(caught.value.__notes__)
+
+
+@pytest.mark.asyncio
 async def test_a_failed_merge_can_be_caught_at_the_await(strategy: ar.Strategy) -> None:
     options = ar.CommunicationOptions(compression=BadCompression())
 
@@ -793,6 +854,29 @@ async def test_a_handle_ends_with_its_run(strategy: ar.Strategy) -> None:
         with pytest.raises(ContextError, match=r"start_all_reduce #1 \(SUM\)") as caught:
             await handle
         assert __file__ in str(caught.value)
+
+
+@pytest.mark.asyncio
+async def test_a_task_that_outlives_its_run(strategy: ar.Strategy) -> None:
+    """It still believes to be in the replica; the handle knows better."""
+    after = asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def late(handle: Any) -> None:
+        await after.wait()
+        with pytest.raises(ContextError, match=r"start_all_reduce #1"):
+            await handle
+        with pytest.raises(ContextError, match="start_all_reduce"):
+            me().start_all_reduce("sum", 1)
+
+    async def step() -> None:
+        handle = me().start_all_reduce("sum", 1)
+        await handle
+        tasks.append(spawn(late(handle)))
+
+    await strategy.run(step)
+    after.set()
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.asyncio

@@ -310,6 +310,18 @@ async def test_groups_and_everybody_in_turn(quad: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_merged_arguments_name_the_members_devices(quad: ar.MirroredStrategy) -> None:
+    texts: list[str] = []
+
+    def merge(_strategy: ar.Strategy, value: Any) -> None:
+        texts.append(repr(value))
+
+    await in_group(quad, (1, 3), lambda g: g.merge_call(merge, (my_id(),)))
+
+    assert texts == ["PerReplica({cpu:1: 1, cpu:3: 3})"]
+
+
+@pytest.mark.asyncio
 async def test_a_merge_in_one_group_while_another_meets(quad: ar.MirroredStrategy) -> None:
     gate = asyncio.Event()
 

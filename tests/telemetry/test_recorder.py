@@ -242,6 +242,13 @@ def test_a_line_of_one_replica_and_of_some() -> None:
     assert "of replicas 0, 3, 8, 0 bytes per replica, at" in some
 
 
+def test_a_line_of_many_replicas_names_none_that_was_not_there() -> None:
+    recorder = Recorder()
+    merged(recorder, 1, tuple(range(0, 20, 2)))
+
+    assert "replicas 0 to 18" not in recorder.records()[0].describe()
+
+
 def test_the_history_is_the_newest_five() -> None:
     recorder = Recorder()
     assert recorder.history() == ""
