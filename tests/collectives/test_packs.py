@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from aioreplica.collectives import BufferPool
+from aioreplica.collectives._layout import Layout
 from aioreplica.collectives._pack import reduce_pack, views_into
 from aioreplica.collectives._plan import Plan
 from aioreplica.typing import ReduceOp
@@ -19,7 +20,11 @@ MANY = 65536  # float64 elements: cut into ranges below
 
 
 def planned(op: ReduceOp, rows: list[list[Any]], pack: int = 0) -> list[Any]:
-    return Plan(op, rows, BufferPool(), pack).run()
+    return plan_of(op, rows, pack).run()
+
+
+def plan_of(op: ReduceOp, rows: list[list[Any]], pack: int = 0) -> Plan:
+    return Plan(op, rows, Layout(rows[0], pack), BufferPool())
 
 
 def mixed_rows(op: ReduceOp, count: int = 4) -> list[list[Any]]:
@@ -112,7 +117,7 @@ def test_shares_in_any_order_change_no_bit(op: ReduceOp, count: int) -> None:
     ]
     expected = all_bits(planned(op, rows))
     for seed in range(3):
-        plan = Plan(op, rows, BufferPool(), 0)
+        plan = plan_of(op, rows)
         plan.cut(plan.num_bytes // count)
         shares = plan.shares(count)
         assert len(shares) <= count
@@ -127,7 +132,7 @@ def test_shares_in_any_order_change_no_bit(op: ReduceOp, count: int) -> None:
 def test_ranges_of_a_large_array_change_no_bit(dtype: str, num_bytes: int) -> None:
     rows = [[numbers(np.random.default_rng(i), (MANY // 4 + 3,), dtype)] for i in range(3)]
     for op in OPS:
-        plan = Plan(op, rows, BufferPool(), 0)
+        plan = plan_of(op, rows)
         plan.cut(num_bytes)
         shares = plan.shares(1000)
         assert (len(shares) > 1) is (plan.num_bytes > num_bytes)
@@ -143,7 +148,7 @@ def test_ranges_of_a_large_array_change_no_bit(dtype: str, num_bytes: int) -> No
 )
 def test_large_arrays_of_any_layout_can_be_cut(make: Any) -> None:
     rows = [[make(numbers(np.random.default_rng(i), (200, 300), "f8"))] for i in range(3)]
-    plan = Plan(ReduceOp.SUM, rows, BufferPool(), 0)
+    plan = plan_of(ReduceOp.SUM, rows)
     plan.cut(10_000)
     for share in plan.shares(4):
         share()
@@ -155,7 +160,7 @@ def test_shares_read_about_as_much() -> None:
     """What each of four shares reads, seen from how many pieces of equal size it holds."""
     rows = [[np.ones(100_000) for _ in range(8)] for _ in range(2)]
 
-    shares = Plan(ReduceOp.SUM, rows, BufferPool(), 0).shares(4)
+    shares = plan_of(ReduceOp.SUM, rows).shares(4)
 
     assert [len(share.args[0]) for share in shares] == [2] * 4
 
@@ -163,7 +168,7 @@ def test_shares_read_about_as_much() -> None:
 def test_what_is_read_is_counted() -> None:
     rows = [[np.ones(10), np.ones((2, 2), "f4"), 3, np.ones(0)] for _ in range(3)]
 
-    assert Plan(ReduceOp.SUM, rows, BufferPool(), 0).num_bytes == 3 * (80 + 16)
+    assert plan_of(ReduceOp.SUM, rows).num_bytes == 3 * (80 + 16)
 
 
 # ---- results -----------------------------------------------------------------------------------
@@ -200,17 +205,19 @@ def test_a_pack_of_layouts() -> None:
         for _ in range(2)
     ]
     total = np.empty(17)
+    [pack] = Layout(columns[0], 0).packs
 
-    reduce_pack(ReduceOp.SUM, total, columns)
+    reduce_pack(ReduceOp.SUM, total, columns, pack.portions)
 
-    for view, column in zip(views_into(total, columns[0]), zip(*columns, strict=True), strict=True):
+    for view, column in zip(views_into(total, pack), zip(*columns, strict=True), strict=True):
         np.testing.assert_array_equal(view, fold(ReduceOp.SUM, column))
 
 
 def test_views_lie_one_behind_the_other() -> None:
     likes = [np.ones((2, 2)), np.ones(()), np.ones((0, 3)), np.ones(3)]
 
-    views = views_into(np.arange(8), likes)
+    [pack] = Layout(likes, 0).packs
+    views = views_into(np.arange(8), pack)
 
     assert [view.tolist() for view in views] == [[[0, 1], [2, 3]], 4, [], [5, 6, 7]]
     assert [view.shape for view in views] == [like.shape for like in likes]

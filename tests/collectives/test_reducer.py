@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.collectives import Reducer
-from aioreplica.devices import INLINE_BYTES
+from aioreplica.collectives import INLINE_SUM_BYTES, Reducer
 from aioreplica.typing import ReduceOp
 from aioreplica.values import CAN_COUNT_REFERENCES
 from tests.collectives.folds import DTYPES, all_bits, bits, fold, mixed_row, numbers
@@ -25,7 +24,7 @@ from tests.replica.gated import me, my_id
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
 OPS = list(ReduceOp)
-LARGE = INLINE_BYTES // 8 + 1001  # float64 elements of one replica alone
+LARGE = INLINE_SUM_BYTES // 8 + 1001  # float64 elements of one replica alone
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -49,7 +48,7 @@ def large_rows(count: int = 3) -> list[list[Any]]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 async def test_large_arrays_against_a_fold(op: ReduceOp, dtype: str) -> None:
-    size = 2 * INLINE_BYTES // np.dtype(dtype).itemsize // 3 + 7
+    size = 2 * INLINE_SUM_BYTES // np.dtype(dtype).itemsize // 3 + 7
     column = [np.resize(numbers(np.random.default_rng(i), (9973,), dtype), size) for i in range(3)]
 
     result = Reducer().reduce(op, [[array] for array in column])

@@ -21,7 +21,7 @@ DTYPES = ["f8", "f4", "f2", "i8", "i1", "u2", "c16", "c8", "?", ">f8", ">i4", "l
 OPS: dict[str, Callable[..., Any]] = {
     "sum": np.sum, "mean": np.mean, "min": np.min, "max": np.max,
 }  # fmt: skip
-LARGE = 512 * 1024  # float64 elements: off the event loop
+LARGE = 1200 * 1024  # float64 elements: off the event loop
 
 
 async def each(count: int, call: Callable[[ar.ReplicaContext], Any]) -> list[Any]:

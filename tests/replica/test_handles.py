@@ -21,7 +21,7 @@ from tests.sequencer import Sequencer
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
-LARGE = 512 * 1024  # float64 elements: reduced off the event loop
+LARGE = 1200 * 1024  # float64 elements: reduced off the event loop
 SIZES = pytest.mark.parametrize("size", [3, LARGE], ids=["inline", "off the loop"])
 
 

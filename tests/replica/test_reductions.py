@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_task_left")
 NAIVE: dict[str, Callable[..., Any]] = {
     "SUM": np.sum, "MEAN": np.mean, "MIN": np.min, "MAX": np.max,
 }  # fmt: skip
-LARGE = 256 * 1024  # float64 elements: beyond what is reduced on the event loop
+LARGE = 1200 * 1024  # float64 elements: beyond what is reduced on the event loop
 
 
 def me() -> ar.ReplicaContext:
