@@ -37,6 +37,7 @@ class Compressed:
         self._members = members
         self._coded = [_is_coded(leaf) for leaf in rows[0]]
         self._lost: dict[Key, Any] = {}
+        self._taken = self._take() if compression.error_feedback else {}
 
     def encode(self) -> list[list[Any]]:
         """Return each replica's leaves in code.
@@ -58,6 +59,28 @@ class Compressed:
         """Remember what was lost, now that the reduction is complete."""
         self._compression.remember(self._lost)
 
+    def roll_back(self) -> None:
+        """Put back what was taken out, as the reduction has failed."""
+        self._compression.remember(self._taken)
+
+    def _take(self) -> dict[Key, Any]:
+        """Take out what was lost before, at once: of two reductions in flight the first sends it.
+
+        Nothing is taken if something of it does not fit.
+        """
+        taken: dict[Key, Any] = {}
+        try:
+            for replica_id, row in zip(self._members, self._rows, strict=True):
+                for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True)):
+                    key = (replica_id, index)
+                    lost = self._compression.take_lost(key, leaf.shape) if is_coded else None
+                    if lost is not None:
+                        taken[key] = lost
+        except ValueError:
+            self._compression.remember(taken)
+            raise
+        return taken
+
     def _encode_row(self, replica_id: int, row: Sequence[Any]) -> list[Any]:
         return [
             self._encoded(leaf, (replica_id, index)) if is_coded else leaf
@@ -66,7 +89,7 @@ class Compressed:
 
     def _encoded(self, leaf: Any, key: Key) -> Any:
         compression = self._compression
-        value = compression.corrected(leaf, key) if compression.error_feedback else leaf
+        value = np.asarray(leaf + self._taken[key]) if key in self._taken else leaf
         code = compression.encode(value)
         if type(code) is IndexedSlices:
             require_sum(self._op, f"all_reduce with {compression!r}")

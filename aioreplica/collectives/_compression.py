@@ -44,29 +44,35 @@ class Compression(ABC):
     def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return the array that a code, or a sum or mean of codes, stands for."""
 
-    def corrected(self, value: Any, key: Key) -> Any:
-        """Return a value plus what was lost of it before.
+    def take_lost(self, key: Key, shape: tuple[int, ...]) -> Any:
+        """Take out what was lost before, to be added to a value of that shape; None if nothing.
 
         Raises:
             ValueError: If what was lost had another shape.
         """
         lost = self._lost.get(key)
-        if lost is None:
-            return value
-        if lost.shape != value.shape:
+        if lost is not None and lost.shape != shape:
             raise ValueError(
                 f"{self!r} remembers what it lost of an array of shape {lost.shape}, but got shape "
-                f"{value.shape}. Use one object per reduction."
+                f"{shape}. Use one object per reduction."
             )
-        return value + lost
+        return self._lost.pop(key, None)
 
     def lost(self, value: Any, code: Any) -> Any:
-        """Return what a code loses of an array."""
-        return value - self.decode(code, value.shape, value.dtype)
+        """Return what a code loses of an array; nothing where that is not finite.
+
+        A NaN or an infinity shows in the result, once. Remembered it would show for ever.
+        """
+        with np.errstate(invalid="ignore"):
+            lost = np.asarray(value - self.decode(code, value.shape, value.dtype))
+        lost[~np.isfinite(lost)] = 0
+        return lost
 
     def remember(self, lost: Mapping[Key, Any]) -> None:
-        """Keep what a finished reduction has lost; all of it or, if it failed, nothing."""
-        self._lost.update(lost)
+        """Add to what is remembered: what a reduction has lost, or took out and did not send."""
+        for key, value in lost.items():
+            before = self._lost.get(key)
+            self._lost[key] = value if before is None else before + value
 
     def reset(self) -> None:
         """Forget what was lost."""
@@ -131,10 +137,12 @@ class TopK(Compression):
         self.fraction = fraction
 
     def encode(self, value: Any) -> IndexedSlices:
-        """Choose the largest magnitudes; of equal ones those that come first."""
+        """Choose the largest magnitudes, NaN before all; of equal ones those that come first."""
         flat = value.reshape(-1)
         count = min(flat.size, max(1, round(self.fraction * flat.size)))
-        order = np.argsort(-np.abs(flat), kind="stable")[:count]
+        magnitude = np.abs(flat)
+        magnitude[np.isnan(magnitude)] = np.inf
+        order = np.argsort(-magnitude, kind="stable")[:count]
         indices = np.sort(order)
         return IndexedSlices(flat[indices], indices, (flat.size,))
 

@@ -19,6 +19,10 @@ def require_axis(leaf: Any, axis: int, where: str) -> None:
     """
     require_dense(leaf, where)
     array = np.asarray(leaf)
+    if array.dtype.kind == "O":
+        raise TypeError(
+            f"{where} needs arrays of numbers, got {type(leaf).__name__} {leaf!r} (dtype object)."
+        )
     if array.ndim == 0:
         raise ValueError(
             f"{where} cannot join scalars, got {leaf!r}. Give them an axis with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from typing import final
 
 from ._compression import Compression
@@ -47,12 +48,12 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         size, timeout = self.bytes_per_pack, self.timeout_seconds
-        if isinstance(size, bool) or not isinstance(size, int):
+        if isinstance(size, bool) or not isinstance(size, Integral):
             raise TypeError(f"bytes_per_pack must be an int, got {size!r}.")
         if size < 0:
             raise ValueError(f"bytes_per_pack must be 0 (automatic) or more, got {size}.")
         if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            if isinstance(timeout, bool) or not isinstance(timeout, Real):
                 raise TypeError(f"timeout_seconds must be a number or None, got {timeout!r}.")
             if not 0 < timeout < math.inf:
                 raise ValueError(

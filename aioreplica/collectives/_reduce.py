@@ -37,6 +37,8 @@ def require_reducible(leaf: Any, where: str, op: ReduceOp = ReduceOp.SUM) -> Non
     if type(leaf) is IndexedSlices:
         require_sum(op, where)
         return
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(f"{where} would drop the mask of {leaf!r}. Pass leaf.filled(value).")
     backend_of(leaf)
     dtype = np.asarray(leaf).dtype
     if dtype.kind in "OUSMmV" and dtype.name != "bfloat16":

@@ -98,10 +98,15 @@ class Reducer:
     async def _reduce_compressed(
         self, code: Compressed, op: ReduceOp, options: CommunicationOptions
     ) -> list[Any]:
-        [rows] = await run_together([code.encode])
-        plan = Plan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
-        reduced = plan.run() if plan.num_bytes <= INLINE_SUM_BYTES else await _run_in_threads(plan)
-        [results] = await run_together([lambda: code.decode(reduced)])
+        try:
+            [rows] = await run_together([code.encode])
+            plan = Plan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
+            inline = plan.num_bytes <= INLINE_SUM_BYTES
+            reduced = plan.run() if inline else await _run_in_threads(plan)
+            [results] = await run_together([lambda: code.decode(reduced)])
+        except BaseException:
+            code.roll_back()
+            raise
         code.commit()
         return results
 

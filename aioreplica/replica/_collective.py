@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 if TYPE_CHECKING:
-    from ..collectives import Reducer
+    from ..collectives import CommunicationOptions, Reducer
     from ..context import Place
     from ..devices import OpTracker
     from ._call import Call
@@ -72,12 +72,10 @@ class Collective(ABC):
 
     Attributes:
         is_uneven: Whether replicas may bring values of different sizes.
-        may_time_out: Whether the decisive argument can hold a timeout.
     """
 
     __slots__ = ()
     is_uneven = False
-    may_time_out = False
 
     @property
     @abstractmethod
@@ -88,8 +86,8 @@ class Collective(ABC):
     def detail(self, argument: Any) -> str:
         """Describe the decisive argument for tables; may be empty."""
 
-    def timeout_s(self, argument: Any) -> float | None:
-        """Return how long replicas may wait for each other, None if the call does not say."""
+    def options(self, argument: Any) -> CommunicationOptions | None:
+        """Return the options of a call, None if it has none of its own."""
         return None
 
     def op_name(self, argument: Any) -> str:

@@ -13,11 +13,11 @@ from ..collectives import CommunicationOptions, require_axis, require_options
 from ..typing import ReduceOp
 from ._collective import Collective
 from ._decisions import AGREE, ALL, ANY, BARRIER
-from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST
+from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle
 from ._merge_call import MERGE_CALL
 from ._payload import payload_along, payload_of, payload_of_numbers
-from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction, reduction
+from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction
 
 T = TypeVar("T")
 
@@ -185,11 +185,11 @@ class Collectives(ABC):
             TypeError: If a leaf is not numeric, or is an IndexedSlices.
         """
         frame = sys._getframe(1)
-        parsed = ReduceOp.parse(op)
-        args = payload_of_numbers(value, parsed, "reduce_scatter")
+        argument = parse_reduction(op, None, axis)
+        args = payload_of_numbers(value, argument.op, "reduce_scatter")
         for leaf in args[0]:
             require_axis(leaf, axis, "reduce_scatter")
-        return self._call(REDUCE_SCATTER, reduction(parsed, None, axis), args, None, frame)
+        return self._call(REDUCE_SCATTER, argument, args, None, frame)
 
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
@@ -199,7 +199,7 @@ class Collectives(ABC):
         Args:
             value: Any pytree of arrays; sizes along `axis` may differ between replicas.
             axis: The axis to join along; negative ones count from the end.
-            options: How to do it; nothing in them matters inside one process.
+            options: How to do it, equal on all replicas; None takes the strategy's options.
 
         Returns:
             The joined pytree, read-only and shared by all replicas.
@@ -212,7 +212,7 @@ class Collectives(ABC):
         if options is not None:
             require_options(options, "all_gather")
         args = payload_along(value, axis, "all_gather")
-        return self._call(ALL_GATHER, axis, args, None, frame)
+        return self._call(ALL_GATHER, Along(axis, options), args, None, frame)
 
     def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
         """Cut every replica's value along `axis`, give the i-th piece of each to replica i.
@@ -231,7 +231,8 @@ class Collectives(ABC):
             TypeError: If a leaf is an IndexedSlices.
         """
         frame = sys._getframe(1)
-        return self._call(ALL_TO_ALL, axis, payload_along(value, axis, "all_to_all"), None, frame)
+        args = payload_along(value, axis, "all_to_all")
+        return self._call(ALL_TO_ALL, Along(axis), args, None, frame)
 
     def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
         """Give every replica the value of one of them; the others' values are ignored.

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from ..collectives import concatenate, gather_difference, leaf_bytes
+from ..collectives import CommunicationOptions, concatenate, gather_difference, leaf_bytes
 from ..devices import INLINE_BYTES, run_together
 from ..tree import unflatten
 from ._call import Call
 from ._collective import Collective, Meeting, Parts, Pending
 from ._payload import payload_bytes, payload_difference
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Along:
+    """How to exchange: the decisive argument of a call that works along an axis.
+
+    Attributes:
+        axis: Which axis.
+        options: Of the call; None for those of the strategy.
+    """
+
+    axis: int
+    options: CommunicationOptions | None = None
 
 
 class Exchange(Collective):
@@ -22,9 +37,13 @@ class Exchange(Collective):
     __slots__ = ()
     is_uneven = True
 
-    def detail(self, argument: int) -> str:
-        """Name the axis."""
-        return f"axis {argument}"
+    def detail(self, argument: Along) -> str:
+        """Name the axis, and options that are not the strategy's."""
+        return f"axis {argument.axis}" + (f", {argument.options}" if argument.options else "")
+
+    def options(self, argument: Along) -> CommunicationOptions | None:
+        """Return the options of the call."""
+        return argument.options
 
     def num_bytes(self, call: Call) -> int:
         """Add up the leaves."""
@@ -36,14 +55,18 @@ class Exchange(Collective):
 
     def difference(self, first: Call, call: Call) -> str | None:
         """Say how axes or values differ."""
-        axis = first.argument
-        if axis != call.argument:
-            return f"axes {axis} and {call.argument} differ"
+        ours: Along = first.argument
+        theirs: Along = call.argument
+        axis = ours.axis
+        if axis != theirs.axis:
+            return f"axes {axis} and {theirs.axis} differ"
+        if ours.options != theirs.options:
+            return f"options {ours.options} and {theirs.options} differ"
         return payload_difference(first, call, lambda a, b: gather_difference(a, b, axis))
 
     def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
         """Copy leaf by leaf; off the event loop if there is much to copy."""
-        spec, axis = calls[0].args[1], calls[0].argument
+        spec, axis = calls[0].args[1], calls[0].argument.axis
         columns = list(zip(*(call.args[0] for call in calls), strict=True))
 
         def exchange_all() -> Parts:

@@ -161,10 +161,8 @@ class ReplicaGroup(RunControl):
         error = self._outcome.error()
         if error is not None:
             raise error
-        for seat in self.seats:
-            error = seat.failed_start()
-            if error is not None:
-                raise error
+        for error in self.point.unseen.values():
+            raise error
         warn_never_awaited(self.seats)
         return [seat.work.result() for seat in self.seats if seat.work is not None]
 
@@ -205,9 +203,7 @@ class ReplicaGroup(RunControl):
     def _ended(self, seat: Seat, work: asyncio.Future[Any]) -> None:
         """Take note of a replica's end, one loop cycle after it."""
         self._num_left -= 1
-        error = error_of(work)
-        if error is None and seat.started:
-            error = seat.failed_start()
+        error = error_of(work) or self.point.unseen_by(seat.replica_id)
         if seat.unawaited:
             self._forgotten(seat, error)
         elif error is None and not self.is_aborted:

@@ -24,10 +24,12 @@ from ._call import Call
 from ._collective import Meeting, Parts, Pending
 from ._failure import add_note_once
 from ._merge_task import MergeTask, error_of
+from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._seat import Seat
 from ._sync_group import Generation, SyncGroup, is_given_up
 from ._table import two_at_once_error
+from ._watch import Watch, is_blocked
 
 
 class RunControl(ABC):
@@ -71,6 +73,7 @@ class MeetingPoint:
             CancelledError.
         num_merges: How many merges have ended, a sign of progress.
         merging: The merges that take longer than one step of their last replica.
+        unseen: What started collectives raised and no handle has shown to anybody so far.
     """
 
     def __init__(
@@ -85,7 +88,10 @@ class MeetingPoint:
         self.is_aborted = False
         self.num_merges = 0
         self.merging: dict[Generation, MergeTask] = {}
-        self.rendezvous = Rendezvous(meeting.device_names)
+        self.unseen: dict[Generation, BaseException] = {}
+        self.rendezvous = Rendezvous(
+            meeting.device_names, lambda replica_id: is_blocked(seats[replica_id].work)
+        )
         self.rendezvous.everyone.meeting = meeting
         self.everyone = self.rendezvous.everyone
         self._is_solo = len(seats) == 1
@@ -172,13 +178,16 @@ class MeetingPoint:
                 self._run.abort_mismatch(mismatch)
                 raise asyncio.CancelledError
             try:
-                await asyncio.shield(waiter)
+                await Watch(waiter)
             finally:
-                self.rendezvous.waited_for_started(seat.replica_id, generation)
+                mismatch = self.rendezvous.waited_for_started(seat.replica_id, generation)
+                if mismatch is not None:
+                    self._run.abort_mismatch(mismatch)
         elif self._is_solo:
             await asyncio.sleep(0)
         if self.is_aborted:
             raise asyncio.CancelledError
+        self.unseen.pop(generation, None)
         return waiter.result()[call.position]
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
@@ -187,6 +196,13 @@ class MeetingPoint:
         if not hasattr(group, "meeting"):
             group.meeting = self.everyone.meeting.of(members)
         return group
+
+    def unseen_by(self, replica_id: int) -> BaseException | None:
+        """Return what a collective raised that a replica started and nobody has looked at."""
+        for generation, error in self.unseen.items():
+            if replica_id in generation.group.members:
+                return error
+        return None
 
     def cancel(self) -> None:
         """Cancel what is waited for; child tasks of replicas may be among those who wait."""
@@ -207,8 +223,9 @@ class MeetingPoint:
         self.everyone = self.rendezvous.everyone
 
     def forget(self) -> None:
-        """Let go of every call, and of the run."""
+        """Let go of every call."""
         self.rendezvous.forget()
+        self.unseen.clear()
 
     # ---- merging -------------------------------------------------------------------------
 
@@ -255,6 +272,8 @@ class MeetingPoint:
         if waiter is not None and not waiter.done():
             waiter.set_exception(_without_stop(error))
             waiter.exception()  # asyncio need not say so: whoever awaits it raises it, or the run
+            if generation.first.collective is STARTED_ALL_REDUCE:
+                self.unseen[generation] = error
 
     def _start_merge(self, generation: Generation, pending: Pending) -> None:
         self.merging[generation] = MergeTask(
@@ -281,10 +300,8 @@ class MeetingPoint:
     def _new_waiter(self, generation: Generation, call: Call) -> asyncio.Future[Parts]:
         waiter: asyncio.Future[Parts] = asyncio.Future(loop=self._loop)
         generation.waiter = waiter
-        timeout_s = generation.group.meeting.timeout_s
-        if call.collective.may_time_out:
-            own = call.collective.timeout_s(call.argument)
-            timeout_s = timeout_s if own is None else own
+        own = call.collective.options(call.argument)
+        timeout_s = generation.group.meeting.timeout_s if own is None else own.timeout_seconds
         if timeout_s is not None and generation.missing and self._loop is not None:
             generation.timer = self._loop.call_later(timeout_s, self._run.stalled, timeout_s, call)
         return waiter

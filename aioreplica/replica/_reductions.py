@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -34,27 +34,21 @@ class Reduction:
     axis: int | None = None
 
 
-@lru_cache(maxsize=256)
-def reduction(
-    op: ReduceOp, options: CommunicationOptions | None = None, axis: int | None = None
+def parse_reduction(
+    op: ReduceOp | str, options: CommunicationOptions | None, axis: int | None = None
 ) -> Reduction:
-    """Return the argument, one object for equal ones, so that comparing two takes no time."""
-    return Reduction(op, options, axis)
-
-
-def parse_reduction(op: ReduceOp | str, options: CommunicationOptions | None) -> Reduction:
     """Return the argument for an operator as users write it, quickly for the usual ones.
 
     Raises:
         ValueError: If the operator is unknown.
         TypeError: If it is none.
     """
-    if options is None and type(op) is str and op in _USUAL:
+    if options is None and axis is None and type(op) is str and op in _USUAL:
         return _USUAL[op]
-    return reduction(ReduceOp.parse(op), options)
+    return Reduction(ReduceOp.parse(op), options, axis)
 
 
-_USUAL = {name: reduction(op) for op in ReduceOp for name in (op.name, op.name.lower())}
+_USUAL = {name: Reduction(op) for op in ReduceOp for name in (op.name, op.name.lower())}
 
 
 class Reducing(Collective):
@@ -65,7 +59,6 @@ class Reducing(Collective):
     """
 
     __slots__ = ("_name",)
-    may_time_out = True
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,9 +74,9 @@ class Reducing(Collective):
         options = "" if argument.options is None else f", {argument.options}"
         return f"{argument.op.name}{axis}{options}"
 
-    def timeout_s(self, argument: Reduction) -> float | None:
-        """Return the timeout of the call's options."""
-        return None if argument.options is None else argument.options.timeout_seconds
+    def options(self, argument: Reduction) -> CommunicationOptions | None:
+        """Return the options of the call."""
+        return argument.options
 
     def op_name(self, argument: Reduction) -> str:
         """Name the operator."""
@@ -95,7 +88,8 @@ class Reducing(Collective):
 
     def agrees(self, first: Call, call: Call) -> bool:
         """Tell whether operators, options, structures, dtypes and shapes are equal."""
-        if call.argument is first.argument and are_like(first, call):
+        ours, theirs = first.argument, call.argument
+        if (ours is theirs or ours == theirs) and are_like(first, call):
             return True
         return self.difference(first, call) is None
 

@@ -59,6 +59,8 @@ class Rendezvous:
 
     Args:
         device_names: One per replica; "-" for a replica without a device.
+        is_blocked: Tells of a replica that waits for handles whether its own task does, so that it
+            can start nothing else meanwhile; a child task that waits blocks nobody.
 
     Attributes:
         everyone: The group of all replicas.
@@ -71,14 +73,18 @@ class Rendezvous:
         "_gone",
         "_groups",
         "_handles",
+        "_is_blocked",
         "_is_over",
         "_started",
         "_states",
         "everyone",
     )
 
-    def __init__(self, device_names: Sequence[str]) -> None:
+    def __init__(
+        self, device_names: Sequence[str], is_blocked: Callable[[int], bool] = lambda _id: True
+    ) -> None:
         self._devices = device_names
+        self._is_blocked = is_blocked
         self.everyone = SyncGroup(range(len(device_names)), is_partial=False)
         self._groups: dict[tuple[int, ...], SyncGroup] = {}
         self._current: list[Generation | None] = [None] * len(device_names)
@@ -129,9 +135,16 @@ class Rendezvous:
         self._handles.setdefault(replica_id, []).append(generation)
         return self._deadlock(generation)
 
-    def waited_for_started(self, replica_id: int, generation: Generation) -> None:
-        """Record that a task waits no longer."""
-        self._handles[replica_id].remove(generation)
+    def waited_for_started(self, replica_id: int, generation: Generation) -> Mismatch | None:
+        """Record that a task waits no longer; others of the replica may, and now do so alone."""
+        waits = self._handles[replica_id]
+        waits.remove(generation)
+        for other in waits:
+            if other.missing:
+                mismatch = self._deadlock(other)
+                if mismatch is not None:
+                    return mismatch
+        return None
 
     def _note_started(self, replica_id: int, generation: Generation) -> None:
         started = self._started.get(replica_id, ())
@@ -209,13 +222,13 @@ class Rendezvous:
 
     def _waits(self, replica_id: int) -> list[Generation]:
         """Return the incomplete generations that a replica waits for; none if it can go on."""
-        waits = [g for g in self._handles.get(replica_id, ()) if g.missing]
-        if any(not g.missing for g in self._handles.get(replica_id, ())):
+        handles = self._handles.get(replica_id, ())
+        if any(not generation.missing for generation in handles):
             return []  # something it waits for is complete
         current = self._current[replica_id]
         if current is not None and not current.is_merged and replica_id not in self._states:
-            return [*waits, current] if current.missing else []
-        return waits
+            return [*handles, current] if current.missing else []
+        return list(handles) if handles and self._is_blocked(replica_id) else []
 
     def _deadlock(self, joined: Generation) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
@@ -262,9 +275,9 @@ class Rendezvous:
             call, label = self.current_call(replica_id), "running"
         texts = [] if call is None else [("" if inside else "after ") + call.describe()]
         if flying:
-            names = [_call_of(generation, replica_id).describe() for generation in flying]
-            texts.append(f"{', '.join(names)} in flight")
-            call = _call_of(flying[0], replica_id) if call is None else call
+            calls = [_call_of(generation, replica_id) for generation in flying]
+            texts += [f"{started.describe()} in flight, from {started.site}" for started in calls]
+            call = calls[0] if call is None else call
         return ReplicaRow(
             replica_id,
             device,

@@ -90,16 +90,6 @@ class Seat:
             for call in self.unawaited
         ]
 
-    def failed_start(self) -> BaseException | None:
-        """Return what a started collective raised that nobody awaited, if one did."""
-        for generation in self.started.values():
-            waiter = generation.waiter
-            if waiter is not None and waiter.done() and not waiter.cancelled():
-                error = waiter.exception()
-                if error is not None:
-                    return error
-        return None
-
     def given_up(self) -> Call | None:
         """Return a call that was cancelled before its first step, if there is one."""
         for call, coroutine in self.unawaited.items():

@@ -212,9 +212,10 @@ def _range(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     if low == high:
         return str(low)
-    if len(set(numbers)) == high - low + 1 or len(numbers) > 8:
+    if len(set(numbers)) == high - low + 1:
         return f"{low} to {high}"
-    return ", ".join(map(str, numbers))
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
 
 def source_line(code: CodeType, instruction: int) -> int:

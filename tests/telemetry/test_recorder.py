@@ -163,6 +163,8 @@ async def test_a_record_holds_strings_and_numbers_only(pair: ar.MirroredStrategy
 def merged(recorder: Recorder, sequence: int, members: tuple[int, ...], **other: Any) -> None:
     """Record a merge of some replicas, all from one line."""
     frame = sys._getframe()
+    times = other.get("arrived_s", tuple(float(i) for i in members))
+    places = other.get("places", [(frame.f_code, frame.f_lasti)] * len(members))
     recorder.record(
         other.get("time_s", 9.0),
         other.get("step", 0),
@@ -171,8 +173,7 @@ def merged(recorder: Recorder, sequence: int, members: tuple[int, ...], **other:
         other.get("op", "SUM"),
         other.get("num_bytes", (8,)),
         members,
-        other.get("arrived_s", tuple(float(i) for i in members)),
-        other.get("places", [(frame.f_code, frame.f_lasti)]),
+        [(*place, arrived_s) for place, arrived_s in zip(places, times, strict=True)],
     )
 
 
