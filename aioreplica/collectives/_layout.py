@@ -10,9 +10,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-PACK_BYTES = 256 * 1024
+PACK_BYTES = 1024 * 1024
 """Small arrays are reduced in packs of this size, whose result is one piece of memory; any array in
 it keeps all of it alive."""
+
+SMALL_BYTES = 64 * 1024
+"""Larger arrays go alone: joining them would cost more than it saves."""
 
 JOINED_BYTES = 128 * 1024
 """Within a pack arrays are joined in portions of this size: small enough for the allocator to hand
@@ -95,7 +98,7 @@ class Layout:
         filled = 0
         for index in indices:
             size = leaves[index].nbytes
-            if 2 * size > self._pack_bytes:
+            if size > SMALL_BYTES or 2 * size > self._pack_bytes:
                 self.singles.append(index)
                 continue
             if filled + size > self._pack_bytes:

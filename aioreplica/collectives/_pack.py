@@ -27,15 +27,17 @@ def reduce_pack(
     Determinism:
         Element by element as if each array were reduced alone.
     """
+    dtype, count = columns[0][0].dtype, len(columns)
     for start, stop, begin, end in portions:
-        parts = (_joined(arrays[start:stop]) for arrays in columns)  # one or two exist at a time
-        reduce_block(op, total[begin:end], parts, len(columns))
+        # Made while they are read, so that only two exist at a time.
+        parts = (_joined(arrays[start:stop], dtype) for arrays in columns)
+        reduce_block(op, total[begin:end], parts, count)
 
 
-def _joined(arrays: Sequence[Any]) -> Any:
+def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Any:
     """Lay arrays out one behind the other, in C order; bytes are copied without looking inside."""
     try:
-        return np.frombuffer(b"".join(arrays), arrays[0].dtype)
+        return np.frombuffer(b"".join(arrays), dtype)
     except (ValueError, TypeError, BufferError):  # strided, empty, or of a dtype without buffers
         return np.concatenate(arrays, axis=None)
 

@@ -121,6 +121,8 @@ _ARRAYS = {np.ndarray}
 
 def unflatten(spec: TreeSpec, new_leaves: Sequence[Any]) -> Tree:
     """Rebuild a tree of the given structure."""
+    if spec.type is list and spec.num_nodes == len(new_leaves) + 1 == spec.num_leaves + 1:
+        return list(new_leaves)
     return optree.tree_unflatten(spec, new_leaves)
 
 
