@@ -206,10 +206,10 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         end = budget.first_check
         while True:
             num = len(enabled)
-            if external or (holds_clock and enabled):
+            if holds_clock or (external and not num):
                 options = self._with_external()
             else:
-                options = enabled
+                options = enabled + external if external else enabled
             if len(options) > 1:
                 at = self.choose(options)
             elif options:
@@ -237,7 +237,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
                     return "endless"
 
     def _with_external(self) -> list[Participant]:
-        """Return all options, where ops are in flight or the clock is free."""
+        """Return all options, where nothing but ops can go on or the clock is free."""
         options = self.enabled + self.external
         when = self.next_when()
         if when is None:
@@ -298,6 +298,8 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.waiting.clear()
         self._timers.clear()
         self._closed = True
+        self.sim_tasks = []  # these close cycles, which only the collector could free
+        self.pools = self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property
     def open_generators(self) -> list[Any]:

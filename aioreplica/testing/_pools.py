@@ -11,13 +11,13 @@ below it may end before or after one.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from asyncio import events
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
+from inspect import CO_COROUTINE
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class PoolTable:
 
     def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Submit a call and return the asyncio future of its result."""
-        if asyncio.iscoroutine(fn) or inspect.iscoroutinefunction(fn):
+        if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")
         if executor is not None and getattr(executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")

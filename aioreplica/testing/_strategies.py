@@ -139,9 +139,9 @@ def make_holds(seed: int, length: int) -> Choose:
     random = Random(seed)
     span = max(2, length)
     holds: list[tuple[int, int]] = []
-    for _ in range(random.randint(1, 3)):
+    for _ in range(random.choice((1, 1, 2, 3))):
         start = random.randrange(span)
-        holds.append((start, start + random.choice((1, 2, 4, 8, span, 4 * span))))
+        holds.append((start, start + random.choice((1, 2, 3, 4, 6, 8, span, 4 * span))))
     holds.sort(reverse=True)
     held: dict[int, int] = {}
     decisions = 0
@@ -183,7 +183,7 @@ CYCLES: Final[dict[str, tuple[int, ...]]] = {
     "random": (RANDOM,),
     "pct": (PCT1, PCT2, PCT2, PCT3),
     "pos": (POS,),
-    "portfolio": (PCT1, RANDOM, PCT2, POS, HOLDS, PCT2, RANDOM, PCT3),
+    "portfolio": (PCT1, RANDOM, HOLDS, POS, PCT2, RANDOM, HOLDS, PCT3),
 }
 """What schedule follows what, by name of strategy; the first of a portfolio is asyncio's own."""
 
