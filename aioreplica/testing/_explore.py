@@ -95,7 +95,8 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
-    report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity)
+    warnings = told.order.warnings()
+    report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity, warnings)
     if outcome.has_failed:
         return explain(runner, schedule, outcome, report, base, told)
     return report

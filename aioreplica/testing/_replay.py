@@ -23,12 +23,13 @@ from ._timeline import text_timeline
 from ._token import decode
 
 
-def run(main: Main, *, seed: int | None = None) -> Any:
+def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None) -> Any:
     """Run a program once, deterministically, in virtual time.
 
     Args:
         main: An async callable without arguments.
         seed: Picks a random schedule; without one asyncio's own order is kept.
+        schedule: One drawn from `schedules()`, instead of a seed.
 
     Returns:
         What `main` returns.
@@ -46,10 +47,13 @@ def run(main: Main, *, seed: int | None = None) -> Any:
     """
     check_main(main)
     check_no_loop("art.run")
-    schedule = Schedule(FIFO, mix(0, 0))
+    if seed is not None and schedule is not None:
+        raise ValueError(f"Pass a seed ({seed!r}) or a schedule, not both.")
     if seed is not None:
         check_integer("seed", seed)
         schedule = Schedule(RANDOM, mix(seed, 0))
+    elif schedule is None:
+        schedule = Schedule(FIFO, mix(0, 0))
     return _run_one(main, schedule)
 
 

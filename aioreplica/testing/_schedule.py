@@ -110,7 +110,7 @@ class ChoiceList:
         ranked = self._ranks.rank(options)
         wanted = self._choices.get(self._decision, 0)
         self._decision += 1
-        at = ranked[wanted if wanted < len(ranked) else 0]
+        at = ranked[wanted % len(ranked)]
         self._ranks.took(options[at])
         return at
 

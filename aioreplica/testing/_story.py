@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import PLACE
+from ._handles import SimTimer
 from ._keys import Key, Keys
+from ._order import OrderWatch
 from ._owners import Owners
 from ._participant import CALLBACKS, CLOCK, START_S, Participant
 from ._points import point_of
@@ -71,6 +73,7 @@ class Story:
         graph: Who waited for whom when the run got stuck; None if it did not.
         ending: How the run ended.
         keys: The keys of all participants.
+        order: Watches the order of collectives.
         canceller: Told of every step too; None without a cancellation.
     """
 
@@ -92,6 +95,7 @@ class Story:
         self._op_counts: dict[int, int] = {}
         self._op_numbers: dict[int, int] = {}
         self._owners = Owners()
+        self.order = OrderWatch()
         self._now: tuple[str, int, int, int] | None = None
 
     # ---- the observer ------------------------------------------------------------------------
@@ -104,6 +108,7 @@ class Story:
         if self.canceller is not None:
             self.canceller.begin(loop, main)
         self._owners.install()
+        self.order.install()
         self._note_options(self._options_now())
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
@@ -112,6 +117,7 @@ class Story:
         if self.num_steps > MAX_STORY_STEPS:
             return
         index = chosen.index
+        self.order.begin_step(index)
         since = self._since.pop(index, self._num_possible)
         nth = self._nth.get(index, 0)
         self._nth[index] = nth + 1
@@ -124,6 +130,7 @@ class Story:
             self.canceller.after(chosen)
         if self.num_steps > MAX_STORY_STEPS:
             return
+        self.order.end_step(self._loop.num_indices)
         assert self._now is not None
         did, nth, since, num_options = self._now
         index = chosen.index
@@ -155,6 +162,7 @@ class Story:
     def close(self) -> None:
         """Put back what was watched."""
         self._owners.remove()
+        self.order.remove()
 
     # ---- names ---------------------------------------------------------------------------------
 
@@ -227,6 +235,8 @@ class Story:
             if option.index not in self._since:
                 self._since[option.index] = self._num_possible
                 self._num_possible += 1
+                if not isinstance(option, SimTimer):  # time alone makes those possible
+                    self.order.became_possible(option.index)
 
 
 def _callback_name(handle: Any) -> str:

@@ -99,11 +99,15 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
     return Schedule(maker, seed, length, fidelity, faults=found)
 
 
-def is_for(token: str, main: Callable[..., Any]) -> bool:
-    """Tell whether a token is of this program.
+def is_token_of(token: str, main: Callable[..., Any]) -> bool:
+    """Tell whether a token is of this program, by the function's name.
+
+    Args:
+        token: From a report.
+        main: The program.
 
     Raises:
-        ValueError: If it is damaged.
+        ValueError: If the token is damaged.
     """
     program, own = _open(token)[0], program_number(main)
     return not (program and own) or program == own
