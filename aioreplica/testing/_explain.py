@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from ._errors import NondeterminismError
 from ._execute import Outcome
 from ._holds import Hold, describe
+from ._mix import mix
 from ._report import Failure, Report
 from ._runner import Runner, nondeterminism, same_end, same_failure
 from ._schedule import HELD, Schedule
 from ._shrink import shrink
 from ._story import Step, Story
+from ._strategies import maker_of
 from ._token import TokenTooLongError, encode
 
 STORY_STEPS: Final = 2_500
 """How much of an endless schedule is told."""
+SEARCH: Final = 600
+"""How many schedules to search for one that fits into a token."""
 
 
 def explain(
@@ -59,7 +64,7 @@ def explain(
     assert again.error is not None
     failure = Failure(
         again.error,
-        token_of(runner, schedule, found.holds),
+        token_of(runner, schedule, found.holds if found.is_certain else (), again),
         describe(found.holds, steps, known),
         tuple(outcome.order),
         tuple(steps),
@@ -78,13 +83,28 @@ def _differs(runner: Runner, schedule: Schedule, story: Story, report: Report) -
 def _failed(
     report: Report, runner: Runner, schedule: Schedule, error: NondeterminismError
 ) -> Report:
-    failure = Failure(error, token_of(runner, schedule, ()), (), ())
+    token = ""
+    with suppress(TokenTooLongError):
+        token = encode(schedule, runner.main)
+    failure = Failure(error, token, (), ())
     return replace(report, failed=True, failure=failure)
 
 
-def token_of(runner: Runner, schedule: Schedule, holds: Sequence[Hold]) -> str:
-    """Return the token of a schedule; if it has too many decisions, that of its holds."""
-    try:
+def token_of(runner: Runner, schedule: Schedule, holds: Sequence[Hold], outcome: Outcome) -> str:
+    """Return a token of a failing schedule.
+
+    Where its decisions do not fit, the constraints may; else the portfolio is searched for a
+    schedule that shows the same failure. If that finds none there is no token, and "" says so.
+    """
+    with suppress(TokenTooLongError):
         return encode(schedule, runner.main)
-    except TokenTooLongError:
-        return encode(replace(schedule, maker=HELD, choices=(), holds=tuple(holds)), runner.main)
+    if holds:
+        with suppress(TokenTooLongError):
+            held = replace(schedule, maker=HELD, choices=(), holds=tuple(holds))
+            return encode(held, runner.main)
+    for at in range(1, SEARCH):
+        other = replace(schedule, maker=maker_of("portfolio", at), seed=mix(0, at), choices=(),
+                        length=len(outcome.order))  # fmt: skip
+        if same_failure(outcome, runner.run(other)):
+            return encode(other, runner.main)
+    return ""

@@ -39,10 +39,11 @@ class PoolOp:
     Attributes:
         due: When it starts or completes if nothing holds it back.
         deadline: When it has to have done so.
+        since_step: After how many steps of the run it could start or complete.
     """
 
     __slots__ = (
-        "args", "deadline", "due", "fault", "fn", "future", "index", "pool", "state"
+        "args", "deadline", "due", "fn", "future", "index", "pool", "since_step", "state"
     )  # fmt: skip
 
     def __init__(
@@ -54,7 +55,7 @@ class PoolOp:
         self.future = future
         self.state = QUEUED
         self.due = self.deadline = 0.0
-        self.fault: Any = None
+        self.since_step = 0
         self.index = pool.loop.new_index()
 
     # ---- what kinds of op do in their own way ------------------------------------------------
@@ -113,6 +114,7 @@ class PoolOp:
         """Become an option: the time that was added to the call is over."""
         self.due = loop.now
         self.deadline = loop.now + (0.0 if self.state == LATE else MAX_LATENCY_S)
+        self.since_step = len(loop.order)
         loop.external.append(self)
 
     def fire(self) -> None:
@@ -148,6 +150,7 @@ class PoolOp:
             return
         self.due = loop.now + LATENCY_S
         self.deadline = loop.now + MAX_LATENCY_S
+        self.since_step = len(loop.order)
         loop.external.append(self)
 
     def _complete(self, pool: SimPool, loop: SimLoop) -> None:
@@ -217,6 +220,7 @@ class SimPool:
             op.state = STARTABLE
             now = self.loop.now
             op.due, op.deadline = now, now + MAX_LATENCY_S
+            op.since_step = len(self.loop.order)
             self.loop.external.append(op)
 
     def ended(self) -> None:

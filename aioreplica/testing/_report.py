@@ -18,7 +18,7 @@ class Failure:
     Attributes:
         error: What it raised, or what was found: `DeadlockError`, `StarvationError`, `LeakError`
             or `NondeterminismError`.
-        token: Replays the schedule: `art.replay(main, token)`.
+        token: Replays the schedule: `art.replay(main, token)`. Empty if it has too many decisions.
         constraints: What makes it fail, in words; empty if asyncio's own order does.
         schedule: Who took each step, by number.
         steps: A failing schedule, step by step: the shrunk one where there is one.
@@ -50,6 +50,8 @@ class Failure:
     def summary(self) -> list[str]:
         """The constraints and how to replay, in lines."""
         lines = [f"It fails when {', and '.join(self.constraints)}."] if self.constraints else []
+        if not self.token:
+            return [*lines, "It has too many decisions for a token; constraints tell it all."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
         return lines
 

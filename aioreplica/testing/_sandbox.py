@@ -149,6 +149,12 @@ class Sandbox:
             "A thread started",
             "Use asyncio.to_thread, run_in_executor or a device op: those are simulated.",
         )
+        self._refuse(
+            threading.Condition,
+            "wait",
+            "A thread blocked",
+            "There is no other thread that could end the wait: await something instead.",
+        )
         self._refuse(socket.socket, "__init__", "A socket made", "")
         self._refuse(subprocess.Popen, "__init__", "A process started", "")
         if hasattr(os, "fork"):

@@ -17,13 +17,15 @@ from ._participant import CALLBACKS, CLOCK, Choose, Participant
 PATIENCE: Final = 4
 """How many times its measured length a run may take before favourites lose their favour."""
 EXTRA_DECISIONS: Final = 200
+OVERDUE_STEPS: Final = 100
+"""How many steps may overtake an op in asyncio's own order."""
 
 
 def fifo(options: list[Participant]) -> int:
     """Take what asyncio would take; ops and the clock in the order of their times."""
     first = options[0]
     if not hasattr(first, "deadline"):  # not an op: something is ready
-        return 0
+        return _overdue(options) if hasattr(options[-1], "deadline") else 0
     at, soonest = 0, first.due  # type: ignore[attr-defined]
     for i, option in enumerate(options):
         if option.index == CLOCK:
@@ -33,6 +35,19 @@ def fifo(options: list[Participant]) -> int:
         if due < soonest:
             at, soonest = i, due
     return at
+
+
+def _overdue(options: list[Participant]) -> int:
+    """Return the first op that others have overtaken for too long, or 0.
+
+    Time stands still while something is ready, but a program that spins until an op is done, on a
+    real loop, sees it done sooner or later.
+    """
+    for i, option in enumerate(options):
+        if hasattr(option, "deadline"):
+            steps = len(option.pool.loop.order) - option.since_step  # type: ignore[attr-defined]
+            return i if steps > OVERDUE_STEPS else 0
+    return 0
 
 
 def make_fifo(seed: int, length: int) -> Choose:

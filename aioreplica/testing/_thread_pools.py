@@ -66,7 +66,6 @@ def executor_patches(sandbox: Sandbox) -> list[tuple[Any, str, Any]]:
     """Return what to replace in the executors of `concurrent.futures`."""
     executor = futures.ThreadPoolExecutor
     real_submit, real_shutdown = executor.submit, executor.shutdown
-    real_result = futures.Future.result
 
     def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not sandbox.is_here():
@@ -89,16 +88,7 @@ def executor_patches(sandbox: Sandbox) -> list[tuple[Any, str, Any]]:
                 run_until(pool, lambda: not (pool.queue or pool.num_running or pool.offered))
         real_shutdown(self, wait, cancel_futures=cancel_futures)
 
-    def result(self: Any, timeout: float | None = None) -> Any:
-        if sandbox.is_here() and not self.done():
-            refuse(
-                "A thread blocked",
-                "The result it waits for can only come from the loop, which has no other thread.",
-            )
-        return real_result(self, timeout)
-
     return [
         (executor, "submit", submit),
         (executor, "shutdown", shutdown),
-        (futures.Future, "result", result),
     ]

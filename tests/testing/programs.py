@@ -727,6 +727,12 @@ async def polls_a_call() -> None:
     await call
 
 
+async def spins_on_a_call() -> None:
+    call = asyncio.get_running_loop().run_in_executor(None, int)
+    while not call.done():
+        await asyncio.sleep(0)
+
+
 async def generator_closed() -> None:
     async def count() -> object:
         for i in range(10):
@@ -796,6 +802,7 @@ CORRECT = [
     call_soon_keeps_order, one_worker_keeps_order, locked_counter, fair_lock, bounded_queue,
     join_a_queue, condition_with_loop, counted_barrier, generous_timeout, timeout_is_seen,
     callbacks_before_waiters, structured, structured_failure, anyio_group, anyio_cancellation,
-    anyio_stream, spins_with_patience, polls_a_call, generator_closed, sleeps_in_order,
+    anyio_stream, spins_with_patience, polls_a_call, spins_on_a_call, generator_closed,
+    sleeps_in_order,
     random_but_seeded, shielded_work, single_flight,
 ]  # fmt: skip
