@@ -72,6 +72,10 @@ def explore(
         <Report portfolio | 50 schedules, no failure>
     """
     _check(main, schedules, seed, strategy, fidelity, faults)
+    if max_steps is not None:
+        check_integer("max_steps", max_steps)
+        if max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {max_steps}.")
     check_no_loop("art.explore")
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:

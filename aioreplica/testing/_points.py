@@ -22,6 +22,8 @@ AWAITED_METHODS: Final = {
     "Barrier._block": "Barrier",
     "Barrier._wait": "Barrier",
     "TaskGroup.__aexit__": "TaskGroup",
+    "MemoryObjectReceiveStream.receive": "MemoryObjectReceiveStream",
+    "MemoryObjectSendStream.send": "MemoryObjectSendStream",
 }
 
 
@@ -68,7 +70,8 @@ def call_of(frames: list[FrameType]) -> Any | None:
 def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
     """Return the kind and object of the synchronisation primitive a task waits in, or None.
 
-    Primitives are made of each other; the one that the program itself called counts.
+    The kind has the name of its package, such as "asyncio.Lock". Primitives are made of each
+    other; the one that the program itself called counts.
     """
     found: FrameType | None = None
     for frame in frames:
@@ -78,7 +81,9 @@ def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
             found = frame
     if found is None:
         return None
-    return AWAITED_METHODS[found.f_code.co_qualname], found.f_locals.get("self")
+    package = "anyio" if "/anyio/" in found.f_code.co_filename else "asyncio"
+    kind = f"{package}.{AWAITED_METHODS[found.f_code.co_qualname]}"
+    return kind, found.f_locals.get("self")
 
 
 def point_of(task: asyncio.Task[Any]) -> str:
@@ -95,7 +100,7 @@ def point_of(task: asyncio.Task[Any]) -> str:
     if frame.f_lasti < 4 and len(frames) == 1 and not _has_begun(task):
         return "its start"
     found = primitive_of(frames)
-    kind = f"{found[0]} at " if found is not None else ""
+    kind = f"{found[0].rpartition('.')[2]} at " if found is not None else ""
     return f"{kind}{site_of(frame)}"
 
 

@@ -30,10 +30,14 @@ class TokenTooLongError(Exception):
 
 def program_number(main: Any) -> int:
     """Return the mark of a program: its name, in 16 bits; 0 for one without a name."""
+    name = _name(main)
+    return 0 if name == "<lambda>" else name_number(name) or 1
+
+
+def _name(main: Any) -> str:
     while isinstance(main, partial):
         main = main.func
-    name = getattr(main, "__name__", "<lambda>")
-    return 0 if name == "<lambda>" else name_number(name) or 1
+    return str(getattr(main, "__name__", "<lambda>"))
 
 
 def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
@@ -82,7 +86,7 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
     own = program_number(main)
     if program and own and program != own:
         raise ValueError(
-            f"Token {token!r} is of another program than {main.__name__!r}. Replay it with the "
+            f"Token {token!r} is of another program than {_name(main)!r}. Replay it with the "
             "program that was explored; what counts is the function's name."
         )
     maker, fidelity = body[0] >> 2, FIDELITIES[body[0] & 3]

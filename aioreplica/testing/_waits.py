@@ -109,15 +109,15 @@ class _Look:
     def _at_primitive(
         self, who: str, site: str, task: SimTask, kind: str, primitive: Any
     ) -> tuple[Wait, tuple[str, ...]]:
-        what = f"asyncio.{kind}"
+        what = kind
         name = self._variable_name(primitive)
         if name:
             what += f" '{name}'"
-        if kind == "TaskGroup":
+        if kind.endswith(".TaskGroup"):
             left = [t for t in getattr(primitive, "_tasks", ()) if not t.done()]
             names = tuple(self._name_of(each) for each in left)
             return Wait(who, f"{what} of {', '.join(names)}", site), names
-        if kind == "Barrier":
+        if kind == "asyncio.Barrier":
             missing = tuple(
                 self._name_of(other)
                 for other, frames in self._frames.items()
@@ -130,12 +130,23 @@ class _Look:
         holders = tuple(dict.fromkeys(
             self._name_of(each) for each in self._owners.holders(primitive) if each is not None
         ))  # fmt: skip
+        if kind == "anyio.Lock" and primitive.statistics().owner is not None:
+            owner = primitive.statistics().owner.id  # anyio keeps it, as the id of the task
+            holders = tuple(self._name_of(each) for each in self._frames if id(each) == owner)
         return Wait(who, what, site, ", ".join(holders)), holders
 
     def _at_future(
         self, who: str, site: str, frames: list[FrameType]
     ) -> tuple[Wait, tuple[str, ...]]:
         inner = frames[-1].f_code.co_qualname if frames else ""
+        if inner == "ReplicaGroup.wait":
+            left = [seat.work for seat in frames[-1].f_locals["self"].seats]
+            names = tuple(
+                self._name_of(each)
+                for each in left
+                if isinstance(each, asyncio.Task) and not each.done()
+            )
+            return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
         if inner == "_wait":
             left = [each for each in frames[-1].f_locals.get("fs", ()) if not each.done()]
             names = tuple(self._name_of(each) for each in left if hasattr(each, "index"))

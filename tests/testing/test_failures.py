@@ -5,8 +5,10 @@ import pickle
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import anyio
 import pytest
 
+import aioreplica as ar
 import aioreplica.testing as art
 from tests.testing import programs
 from tests.testing.programs import step
@@ -58,6 +60,42 @@ def test_tasks_that_await_each_other_are_a_cycle() -> None:
 
     assert isinstance(error, art.DeadlockError)
     assert len(error.cycle) == 2
+
+
+def test_anyio_primitives_are_named_with_their_owner() -> None:
+    async def main() -> None:
+        lock = anyio.Lock()
+        async with lock, anyio.create_task_group() as group:
+            group.start_soon(lock.acquire, name="waiter")
+
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+
+    waits = {wait.who: wait for wait in caught.value.waits}
+    assert waits["task 'waiter'"].awaits == "anyio.Lock 'lock'"
+    assert waits["task 'waiter'"].owner == "main"
+    assert waits["main"].awaits.startswith("anyio.TaskGroup")
+
+
+def test_replicas_are_named_with_those_who_are_missing() -> None:
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        if ctx.replica_id_in_sync_group == 1:
+            await asyncio.Event().wait()
+        await ctx.barrier()
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            await strategy.run(step)
+
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+
+    waits = {wait.who: wait for wait in caught.value.waits}
+    assert waits["replica 0"].awaits == "barrier #1"
+    assert waits["replica 0"].missing == ("replica 1",)
+    assert waits["main"].awaits == "the run of replica 0, replica 1"
 
 
 # --- starvation -------------------------------------------------------------------------------
