@@ -42,7 +42,7 @@ def write_json(
     rows: Sequence[Row],
     *,
     is_quick: bool,
-    counts: Mapping[str, int] | None = None,
+    counts: Mapping[str, object] | None = None,
 ) -> None:
     """Write rows, and what they were measured on, to a file; `counts` go beside the rows."""
     result = {

@@ -31,6 +31,17 @@ class Registry:
                 self._entries[name] = factory()
             return cast(T, self._entries[name])
 
+    def replace(self, name: str, entry: object | None) -> object | None:
+        """Put another object in an entry's place, or none; return what was there.
+
+        This is how a test puts a simulated object where the program would find the real one.
+        """
+        with self._lock:
+            old = self._entries.pop(name, None)
+            if entry is not None:
+                self._entries[name] = entry
+            return old
+
     def reset_after_fork(self) -> None:
         """Give the child of a fork a lock of its own; the old one may be held by a lost thread."""
         self._lock = threading.RLock()

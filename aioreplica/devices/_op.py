@@ -98,10 +98,21 @@ class Op(asyncio.Future[T]):
 
     def perform(self) -> bool:
         """Run the call in the calling thread; False if it was withdrawn."""
+        if not self.claim():
+            return False
+        self.run_claimed()
+        return True
+
+    def claim(self) -> bool:
+        """Take the op, so that it cannot be withdrawn any more; False if it was."""
         try:
             self._claim.pop()
         except IndexError:
             return False
+        return True
+
+    def run_claimed(self) -> None:
+        """Run the call in the calling thread, which has claimed it."""
         start = perf_counter()
         try:
             self._outcome = self._context.run(self._fn, *self._args, **self._kwargs)
@@ -109,7 +120,16 @@ class Op(asyncio.Future[T]):
             self._error = error
         self.seconds = perf_counter() - start
         self._args, self._kwargs = (), {}  # let go before anybody learns that the op is done
-        return True
+
+    def fail_claimed(self, error: BaseException) -> None:
+        """End the claimed op with an error instead of running it, as a lost device does."""
+        self._error = error
+        self._args, self._kwargs = (), {}
+
+    @property
+    def fn_name(self) -> str:
+        """Name of the function that the op runs."""
+        return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
 
     # ---- on the event loop ---------------------------------------------------------------
 

@@ -18,14 +18,14 @@ class OpTracker:
     """Counts ops from the moment they are put on a lane until they are done or withdrawn.
 
     Attributes:
-        pending: Ops in flight.
+        pending: Ops in flight, as the keys.
         num_done: Ops that have ended, a sign of progress.
     """
 
     __slots__ = ("_is_closed", "_waiter", "num_done", "pending")
 
     def __init__(self) -> None:
-        self.pending: set[Op[Any]] = set()
+        self.pending: dict[Op[Any], None] = {}  # ordered: a set is walked by address
         self.num_done = 0
         self._is_closed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -40,7 +40,7 @@ class OpTracker:
             raise ContextError(
                 "A device op was awaited after the run that it was made in. Await it in its step."
             )
-        self.pending.add(op)
+        self.pending[op] = None
 
     def close(self) -> None:
         """Refuse ops from now on: the run has ended."""
@@ -48,7 +48,7 @@ class OpTracker:
 
     def done(self, op: Op[Any]) -> None:
         """Take note that an op has ended or was withdrawn; on the event loop."""
-        self.pending.discard(op)
+        self.pending.pop(op, None)
         self.num_done += 1
         if not self.pending and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -8,6 +8,7 @@ from ._context import ReplicaContext as ReplicaContext
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group_context import GroupContext as GroupContext
 from ._handle import Handle as Handle
+from ._meeting_point import MeetingPoint as MeetingPoint
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
@@ -22,6 +23,7 @@ __all__ = [
     "GroupContext",
     "Handle",
     "Meeting",
+    "MeetingPoint",
     "Mismatch",
     "Rendezvous",
     "ReplicaContext",

@@ -385,7 +385,7 @@ async def test_a_loop_whose_iterator_is_gone_is_closed_soon(
         break
     gc.collect()
     async with asyncio.timeout(10):
-        while source.num_closed == 0:  # noqa: ASYNC110 - the source knows of no event
+        while source.num_closed == 0:
             await asyncio.sleep(0)
     await batches.aclose()
 

@@ -1,0 +1,3 @@
+"""Where aioreplica meets other programs: the pytest plugin, found by its entry point."""
+
+__all__ = ()

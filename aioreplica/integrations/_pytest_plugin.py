@@ -1,0 +1,102 @@
+"""The pytest plugin of aioreplica: async tests under many schedules.
+
+pytest imports every plugin that is installed, so the kit itself is imported only when a test
+carries the marker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from aioreplica.testing import Report
+
+MARKER = "explore"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the command line."""
+    group = parser.getgroup("aioreplica", "schedules of async tests (aioreplica.testing)")
+    group.addoption(
+        "--ar-replay",
+        metavar="TOKEN",
+        help="run explored tests under the schedule of a token; those it is not of are skipped",
+    )
+    group.addoption("--ar-seed", type=int, metavar="N", help="seed of every exploration")
+    group.addoption("--ar-schedules", type=int, metavar="N", help="schedules of every exploration")
+    group.addoption(
+        "--ar-timeline",
+        type=Path,
+        metavar="FOLDER",
+        help="write the timeline of every failing schedule there, as a page",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None): "
+        "run an async test under many schedules, see aioreplica.testing.explore.",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test under its schedules; leave all others alone."""
+    marker = pyfuncitem.get_closest_marker(MARKER)
+    if marker is None:
+        return None
+    function = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(function):
+        raise pytest.UsageError(
+            f"{pyfuncitem.name} is marked `explore` but is not an async function."
+        )
+    if marker.args:
+        raise pytest.UsageError(
+            f"The marker of {pyfuncitem.name} takes keywords only, as in explore(schedules=200)."
+        )
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+    @wraps(function)
+    async def main() -> None:
+        await function(**arguments)
+
+    del main.__wrapped__  # its signature has arguments
+    _run(main, dict(marker.kwargs), pyfuncitem)
+    return True
+
+
+def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
+    """Explore or replay, as the command line says."""
+    import aioreplica.testing as art
+
+    config = item.config
+    token = config.getoption("--ar-replay")
+    if token is not None:
+        if not art.is_token_of(token, main):
+            pytest.skip(f"token {token} is of another test")
+        art.replay(main, token, faults=options.get("faults"))
+        return
+    for name in ("seed", "schedules"):
+        given = config.getoption(f"--ar-{name}")
+        if given is not None:
+            options[name] = given
+    report = art.explore(main, **options)
+    _save_timeline(report, item)
+    for warning in report.warnings:
+        item.warn(pytest.PytestWarning(warning))
+    report.check()
+
+
+def _save_timeline(report: Report, item: pytest.Function) -> None:
+    folder = item.config.getoption("--ar-timeline")
+    if folder is not None and report.failure is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        report.failure.save_html(folder / f"{item.name}.html")

@@ -1,0 +1,44 @@
+"""Deterministic schedules for async code: explore, replay, shrink and explain."""
+
+from .._export import export_public
+from ._cancel import cancel_everywhere as cancel_everywhere
+from ._errors import DeadlockError as DeadlockError
+from ._errors import LeakError as LeakError
+from ._errors import NondeterminismError as NondeterminismError
+from ._errors import RealIOError as RealIOError
+from ._errors import StarvationError as StarvationError
+from ._errors import Wait as Wait
+from ._exhaustive import exhaustive as exhaustive
+from ._explore import explore as explore
+from ._faults import Faults as Faults
+from ._hypothesis import schedules as schedules
+from ._replay import replay as replay
+from ._replay import run as run
+from ._report import Failure as Failure
+from ._report import Report as Report
+from ._schedule import Schedule as Schedule
+from ._story import Step as Step
+from ._token import is_token_of as is_token_of
+
+__all__ = [
+    "DeadlockError",
+    "Failure",
+    "Faults",
+    "LeakError",
+    "NondeterminismError",
+    "RealIOError",
+    "Report",
+    "Schedule",
+    "StarvationError",
+    "Step",
+    "Wait",
+    "cancel_everywhere",
+    "exhaustive",
+    "explore",
+    "is_token_of",
+    "replay",
+    "run",
+    "schedules",
+]
+
+export_public(__name__, __all__, globals())

@@ -1,0 +1,142 @@
+"""What a schedule can show: deadlock, starvation, nondeterminism, leaks; and real I/O, refused.
+
+As all errors of the library these carry strings and numbers only, and survive pickling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ..errors import AioReplicaError
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One edge of the wait-for graph.
+
+    Attributes:
+        who: The task that waits, such as "task 'reader'" or "replica 2".
+        awaits: What it awaits, such as "asyncio.Lock made at app.py:12".
+        site: `file:line` of the await.
+        owner: Who holds that or has to bring it about, where this is known; else "".
+        missing: Who has yet to arrive, at a barrier or in a collective.
+    """
+
+    who: str
+    awaits: str
+    site: str
+    owner: str = ""
+    missing: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """Return one line."""
+        text = f"{self.who} awaits {self.awaits} at {self.site}"
+        if self.owner:
+            text += f", held by {self.owner}"
+        if self.missing:
+            text += f", where {', '.join(self.missing)} {_have(self.missing)} not arrived"
+        return text
+
+
+def _have(names: tuple[str, ...]) -> str:
+    return "has" if len(names) == 1 else "have"
+
+
+@final
+class DeadlockError(AioReplicaError, RuntimeError):
+    """Raised when nothing can happen any more and the program has not ended.
+
+    Attributes:
+        waits: The wait-for graph, one edge for each task that waits.
+        cycle: The tasks that wait for each other, in order; empty if there is no cycle.
+    """
+
+    def __init__(
+        self, message: str, *, waits: tuple[Wait, ...] = (), cycle: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.waits = waits
+        self.cycle = cycle
+
+
+@final
+class StarvationError(AioReplicaError, RuntimeError):
+    """Raised when a program goes on and on: it spins, or others run while a task never gets on.
+
+    Attributes:
+        steps: Steps that were taken.
+        running: The tasks that took the last steps, busiest first.
+        waits: What the other tasks wait for.
+        cycle: The tasks that wait for each other, if some do.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        steps: int = 0,
+        running: tuple[str, ...] = (),
+        waits: tuple[Wait, ...] = (),
+        cycle: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.steps = steps
+        self.running = running
+        self.waits = waits
+        self.cycle = cycle
+
+
+@final
+class NondeterminismError(AioReplicaError, RuntimeError):
+    """Raised when the same schedule runs otherwise a second time, so nothing can be replayed.
+
+    Attributes:
+        step: The first step that differs, from 1; 0 if only the end differs.
+        first: What happened there the first time.
+        second: What happened there the second time.
+    """
+
+    def __init__(self, message: str, *, step: int = 0, first: str = "", second: str = "") -> None:
+        super().__init__(message)
+        self.step = step
+        self.first = first
+        self.second = second
+
+
+@final
+class LeakError(AioReplicaError, RuntimeError):
+    """Raised when the program returned and left something behind.
+
+    Attributes:
+        tasks: Tasks that had not ended, with what they awaited.
+        generators: Asynchronous generators that were begun and not closed.
+        exceptions: Exceptions that nobody retrieved.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tasks: tuple[str, ...] = (),
+        generators: tuple[str, ...] = (),
+        exceptions: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.tasks = tasks
+        self.generators = generators
+        self.exceptions = exceptions
+
+
+@final
+class RealIOError(AioReplicaError, RuntimeError):
+    """Raised when a program under test starts a thread or process, or opens a socket.
+
+    Attributes:
+        site: `file:line` of the call.
+    """
+
+    def __init__(self, message: str, *, site: str = "") -> None:
+        super().__init__(message)
+        self.site = site

@@ -1,0 +1,183 @@
+"""Exhaustive exploration: every schedule within a bound on preemptions.
+
+A preemption is a task that is held although it could go on, while another task goes. Everything
+else is free: who goes on when a task has to wait, when a pool starts and completes a call, when a
+callback runs or a timer fires. So the bound never counts how far a schedule is from asyncio's own.
+
+Every run follows a list of choices and then the default, which preempts nobody; each other option
+that it passes becomes a list of its own, unless it exceeds the bound. No two runs are the same, and
+when no list is left every schedule within the bound has been run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Final, final
+
+from ._execute import Main
+from ._explain import explain
+from ._explore import MIN_LENGTH
+from ._mix import mix
+from ._report import Report
+from ._runner import Runner, check_main, check_no_loop, same_end
+from ._sandbox import Sandbox
+from ._schedule import CHOICES, Ranks, Schedule, is_preemptible
+from ._strategies import FIFO, maker_of
+
+if TYPE_CHECKING:
+    from ._participant import Participant
+
+CROSS_CHECK: Final = 600
+"""Schedules of the portfolio that have to pass too before a program is called clean."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A list of choices still to be run.
+
+    Attributes:
+        choices: Pairs of a decision's number and a rank among its options.
+        preemptions: How many of them preempt.
+    """
+
+    choices: tuple[tuple[int, int], ...]
+    preemptions: int
+
+
+@final
+class Explorer:
+    """Follows one branch and notes the branches that leave it.
+
+    Args:
+        branch: What to follow.
+        max_preemptions: Branches beyond that are dropped.
+
+    Attributes:
+        found: The branches that leave it, after its last choice.
+        was_cut: Whether a task that spins had to be stopped, so that not all was covered.
+    """
+
+    __slots__ = (
+        "_bound", "_branch", "_choices", "_decision", "_first_new", "_ranks", "found", "was_cut"
+    )  # fmt: skip
+
+    def __init__(self, branch: Branch, max_preemptions: int) -> None:
+        self._branch = branch
+        self._bound = max_preemptions
+        self._choices = dict(branch.choices)
+        self._first_new = branch.choices[-1][0] + 1 if branch.choices else 0
+        self._decision = 0
+        self._ranks = Ranks()
+        self.found: list[Branch] = []
+        self.was_cut = False
+
+    def __call__(self, options: list[Participant]) -> int:
+        ranked = self._ranks.rank(options)
+        decision = self._decision
+        self._decision = decision + 1
+        at = ranked[0]
+        if decision >= self._first_new:
+            self._branch_off(decision, [options[i] for i in ranked])
+        else:
+            at = ranked[self._choices.get(decision, 0)]
+        self._ranks.took(options[at])
+        return at
+
+    def _branch_off(self, decision: int, ranked: list[Participant]) -> None:
+        branch, spins = self._branch, self._ranks.is_spinning
+        self.was_cut |= spins
+        could_go_on = ranked[0].index == self._ranks.last and not spins
+        for option in range(1, len(ranked)):
+            preempts = could_go_on and is_preemptible(ranked[option])
+            count = branch.preemptions + preempts
+            if count <= self._bound:
+                self.found.append(Branch((*branch.choices, (decision, option)), count))
+
+
+def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) -> Report:
+    """Run a program under every schedule with at most `max_preemptions` preemptions.
+
+    Schedules with fewer preemptions come first. When all have passed, a sample of the portfolio,
+    which knows no bound, has to pass too before the report calls the program clean.
+
+    Args:
+        main: An async callable without arguments that builds its own state.
+        max_preemptions: How often a task may be held although it could go on.
+        limit: How many schedules at most.
+
+    Returns:
+        What was found. `complete` is True only if every schedule within the bound was run and all
+        passed.
+
+    Raises:
+        TypeError: If `main` is not an async callable without arguments.
+        ValueError: If a number is out of range.
+        ContextError: If an event loop is running here.
+
+    Example:
+        >>> import asyncio
+        >>> async def main():
+        ...     await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0))
+        >>> exhaustive(main).complete
+        True
+    """
+    check_main(main)
+    for name, value, least in (("max_preemptions", max_preemptions, 0), ("limit", limit, 1)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    check_no_loop("art.exhaustive")
+    with Sandbox() as sandbox:
+        return _Search(Runner(main, sandbox), max_preemptions, limit).run()
+
+
+@final
+class _Search:
+    """Runs branch after branch, those with fewer preemptions first."""
+
+    def __init__(self, runner: Runner, max_preemptions: int, limit: int) -> None:
+        self._runner = runner
+        self._bound = max_preemptions
+        self._limit = limit
+        self._seed = mix(0, 0)
+        self._waiting: list[deque[Branch]] = [deque() for _ in range(max_preemptions + 1)]
+        self._start = perf_counter()
+        self._num_run = 0
+        self._was_cut = False
+
+    def run(self) -> Report:
+        base = Schedule(FIFO, self._seed)
+        first, told = self._runner.tell(base)
+        if first.has_failed or not same_end(first, self._runner.run(base)):
+            report = self._report(is_complete=False)
+            return explain(self._runner, base, first, report, base, told)
+        self._waiting[0].append(Branch((), 0))
+        for waiting in self._waiting:
+            while waiting and self._num_run < self._limit:
+                branch = waiting.popleft()
+                explorer = Explorer(branch, self._bound)
+                schedule = Schedule(CHOICES, self._seed, choices=branch.choices)
+                outcome = self._runner.choose(schedule, explorer)
+                self._num_run += 1
+                self._was_cut |= explorer.was_cut
+                if outcome.has_failed:
+                    report = self._report(is_complete=False)
+                    return explain(self._runner, schedule, outcome, report, base, told)
+                for found in explorer.found:
+                    self._waiting[found.preemptions].append(found)
+        if any(self._waiting) or self._was_cut:
+            return self._report(is_complete=False)
+        length = max(MIN_LENGTH, len(first.order))
+        for at in range(1, CROSS_CHECK):
+            schedule = Schedule(maker_of("portfolio", at), mix(0, at), length)
+            outcome = self._runner.run(schedule)
+            if outcome.has_failed:
+                report = self._report(is_complete=False)
+                return explain(self._runner, schedule, outcome, report, base, told)
+        return self._report(is_complete=True)
+
+    def _report(self, *, is_complete: bool) -> Report:
+        rate = self._num_run / (perf_counter() - self._start)
+        return Report(False, None, self._num_run, is_complete, rate, 0, "exhaustive", "reorder")

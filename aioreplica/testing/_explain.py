@@ -1,0 +1,110 @@
+"""Explaining a failure: tell its story, check that it repeats, shrink it, give it a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from ._errors import NondeterminismError
+from ._execute import Outcome
+from ._holds import Hold, describe
+from ._mix import mix
+from ._report import Failure, Report
+from ._runner import Runner, nondeterminism, same_end, same_failure
+from ._schedule import HELD, Schedule
+from ._shrink import shrink
+from ._story import Step, Story
+from ._strategies import maker_of
+from ._token import TokenTooLongError, encode
+
+STORY_STEPS: Final = 2_500
+"""How much of an endless schedule is told."""
+SEARCH: Final = 600
+"""How many schedules to search for one that fits into a token."""
+
+
+def explain(
+    runner: Runner,
+    schedule: Schedule,
+    outcome: Outcome,
+    report: Report,
+    base: Schedule,
+    told: Story,
+) -> Report:
+    """Rerun a failing schedule to tell its story, check that it repeats, and shrink it.
+
+    Args:
+        runner: Runs it.
+        schedule: The one that failed.
+        outcome: How.
+        report: What is known so far.
+        base: asyncio's own schedule.
+        told: Its story, from before.
+    """
+    limit = STORY_STEPS if outcome.kind == "endless" else None
+    again, story = runner.tell(schedule, limit)
+    if not same_end(outcome, again):
+        return _differs(runner, schedule, story, report)
+    _, base_again = runner.tell(base)
+    if base_again.lines() != told.lines() or base_again.ending != told.ending:
+        return _failed(report, runner, base, nondeterminism(told.steps, base_again.steps))
+
+    def fails(holds: Sequence[Hold]) -> bool:
+        return same_failure(again, runner.run_holds(schedule, holds, limit))
+
+    found = shrink(story, fails)
+    steps: Sequence[Step] = story.steps
+    known = [*story.pending, *story.steps]
+    if found.is_certain:
+        ended, shrunk = runner.tell_holds(schedule, found.holds, limit)
+        if same_failure(again, ended):
+            steps, known = shrunk.steps, [*shrunk.pending, *known]
+    assert again.error is not None
+    failure = Failure(
+        again.error,
+        token_of(runner, schedule, found.holds if found.is_certain else (), again),
+        describe(found.holds, steps, known),
+        tuple(outcome.order),
+        tuple(steps),
+        report.schedules_run - 1,
+        found.num_runs,
+    )
+    return replace(report, failed=True, failure=failure)
+
+
+def _differs(runner: Runner, schedule: Schedule, story: Story, report: Report) -> Report:
+    """Report that a schedule does not repeat itself, with the first step that differs."""
+    _, again = runner.tell(schedule)
+    return _failed(report, runner, schedule, nondeterminism(story.steps, again.steps))
+
+
+def _failed(
+    report: Report, runner: Runner, schedule: Schedule, error: NondeterminismError
+) -> Report:
+    token = ""
+    with suppress(TokenTooLongError):
+        token = encode(schedule, runner.main)
+    failure = Failure(error, token, (), ())
+    return replace(report, failed=True, failure=failure)
+
+
+def token_of(runner: Runner, schedule: Schedule, holds: Sequence[Hold], outcome: Outcome) -> str:
+    """Return a token of a failing schedule.
+
+    Where its decisions do not fit, the constraints may; else the portfolio is searched for a
+    schedule that shows the same failure. If that finds none there is no token, and "" says so.
+    """
+    with suppress(TokenTooLongError):
+        return encode(schedule, runner.main)
+    if holds:
+        with suppress(TokenTooLongError):
+            held = replace(schedule, maker=HELD, choices=(), holds=tuple(holds))
+            return encode(held, runner.main)
+    for at in range(1, SEARCH):
+        other = replace(schedule, maker=maker_of("portfolio", at), seed=mix(0, at), choices=(),
+                        length=len(outcome.order))  # fmt: skip
+        if same_failure(outcome, runner.run(other)):
+            return encode(other, runner.main)
+    return ""

@@ -1,0 +1,260 @@
+"""Faults: ops that fail, hang or take long, and workers that are lost, as the schedule decides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import DeviceError, WorkerLostError
+from ._mix import mix
+from ._pools import LATENCY_S
+
+if TYPE_CHECKING:
+    from ._pools import PoolOp
+
+FAIL, SLOW, HANG, LOSE = range(4)
+CHANCE: Final = 0.25
+"""How likely a fault without a fixed place strikes at each op that it could strike at."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that may go wrong.
+
+    Attributes:
+        kind: FAIL, SLOW, HANG or LOSE.
+        device: Device or pool that it strikes; None for any.
+        fn: Name of the function that it strikes; None for any.
+        at: Which matching op, from 0; None leaves that to the schedule.
+        times: How many ops it strikes at most.
+        error: An exception, or its class; None for the usual one.
+        factor: How much longer ops take.
+    """
+
+    kind: int
+    device: str | None = None
+    fn: str | None = None
+    at: int | None = None
+    times: int = 1
+    error: Any = None
+    factor: float = 1.0
+
+    def matches(self, op: PoolOp) -> bool:
+        """Tell whether it may strike this op."""
+        if self.device is not None and not same_name(self.device, op.pool.name):
+            return False
+        if self.fn is None:
+            return True
+        name = op.describe()
+        return same_name(self.fn, name) or same_name(self.fn, name.rpartition(".")[2])
+
+
+def name_number(name: str) -> int:
+    """Return the 16 bits by which a token knows a name."""
+    return mix(*name.encode()) & 0xFFFF
+
+
+def same_name(wanted: str, name: str) -> bool:
+    """Compare names; one read from a token is known by its number only."""
+    if wanted.startswith("#"):
+        return int(wanted[1:]) == name_number(name)
+    return wanted == name
+
+
+@final
+class Faults:
+    """What may go wrong in the pools and devices of a program.
+
+    Every fault is a decision of the schedule: it strikes in some schedules and not in others, at
+    an op that the schedule picks, and strikes alike when the schedule is replayed. With `at` it
+    strikes in every schedule.
+
+    Example:
+        >>> Faults().fail_op("cpu:1").slow_device("cpu:0", factor=20)
+        <Faults | fail_op cpu:1, slow_device cpu:0>
+    """
+
+    def __init__(self) -> None:
+        self._faults: tuple[Fault, ...] = ()
+
+    @property
+    def entries(self) -> tuple[Fault, ...]:
+        """The faults, in the order they were added."""
+        return self._faults
+
+    def fail_op(
+        self,
+        device: Any = None,
+        *,
+        fn: Any = None,
+        at: int | None = None,
+        times: int = 1,
+        error: BaseException | type[BaseException] | None = None,
+    ) -> Faults:
+        """Let an op raise instead of running.
+
+        Args:
+            device: A device, or the name of a pool; None for any.
+            fn: The function that the op runs, or its name; None for any.
+            at: Which of the ops that match, from 0; None leaves it to the schedule.
+            times: How many ops may fail.
+            error: What they raise; a `DeviceError` if not given.
+
+        Returns:
+            The same object, so that calls can be chained.
+        """
+        if error is not None and not (
+            isinstance(error, BaseException)
+            or (isinstance(error, type) and issubclass(error, BaseException))
+        ):
+            raise TypeError(f"error must be an exception or its class, got {error!r}.")
+        _check_count("times", times, 1)
+        return self._add(Fault(FAIL, _name(device), _fn_name(fn), _at(at), times, error))
+
+    def slow_device(self, device: Any = None, *, factor: float = 10.0) -> Faults:
+        """Let every op of a device take `factor` times as long, or none.
+
+        Args:
+            device: A device, or the name of a pool; None for any.
+            factor: How much longer; an op takes a millisecond of virtual time by itself.
+
+        Returns:
+            The same object.
+        """
+        if not (isinstance(factor, (int, float)) and 1.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
+        return self._add(Fault(SLOW, _name(device), factor=float(factor)))
+
+    def hang_op(
+        self, device: Any = None, *, fn: Any = None, at: int | None = None, times: int = 1
+    ) -> Faults:
+        """Let an op start and never end.
+
+        Args:
+            device: A device, or the name of a pool; None for any.
+            fn: The function that the op runs, or its name; None for any.
+            at: Which of the ops that match, from 0; None leaves it to the schedule.
+            times: How many ops may hang.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(HANG, _name(device), _fn_name(fn), _at(at), times))
+
+    def lose_worker(self, device: Any = None, *, at: int | None = None) -> Faults:
+        """Let a device or pool be lost: from some op on, all of its ops raise `WorkerLostError`.
+
+        Args:
+            device: A device, or the name of a pool; None for whichever comes first.
+            at: With which of its ops, from 0; None leaves it to the schedule.
+
+        Returns:
+            The same object.
+        """
+        return self._add(Fault(LOSE, _name(device), at=_at(at)))
+
+    def for_run(self, seed: int) -> FaultRun:
+        """Return the decisions of one schedule."""
+        return FaultRun(self._faults, seed)
+
+    def __repr__(self) -> str:
+        words = ("fail_op", "slow_device", "hang_op", "lose_worker")
+        shown = ", ".join(f"{words[each.kind]} {each.device or 'any'}" for each in self._faults)
+        return f"<Faults | {shown or 'none'}>"
+
+    def _add(self, fault: Fault) -> Faults:
+        self._faults = (*self._faults, fault)
+        return self
+
+
+@final
+class FaultRun:
+    """The faults of one schedule, decided op by op.
+
+    Args:
+        faults: What may go wrong.
+        seed: The schedule's.
+    """
+
+    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "lost")
+
+    def __init__(self, faults: tuple[Fault, ...], seed: int) -> None:
+        self._faults = faults
+        self._rng = Random(mix(seed, 4711)).random
+        self._seen = [0] * len(faults)
+        self._struck = [0] * len(faults)
+        self._slow = [self._rng() < 0.5 for _ in faults]
+        self.lost: dict[int, str] = {}
+
+    def extra_latency_s(self, op: PoolOp) -> float:
+        """Decide, at an op's start, how much longer it takes; infinity if it never ends."""
+        extra = 0.0
+        for i, fault in enumerate(self._faults):
+            if fault.kind == SLOW and self._slow[i] and fault.matches(op):
+                extra += (fault.factor - 1.0) * LATENCY_S
+            elif fault.kind == HANG and fault.matches(op) and self._strikes(i, fault):
+                return math.inf
+        return extra
+
+    def error_of(self, op: PoolOp) -> BaseException | None:
+        """Decide, at an op's end, whether it fails, and how."""
+        pool = op.pool.name
+        for i, fault in enumerate(self._faults):
+            if fault.kind == LOSE:
+                if self.lost.get(i) == pool or (
+                    i not in self.lost and fault.matches(op) and self._strikes(i, fault)
+                ):
+                    self.lost[i] = pool
+                    return WorkerLostError(
+                        f"The worker of {pool} is gone: a fault of this schedule."
+                    )
+            elif fault.kind == FAIL and fault.matches(op) and self._strikes(i, fault):
+                return _error(fault, op)
+        return None
+
+    def _strikes(self, i: int, fault: Fault) -> bool:
+        seen = self._seen[i]
+        self._seen[i] = seen + 1
+        if self._struck[i] >= fault.times:
+            return False
+        if fault.at is None:
+            strikes = self._rng() < CHANCE
+        else:
+            strikes = fault.at <= seen
+        self._struck[i] += strikes
+        return strikes
+
+
+def _error(fault: Fault, op: PoolOp) -> BaseException:
+    text = f"Op {op.describe()} on {op.pool.name} failed: a fault of this schedule."
+    if fault.error is None:
+        return DeviceError(text, device=op.pool.name)
+    if isinstance(fault.error, type):
+        return fault.error(text)  # type: ignore[no-any-return]
+    error: BaseException = fault.error
+    return error.with_traceback(None)
+
+
+def _name(device: Any) -> str | None:
+    return None if device is None else str(device)
+
+
+def _fn_name(fn: Any) -> str | None:
+    if fn is None or isinstance(fn, str):
+        return fn
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+def _at(at: int | None) -> int | None:
+    if at is not None:
+        _check_count("at", at, 0)
+    return at
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")

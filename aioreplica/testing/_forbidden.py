@@ -1,0 +1,83 @@
+"""What a simulated loop cannot do: everything that reaches outside the process."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from ._errors import RealIOError
+
+_PACKAGE = __file__.rpartition("/testing/")[0] + "/"
+_STANDARD = tuple({sys.base_prefix + "/lib/", sys.prefix + "/lib/", "<frozen"})
+
+
+def is_foreign(file: str) -> bool:
+    """Tell whether a file is this package's, the standard library's or anyio's."""
+    if file.startswith(_PACKAGE) or "/anyio/" in file:
+        return True
+    return file.startswith(_STANDARD) and "-packages" not in file
+
+
+def call_site() -> str:
+    """Return `file:line` of the innermost call in the program under test."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_foreign(name):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the chain
+    return "unknown"
+
+
+def refuse(what: str, instead: str = "") -> NoReturn:
+    """Raise the error for something real."""
+    site = call_site()
+    advice = instead or "Put an object of your own in its place that the test can control."
+    raise RealIOError(
+        f"{what} at {site} would leave the simulation: no schedule could decide when it answers. "
+        f"{advice}",
+        site=site,
+    )
+
+
+def _refusal(what: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(what)
+
+    return method
+
+
+class ForbiddenIO:
+    """The methods of an event loop that need the world outside, each raising `RealIOError`."""
+
+    add_reader = _refusal("Watching a file descriptor")
+    add_writer = _refusal("Watching a file descriptor")
+    remove_reader = _refusal("Watching a file descriptor")
+    remove_writer = _refusal("Watching a file descriptor")
+    sock_recv = _refusal("A socket")
+    sock_recv_into = _refusal("A socket")
+    sock_recvfrom = _refusal("A socket")
+    sock_recvfrom_into = _refusal("A socket")
+    sock_sendall = _refusal("A socket")
+    sock_sendto = _refusal("A socket")
+    sock_connect = _refusal("A socket")
+    sock_accept = _refusal("A socket")
+    sock_sendfile = _refusal("A socket")
+    sendfile = _refusal("A socket")
+    start_tls = _refusal("A TLS connection")
+    getaddrinfo = _refusal("A name lookup")
+    getnameinfo = _refusal("A name lookup")
+    create_connection = _refusal("A connection")
+    create_server = _refusal("A server")
+    create_unix_connection = _refusal("A connection")
+    create_unix_server = _refusal("A server")
+    create_datagram_endpoint = _refusal("A datagram endpoint")
+    connect_accepted_socket = _refusal("A socket")
+    connect_read_pipe = _refusal("A pipe")
+    connect_write_pipe = _refusal("A pipe")
+    subprocess_exec = _refusal("A subprocess")
+    subprocess_shell = _refusal("A subprocess")
+    add_signal_handler = _refusal("A signal handler")
+    remove_signal_handler = _refusal("A signal handler")
+    run_until_complete = _refusal("Running the loop that runs already")
+    run_forever = _refusal("Running the loop that runs already")

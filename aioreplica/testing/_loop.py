@@ -1,0 +1,338 @@
+"""The simulated event loop: a ready set instead of a ready queue, and a clock that jumps.
+
+There is no selector and no thread. One schedule runs on one loop: `run` takes a step of one
+participant after the other, and asks `choose` wherever two or more could go on. What may be chosen
+at a fidelity is decided here, by where `call_soon` puts things:
+
+* `reorder`: every task's step is an option of its own. A plain callback keeps its place: whatever
+  was registered after it waits behind it, tasks included, while steps registered before it may
+  come before or after it.
+* `asyncio`: tasks stand in the same queue as callbacks, so only events from outside (ops of pools,
+  timers due together) vary.
+* `adversarial`: callbacks are options of their own too, and the clock may move at any time.
+
+Virtual time moves when nothing else is left to do; while ops are in flight, the schedule decides
+whether one of them completes first.
+"""
+
+from __future__ import annotations
+
+# mypy: disable-error-code="override"
+# The methods of a loop are overridden with plainer signatures: they are called very often.
+import asyncio
+import sys
+import threading
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from heapq import heappop, heappush
+from typing import Any, Final, final
+
+from ._budget import Budget
+from ._forbidden import ForbiddenIO
+from ._handles import CallbackQueue, Clock, SimHandle, SimTimer
+from ._participant import FIRST_INDEX, START_S, Choose, Participant
+from ._pools import PoolTable
+from ._task import SimTask
+
+SAME_INSTANT_S: Final = 1e-9
+
+
+def _find_step_type() -> type:
+    """Return the type of the callable that the C task schedules for its next step."""
+    seen: list[Any] = []
+
+    class Probe(asyncio.BaseEventLoop):
+        def call_soon(self, callback: Any, *_: Any, **__: Any) -> Any:
+            seen.append(callback)
+
+    async def nothing() -> None: ...
+
+    coroutine, loop = nothing(), Probe()
+    task = SimTask(coroutine, loop=loop)
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it never runs
+    coroutine.close()
+    return type(seen[0])
+
+
+STEP: Final = _find_step_type()
+BUILTIN: Final = type(len)
+
+
+@final
+class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
+    """An event loop that runs one schedule of one program.
+
+    Args:
+        choose: Picks one of the options wherever there are several.
+        fidelity: "asyncio", "reorder" or "adversarial".
+        budget: When to call a program endless.
+        observer: Told of every step, or None; only the rerun that tells the story has one.
+
+    Attributes:
+        order: Which participant took each step so far, by number.
+        now: Virtual time.
+        num_indices: How many numbers were given to participants.
+    """
+
+    def __init__(
+        self,
+        choose: Choose,
+        fidelity: str = "reorder",
+        budget: Budget | None = None,
+        observer: Any = None,  # Any: the story, which needs to know the loop
+    ) -> None:
+        super().__init__()
+        self.choose = choose
+        self.fidelity = fidelity
+        self.budget = budget or Budget()
+        self.observer = observer
+        self.now = START_S
+        self.order: list[int] = []
+        self.sim_tasks: list[SimTask] = []
+        self.pools = PoolTable(self)
+        self.enabled: list[Participant] = []
+        self.external: list[Participant] = []  # steps of ops: they may happen at any moment
+        self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
+        self.complaints: list[dict[str, Any]] = []
+        self._timers: list[tuple[float, int, Any]] = []
+        self.num_indices = FIRST_INDEX
+        self._callbacks = CallbackQueue(self)
+        self._clock = Clock(self)
+        self._holds_tasks = fidelity != "asyncio"
+        self._holds_callbacks = fidelity == "adversarial"
+        self._old_hooks: Any = None
+
+    def new_index(self) -> int:
+        """Number the next participant."""
+        index = self.num_indices
+        self.num_indices = index + 1
+        return index
+
+    # ---- registering -----------------------------------------------------------------------
+
+    def call_soon(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        """Register a callback, or the next step of a task."""
+        kind = type(callback)
+        if kind is STEP or (kind is BUILTIN and callback.__name__ == "task_wakeup"):
+            task = callback.__self__  # type: ignore[attr-defined]
+            if type(task) is SimTask:
+                task.callback = callback
+                task.args = args
+                task.context = context
+                waiting = self.waiting
+                if self._holds_tasks:
+                    if waiting:
+                        waiting.append(task)
+                    else:
+                        self.enabled.append(task)
+                    return None
+                if not waiting:
+                    self.enabled.append(self._callbacks)
+                waiting.append(task)
+                return None
+        if self._closed:
+            self._check_closed()  # type: ignore[attr-defined]
+        if self._holds_callbacks:
+            free = SimHandle(callback, args, self, context)
+            self.enabled.append(free)
+            return free
+        handle = events.Handle(callback, args, self, context)
+        if not self.waiting:
+            self.enabled.append(self._callbacks)
+        self.waiting.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # it has no `self._write_to_self`
+
+    def call_later(
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        """Register a callback for a moment of virtual time."""
+        if delay is None:
+            raise TypeError("delay must not be None")
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        """Register a callback for a moment of virtual time."""
+        timer = SimTimer(when, callback, args, self, context)
+        index = timer.index
+        timer._scheduled = True
+        heappush(self._timers, (when, index, timer))
+        return timer
+
+    def call_when_due(self, when: float, participant: Any) -> None:
+        """Let a participant's `become_due` be called at a moment of virtual time."""
+        heappush(self._timers, (when, self.new_index(), participant))
+
+    def time(self) -> float:
+        """Return virtual time, in seconds."""
+        return self.now
+
+    def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+        """Make a task that the schedule may hold."""
+        self._check_closed()  # type: ignore[attr-defined]
+        if self._task_factory is not None:  # type: ignore[attr-defined]
+            return super().create_task(coro, **kwargs)
+        return SimTask(coro, loop=self, **kwargs)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+        """Submit a call to the simulated twin of an executor."""
+        return self.pools.submit_call(executor, func, args)
+
+    def put_due(self, timer: SimTimer) -> None:
+        """Put a due timer into the queue, where it waits for its turn."""
+        if not self.waiting:
+            self.enabled.append(self._callbacks)
+        self.waiting.append(timer)
+
+    # ---- running ---------------------------------------------------------------------------
+
+    def run(self, main: asyncio.Task[Any]) -> str:
+        """Take steps until `main` is done; say how that ended.
+
+        Returns:
+            "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
+        """
+        enabled, external, order, budget = self.enabled, self.external, self.order, self.budget
+        observer, holds_clock = self.observer, self._holds_callbacks
+        done = main.done
+        end = budget.first_check
+        while True:
+            num = len(enabled)
+            if holds_clock or (external and not num):
+                options = self._with_external()
+            else:
+                options = enabled + external if external else enabled
+            if len(options) > 1:
+                at = self.choose(options)
+            elif options:
+                at = 0
+            elif self._advance():
+                continue
+            else:
+                return "deadlock"
+            chosen = options[at]
+            if observer is not None:
+                observer.before(chosen, options)
+            if at < num:
+                del enabled[at]
+            elif at < num + len(external):
+                del external[at - num]
+            order.append(chosen.index)
+            chosen.fire()
+            if observer is not None:
+                observer.after(chosen)
+            if done():
+                return "done"
+            if len(order) >= end:
+                end = budget.check(self)
+                if not end:
+                    return "endless"
+
+    def _with_external(self) -> list[Participant]:
+        """Return all options, where nothing but ops can go on or the clock is free."""
+        options = self.enabled + self.external
+        when = self.next_when()
+        if when is None:
+            return options
+        if self._holds_callbacks or not (
+            self.enabled or any(op.deadline < when for op in self.external)  # type: ignore[attr-defined]
+        ):
+            options.append(self._clock)
+        return options
+
+    def next_when(self) -> float | None:
+        """Return when the next timer is due; None without timers."""
+        timers = self._timers
+        while timers:
+            timer = timers[0][2]
+            if not timer.is_off():
+                return timers[0][0]
+            heappop(timers)
+        return None
+
+    def _advance(self) -> bool:
+        """Move the clock to the next timer; False without timers."""
+        when = self.next_when()
+        if when is None:
+            return False
+        self.jump(when)
+        return True
+
+    def jump(self, when: float) -> None:
+        """Move the clock, and make every timer an option that is due then."""
+        self.now = max(self.now, when)
+        limit = self.now + SAME_INSTANT_S
+        timers = self._timers
+        while timers and timers[0][0] <= limit:
+            timer = heappop(timers)[2]
+            if not timer.is_off():
+                timer.become_due(self)
+
+    # ---- what asyncio asks of a loop -------------------------------------------------------
+
+    def start(self) -> None:
+        """Make this the running loop of the thread."""
+        self._thread_id = threading.get_ident()
+        self._old_hooks = sys.get_asyncgen_hooks()
+        sys.set_asyncgen_hooks(
+            firstiter=self._asyncgen_firstiter_hook,  # type: ignore[attr-defined]
+            finalizer=self._asyncgen_finalizer_hook,
+        )
+        events._set_running_loop(self)
+
+    def finish(self) -> None:
+        """Stop being the running loop, for ever."""
+        events._set_running_loop(None)
+        sys.set_asyncgen_hooks(*self._old_hooks)
+        self._thread_id = None  # type: ignore[assignment]  # as in the base class
+        self.enabled.clear()
+        self.external.clear()
+        self.waiting.clear()
+        self._timers.clear()
+        self._closed = True
+        self.sim_tasks = []  # these close cycles, which only the collector could free
+        self.pools = self._callbacks = self._clock = None  # type: ignore[assignment]
+
+    @property
+    def open_generators(self) -> list[Any]:
+        """Asynchronous generators that were begun and not ended."""
+        return list(self._asyncgens)  # type: ignore[attr-defined]
+
+    def _asyncgen_finalizer_hook(self, agen: Any) -> None:
+        self._asyncgens.discard(agen)  # type: ignore[attr-defined]
+        if not self._closed:
+            self.call_soon(self._end_generator, agen)
+
+    def _end_generator(self, agen: Any) -> None:
+        task = self.create_task(agen.aclose())
+        if type(task) is SimTask:
+            task.ends_with_run = True
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Remember what nobody handled, unless the program has a handler of its own."""
+        if self._exception_handler is not None:  # type: ignore[attr-defined]
+            super().call_exception_handler(context)
+        elif not self._closed:
+            self.complaints.append(context)
+
+    def _timer_handle_cancelled(self, handle: Any) -> None:
+        if handle.is_due:
+            self.enabled[:] = [each for each in self.enabled if each is not handle]
+
+    def _write_to_self(self) -> None:
+        """Nothing sleeps that would have to be woken."""
+
+    def _process_events(self, event_list: Any) -> None:
+        """There is no selector."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """End the simulated default pool."""
+        self._executor_shutdown_called = True

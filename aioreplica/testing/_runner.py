@@ -1,0 +1,246 @@
+"""Runs schedules of one program, plainly or with their story, and checks that they repeat."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import ContextError
+from ._cancellation import Canceller
+from ._errors import DeadlockError, NondeterminismError, StarvationError
+from ._execute import Main, Outcome, check_main, execute
+from ._forbidden import is_foreign
+from ._holds import Hold, HoldChooser
+from ._keys import Keys
+from ._schedule import CANCELLED, HELD, Schedule
+from ._story import Step, Story
+
+RECENT: Final = 1000
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._participant import Choose
+    from ._sandbox import Sandbox
+
+
+def check_no_loop(what: str) -> None:
+    """Refuse to simulate inside a running loop.
+
+    Raises:
+        ContextError: If an event loop runs in this thread.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ContextError(
+        f"{what} was called inside a running event loop. Call it from a plain function: it makes a "
+        "loop of its own for every schedule."
+    )
+
+
+def check_integer(name: str, value: Any) -> None:
+    """Refuse what is no integer.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+
+
+@final
+class Runner:
+    """Runs schedules of one program.
+
+    Args:
+        main: The program.
+        sandbox: Must be open.
+        max_steps: When to call the program endless; None for the usual number.
+    """
+
+    def __init__(self, main: Main, sandbox: Sandbox, max_steps: int | None = None) -> None:
+        self.main = main
+        self._sandbox = sandbox
+        self._max_steps = max_steps
+        self._context = copy_context()
+
+    def run(self, schedule: Schedule) -> Outcome:
+        """Run one schedule, without its story."""
+        observer = None
+        if schedule.maker == HELD:
+            return self.run_holds(schedule, schedule.holds)
+        if schedule.maker == CANCELLED:
+            observer = Canceller(schedule.cancel_step)
+        return self._execute(schedule, observer, schedule.chooser())
+
+    def choose(self, schedule: Schedule, choose: Choose) -> Outcome:
+        """Run one schedule with a chooser that takes notes."""
+        return self._execute(schedule, None, choose)
+
+    def tell(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Story]:
+        """Run one schedule with its story; errors that only a story can tell are made."""
+        if schedule.maker == HELD:
+            return self.tell_holds(schedule, schedule.holds, max_steps)
+        story = Story()
+        if schedule.maker == CANCELLED:
+            story.canceller = Canceller(schedule.cancel_step)
+        return self._told(self._with_story(schedule, story, schedule.chooser(), max_steps), story)
+
+    def run_holds(
+        self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
+    ) -> Outcome:
+        """Run asyncio's own order under constraints, with a schedule's seed and faults."""
+        keys = Keys()
+        return self._execute(schedule, keys, HoldChooser(holds, keys), max_steps)
+
+    def tell_holds(
+        self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
+    ) -> tuple[Outcome, Story]:
+        """Run constraints with their story."""
+        story = Story()
+        choose = HoldChooser(holds, story.keys)
+        return self._told(self._with_story(schedule, story, choose, max_steps), story)
+
+    def _with_story(
+        self, schedule: Schedule, story: Story, choose: Any, max_steps: int | None
+    ) -> Outcome:
+        try:
+            return self._execute(schedule, story, choose, max_steps)
+        finally:
+            story.close()
+
+    def _execute(
+        self, schedule: Schedule, observer: Any, choose: Any, max_steps: int | None = None
+    ) -> Outcome:
+        return execute(
+            self.main,
+            choose,
+            self._sandbox,
+            schedule,
+            self._context,
+            observer=observer,
+            max_steps=max_steps or self._max_steps,
+        )
+
+    def _told(self, outcome: Outcome, story: Story) -> tuple[Outcome, Story]:
+        if outcome.error is None and outcome.has_failed:
+            make = _deadlock if outcome.kind == "deadlock" else _starvation
+            outcome.error = make(story, outcome)
+        return outcome, story
+
+
+def _deadlock(story: Story, outcome: Outcome) -> DeadlockError:
+    assert story.graph is not None
+    graph = story.graph
+    head = "Nothing can happen any more, and the program has not ended."
+    if graph.cycle:
+        head = f"Deadlock: {' waits for '.join((*graph.cycle, graph.cycle[0]))}."
+    return DeadlockError(f"{head}\n{graph.describe()}", waits=graph.waits, cycle=graph.cycle)
+
+
+def _starvation(story: Story, outcome: Outcome) -> StarvationError:
+    assert story.graph is not None
+    graph, steps = story.graph, story.steps
+    counts: dict[str, int] = {}
+    for step in steps[-RECENT:]:
+        counts[step.who] = counts.get(step.who, 0) + 1
+    running = tuple(sorted(counts, key=lambda who: -counts[who])[:5])
+    ended = len(outcome.order)
+    text = (
+        f"The program has not ended after {ended} steps. Lately these went on: "
+        f"{', '.join(running)}."
+    )
+    last = {step.who: step for step in steps[-RECENT:]}
+    text += "".join(f"\n  {who} goes round at {last[who].reached}" for who in running)
+    waits = tuple(wait for wait in graph.waits if wait.who not in counts)
+    if waits:
+        text += "\nMeanwhile these waited:" + "".join(f"\n  {wait.describe()}" for wait in waits)
+    return StarvationError(text, steps=ended, running=running, waits=waits, cycle=graph.cycle)
+
+
+def nondeterminism(first: Sequence[Step], second: Sequence[Step]) -> NondeterminismError:
+    """Return the error for two stories of one schedule that differ."""
+    advice = (
+        "Let the program build all of its state inside its function, and take time and randomness "
+        "from the modules that are simulated."
+    )
+    for number, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        ours, theirs = f"{one.who}: {one.did}", f"{other.who}: {other.did}"
+        if ours != theirs or one.num_options != other.num_options:
+            if ours == theirs:
+                ours += f" ({one.num_options} could go)"
+                theirs += f" ({other.num_options} could go)"
+            return NondeterminismError(
+                f"The same schedule ran otherwise the second time, from step {number} on: first "
+                f"{ours}, then {theirs}. {advice}",
+                step=number,
+                first=ours,
+                second=theirs,
+            )
+    number = min(len(first), len(second)) + 1
+    if len(first) == len(second):
+        return NondeterminismError(
+            "The same schedule took the same steps twice but ended otherwise. " + advice
+        )
+    longer = first if len(first) > len(second) else second
+    step = f"{longer[number - 1].who}: {longer[number - 1].did}"
+    ours, theirs = (step, "the end") if longer is first else ("the end", step)
+    return NondeterminismError(
+        f"The same schedule ran otherwise the second time, from step {number} on: first {ours}, "
+        f"then {theirs}. {advice}",
+        step=number,
+        first=ours,
+        second=theirs,
+    )
+
+
+def same_end(first: Outcome, second: Outcome) -> bool:
+    """Tell whether two runs took the same steps to the same end.
+
+    A story of an endless run is cut short, so of that only the beginning is compared.
+    """
+    if first.kind != second.kind:
+        return False
+    if first.kind == "raised" and type(first.error) is not type(second.error):
+        return False
+    if first.kind == "endless":
+        num = min(len(first.order), len(second.order))
+        return first.order[:num] == second.order[:num]
+    return first.order == second.order
+
+
+def same_failure(first: Outcome, second: Outcome) -> bool:
+    """Tell whether two schedules show the same bug: the same kind of end, from the same line."""
+    if first.kind != second.kind:
+        return False
+    if first.kind != "raised":
+        return True
+    assert first.error is not None
+    assert second.error is not None
+    return type(first.error) is type(second.error) and _line(first.error) == _line(second.error)
+
+
+def _line(error: BaseException) -> tuple[str, int]:
+    """Return the innermost line of the program that an error came through."""
+    found = ("", 0)
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not is_foreign(file):
+            found = file, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
+__all__ = [
+    "Runner",
+    "check_integer",
+    "check_main",
+    "check_no_loop",
+    "nondeterminism",
+    "same_end",
+    "same_failure",
+]

@@ -1,0 +1,120 @@
+"""One schedule, described by a few numbers: enough to run it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ._strategies import FIFO, MAKERS, fifo
+
+if TYPE_CHECKING:
+    from ._holds import Hold
+    from ._participant import Choose, Participant
+
+FIDELITIES: Final = ("asyncio", "reorder", "adversarial")
+SPIN: Final = 64
+"""After so many decisions in a row for one task, another one goes."""
+CHOICES: Final = 30
+CANCELLED: Final = 29
+HELD: Final = 28
+"""Makers that are no strategy: explicit choices; asyncio's order, cancelled once or held."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What decides one run.
+
+    Attributes:
+        maker: Number of the strategy, `CHOICES`, `CANCELLED` or `HELD`.
+        seed: Seeds the strategy, the faults, and `random` inside the program.
+        length: How many decisions the strategy expects.
+        fidelity: What may vary.
+        choices: For `CHOICES`, what is not the default: pairs of decision and option.
+        cancel_step: For `CANCELLED`, after which step the main task is cancelled.
+        holds: For `HELD`, the constraints.
+        faults: What may go wrong, or None.
+    """
+
+    maker: int = FIFO
+    seed: int = 0
+    length: int = 0
+    fidelity: str = "reorder"
+    choices: tuple[tuple[int, int], ...] = ()
+    cancel_step: int = 0
+    holds: tuple[Hold, ...] = ()
+    faults: Any = None
+
+    def chooser(self) -> Choose:
+        """Return a fresh function that chooses."""
+        if self.maker == CHOICES:
+            return ChoiceList(self.choices)
+        if self.maker == CANCELLED:
+            return fifo
+        return MAKERS[self.maker](self.seed, self.length)
+
+
+@final
+class Ranks:
+    """Ranks options by who is preempted: rank 0 preempts nobody.
+
+    Who went last goes on as long as it can; then whoever asyncio would take. A task that could go
+    on but has gone on for `SPIN` decisions steps back once: it may be waiting for another.
+
+    Attributes:
+        last: Number of the task that went last.
+    """
+
+    __slots__ = ("_in_a_row", "last")
+
+    def __init__(self) -> None:
+        self.last = -1
+        self._in_a_row = 0
+
+    @property
+    def is_spinning(self) -> bool:
+        """Whether the last task has to step back."""
+        return self._in_a_row > SPIN
+
+    def rank(self, options: list[Participant]) -> list[int]:
+        """Return the positions of the options by rank."""
+        default = next((i for i, option in enumerate(options) if option.index == self.last), None)
+        if default is None:
+            default = fifo(options)
+        ranked = [default, *(i for i in range(len(options)) if i != default)]
+        return ranked[1:] + ranked[:1] if self.is_spinning else ranked
+
+    def took(self, option: Participant) -> None:
+        """Take note of who goes."""
+        if is_preemptible(option):
+            self._in_a_row = self._in_a_row + 1 if option.index == self.last else 0
+            self.last = option.index
+
+
+@final
+class ChoiceList:
+    """Chooses by a list of decisions; where that says nothing, nobody is preempted.
+
+    Args:
+        choices: Pairs of a decision's number and a rank among its options.
+    """
+
+    __slots__ = ("_choices", "_decision", "_ranks")
+
+    def __init__(self, choices: tuple[tuple[int, int], ...]) -> None:
+        self._choices = dict(choices)
+        self._decision = 0
+        self._ranks = Ranks()
+
+    def __call__(self, options: list[Participant]) -> int:
+        ranked = self._ranks.rank(options)
+        wanted = self._choices.get(self._decision, 0)
+        self._decision += 1
+        at = ranked[wanted % len(ranked)]
+        self._ranks.took(options[at])
+        return at
+
+
+def is_preemptible(option: Participant) -> bool:
+    """Tell whether this is a task: holding it though it could run is a preemption."""
+    return hasattr(option, "number")

@@ -1,0 +1,246 @@
+"""The story of a schedule: every step with a name, told by running the schedule again.
+
+The story is an observer of a simulated loop. It also keeps what shrinking needs: for each step a
+key that means the same participant in other schedules of the same program, and since when the
+step could have been taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..context import PLACE
+from ._handles import SimTimer
+from ._keys import Key, Keys
+from ._order import OrderWatch
+from ._owners import Owners
+from ._participant import CALLBACKS, CLOCK, START_S, Participant
+from ._points import point_of
+from ._pools import IN_FLIGHT, LATE, PoolOp
+from ._task import SimTask
+from ._waits import WaitGraph
+
+if TYPE_CHECKING:
+    from ._cancellation import Canceller
+    from ._loop import SimLoop
+
+MAX_STORY_STEPS: Final = 3_000
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a schedule.
+
+    Attributes:
+        who: Name of the participant.
+        lane: What it belongs to: the task itself, or the pool.
+        did: What it did, in words.
+        at: Where it stood before.
+        reached: Where it stood afterwards.
+        time_s: Virtual time since the start of the run.
+        key: Who it is, in other schedules too.
+        nth: Which of its own steps this was, from 0.
+        since: Counts steps in the order in which they became possible.
+        num_options: How many participants could have gone instead, itself included.
+    """
+
+    who: str
+    lane: str
+    did: str
+    at: str
+    reached: str
+    time_s: float
+    key: Key
+    nth: int
+    since: int
+    num_options: int
+
+    def describe(self) -> str:
+        """Return one line."""
+        return f"{self.time_s:10.4f}  {self.who:<24}  {self.did}"
+
+
+@final
+class Story:
+    """Observes a run and remembers it in words.
+
+    Attributes:
+        steps: The first `MAX_STORY_STEPS` steps.
+        num_steps: How many steps there were.
+        pending: Steps that could have been taken when a failing run ended.
+        graph: Who waited for whom when the run got stuck; None if it did not.
+        ending: How the run ended.
+        keys: The keys of all participants.
+        order: Watches the order of collectives.
+        canceller: Told of every step too; None without a cancellation.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.num_steps = 0
+        self.pending: list[Step] = []
+        self.canceller: Canceller | None = None
+        self.graph: WaitGraph | None = None
+        self.ending = ""
+        self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
+        self.keys = Keys()
+        self._nth: dict[int, int] = {}
+        self._since: dict[int, int] = {}
+        self._num_possible = 0
+        self._points: dict[int, str] = {}
+        self._names: dict[int, str] = {}
+        self._replicas: dict[int, SimTask] = {}
+        self._op_counts: dict[int, int] = {}
+        self._op_numbers: dict[int, int] = {}
+        self._owners = Owners()
+        self.order = OrderWatch()
+        self._now: tuple[str, int, int, int] | None = None
+
+    # ---- the observer ------------------------------------------------------------------------
+
+    def begin(self, loop: SimLoop, main: SimTask) -> None:
+        """Meet the loop before the first step."""
+        self._loop = loop
+        self._names[main.index] = "main"
+        self.keys.begin(loop, main)
+        if self.canceller is not None:
+            self.canceller.begin(loop, main)
+        self._owners.install()
+        self.order.install()
+        self._note_options(self._options_now())
+
+    def before(self, chosen: Participant, options: list[Participant]) -> None:
+        """Learn who takes the next step, and who else could have."""
+        self.num_steps += 1
+        if self.num_steps > MAX_STORY_STEPS:
+            return
+        index = chosen.index
+        self.order.begin_step(index)
+        since = self._since.pop(index, self._num_possible)
+        nth = self._nth.get(index, 0)
+        self._nth[index] = nth + 1
+        self._now = (self._intention(chosen), nth, since, len(options))
+
+    def after(self, chosen: Participant) -> None:
+        """Learn what came of the step."""
+        self.keys.after(chosen)
+        if self.canceller is not None:
+            self.canceller.after(chosen)
+        if self.num_steps > MAX_STORY_STEPS:
+            return
+        self.order.end_step(self._loop.num_indices)
+        assert self._now is not None
+        did, nth, since, num_options = self._now
+        index = chosen.index
+        at = self._points.get(index, "its start")
+        who = self.name_of(chosen)
+        reached = did
+        if isinstance(chosen, SimTask):
+            reached = point_of(chosen)
+            did = f"{at} -> {reached}"
+        self._points[index] = reached
+        lane = chosen.pool.name if isinstance(chosen, PoolOp) else who
+        time_s = self._loop.now - START_S
+        key = self.keys.key_of(chosen)
+        self.steps.append(Step(who, lane, did, at, reached, time_s, key, nth, since, num_options))
+        self._note_options(self._options_now())
+
+    def end(self, kind: str) -> None:
+        """Look at the stuck program before it is cleaned up."""
+        self.ending = kind
+        for option in self._options_now():
+            self.pending.append(self._never_taken(option))
+        if kind in ("deadlock", "endless"):
+            self.graph = WaitGraph.of(self._loop, self.name_of, self._owners)
+
+    def lines(self) -> list[str]:
+        """Return the steps without their times, to compare two runs."""
+        return [f"{step.who}: {step.did}" for step in self.steps]
+
+    def close(self) -> None:
+        """Put back what was watched."""
+        self._owners.remove()
+        self.order.remove()
+
+    # ---- names ---------------------------------------------------------------------------------
+
+    def name_of(self, participant: Any) -> str:
+        """Name a participant, the same whenever it is asked for."""
+        index = participant.index
+        name = self._names.get(index)
+        if name is None:
+            name = self._names[index] = self._new_name(participant)
+        return name
+
+    def _new_name(self, participant: Any) -> str:
+        if isinstance(participant, SimTask):
+            return self._name_task(participant)
+        if isinstance(participant, PoolOp):
+            count = self._op_counts.get(id(participant.pool), 0) + 1
+            self._op_counts[id(participant.pool)] = count
+            return f"op {participant.describe()} #{count} on {participant.pool.name}"
+        if participant.index == CALLBACKS:
+            return "callbacks"
+        if participant.index == CLOCK:
+            return "the clock"
+        return f"timer #{participant.index}"
+
+    def _name_task(self, task: SimTask) -> str:
+        place = task.context.get(PLACE) if task.context is not None else None
+        replica = getattr(place, "replica", None)
+        coroutine = task.get_coro()
+        function = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
+        function = function.rpartition(".")[2]
+        if replica is not None:
+            number = replica.replica_id_in_sync_group
+            if self._replicas.setdefault(id(replica), task) is task:
+                return f"replica {number}"
+            return f"{function} of replica {number}"
+        name = task.get_name()
+        if name.startswith("Task-") or "." in name:  # asyncio's name, or anyio's
+            return f"{function} (Task-{task.number})"
+        return f"task '{name}'"
+
+    def _intention(self, chosen: Any) -> str:
+        if isinstance(chosen, PoolOp):
+            self.name_of(chosen)
+            if chosen.state == IN_FLIGHT:
+                return "completes"
+            return "delivers its result" if chosen.state == LATE else "starts"
+        if chosen.index == CALLBACKS:
+            return f"run {_callback_name(self._loop.waiting[0])}"
+        if chosen.index == CLOCK:
+            return "moves on"
+        if isinstance(chosen, SimTask):
+            return ""
+        return f"fires {_callback_name(chosen)}"
+
+    def _never_taken(self, option: Any) -> Step:
+        index, who = option.index, self.name_of(option)
+        at = self._points.get(index, "its start")
+        since = self._since.get(index, self._num_possible)
+        key, nth = self.keys.key_of(option), self._nth.get(index, 0)
+        lane = option.pool.name if isinstance(option, PoolOp) else who
+        return Step(who, lane, "is never taken", at, at, 0.0, key, nth, since, 0)
+
+    # ---- options -----------------------------------------------------------------------------
+
+    def _options_now(self) -> list[Participant]:
+        return self._loop.enabled + self._loop.external
+
+    def _note_options(self, options: list[Participant]) -> None:
+        for option in options:
+            if option.index not in self._since:
+                self._since[option.index] = self._num_possible
+                self._num_possible += 1
+                if not isinstance(option, SimTimer):  # time alone makes those possible
+                    self.order.became_possible(option.index)
+
+
+def _callback_name(handle: Any) -> str:
+    if isinstance(handle, SimTask):
+        return handle.get_name()
+    callback = getattr(handle, "_callback", None)
+    return getattr(callback, "__qualname__", None) or type(callback).__name__

@@ -1,0 +1,219 @@
+"""Strategies of schedule: who goes next, decided from a seed.
+
+Each is a function of the options, which come in the order in which asyncio would take them: first
+what is ready, then the steps of ops that are in flight, then the clock. Those that favour some
+participants over others turn into a fair random walk when a run gets much longer than the program
+was measured to be: a program that spins until another task gets on would spin for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from ._participant import CALLBACKS, CLOCK, Choose, Participant
+
+PATIENCE: Final = 4
+"""How many times its measured length a run may take before favourites lose their favour."""
+EXTRA_DECISIONS: Final = 200
+OVERDUE_STEPS: Final = 100
+"""How many steps may overtake an op in asyncio's own order."""
+
+
+def fifo(options: list[Participant]) -> int:
+    """Take what asyncio would take; ops and the clock in the order of their times."""
+    first = options[0]
+    if not hasattr(first, "deadline"):  # not an op: something is ready
+        return _overdue(options) if hasattr(options[-1], "deadline") else 0
+    at, soonest = 0, first.due  # type: ignore[attr-defined]
+    for i, option in enumerate(options):
+        if option.index == CLOCK:
+            due = option._loop.next_when()  # type: ignore[attr-defined]
+        else:
+            due = option.due  # type: ignore[attr-defined]
+        if due < soonest:
+            at, soonest = i, due
+    return at
+
+
+def _overdue(options: list[Participant]) -> int:
+    """Return the first op that others have overtaken for too long, or 0.
+
+    Time stands still while something is ready, but a program that spins until an op is done, on a
+    real loop, sees it done sooner or later.
+    """
+    for i, option in enumerate(options):
+        if hasattr(option, "deadline"):
+            steps = len(option.pool.loop.order) - option.since_step  # type: ignore[attr-defined]
+            return i if steps > OVERDUE_STEPS else 0
+    return 0
+
+
+def make_fifo(seed: int, length: int) -> Choose:
+    """Make the strategy that asyncio itself follows."""
+    return fifo
+
+
+def make_random(seed: int, length: int) -> Choose:
+    """Make a random walk: every option is as likely as any other."""
+    rng = Random(seed).random
+    return lambda options: int(rng() * len(options))
+
+
+def _make_pct(seed: int, length: int, depth: int) -> Choose:
+    """Make a strategy of random priorities with `depth` - 1 changes.
+
+    The most urgent participant goes on until it has to wait; at each change the one that would go
+    on becomes the least urgent of all. Finds a bug of that depth among n participants and k
+    decisions with a probability of at least 1/(n k**(depth-1)).
+
+    Source:
+        Burckhardt et al., A randomized scheduler with probabilistic guarantees of finding bugs,
+        ASPLOS 2010.
+    """
+    random = Random(seed)
+    rng = random.random
+    changes = {random.randrange(max(1, length)): at for at in range(1, depth)}
+    patience = PATIENCE * length + EXTRA_DECISIONS
+    urgency: list[float] = []
+    decisions = 0
+
+    def choose(options: list[Participant]) -> int:
+        nonlocal decisions
+        decisions += 1
+        if decisions > patience:
+            return int(rng() * len(options))
+        best, at = -1.0, 0
+        for i, option in enumerate(options):
+            index = option.index
+            while index >= len(urgency):
+                urgency.append(1.0 + rng())
+            if urgency[index] > best:
+                best, at = urgency[index], i
+        if decisions in changes:
+            urgency[options[at].index] = 1.0 / (1 + changes.pop(decisions))
+            decisions -= 1
+            return choose(options)
+        return at
+
+    return choose
+
+
+def make_pct1(seed: int, length: int) -> Choose:
+    """Make priorities that never change."""
+    return _make_pct(seed, length, 1)
+
+
+def make_pct2(seed: int, length: int) -> Choose:
+    """Make priorities that change once."""
+    return _make_pct(seed, length, 2)
+
+
+def make_pct3(seed: int, length: int) -> Choose:
+    """Make priorities that change twice."""
+    return _make_pct(seed, length, 3)
+
+
+def make_pos(seed: int, length: int) -> Choose:
+    """Make partial order sampling: a random priority for every single step that waits.
+
+    Source:
+        Yuan, Yang and Gu, Partial order aware concurrency sampling, CAV 2018 (its basic form: what
+        two steps of Python code share cannot be seen, so all are taken to conflict).
+    """
+    rng = Random(seed).random
+    drawn: dict[int, float] = {}
+    patience = PATIENCE * length + EXTRA_DECISIONS
+    decisions = 0
+
+    def choose(options: list[Participant]) -> int:
+        nonlocal decisions
+        decisions += 1
+        if decisions > patience:
+            return int(rng() * len(options))
+        best, at = -1.0, 0
+        for i, option in enumerate(options):
+            priority = drawn.get(option.index)
+            if priority is None:
+                priority = drawn[option.index] = rng()
+            if priority > best:
+                best, at = priority, i
+        del drawn[options[at].index]
+        return at
+
+    return choose
+
+
+def make_holds(seed: int, length: int) -> Choose:
+    """Make asyncio's own order, but for up to three participants held for a while each.
+
+    What asyncio does next is a round in which everybody moves once; few other strategies stay
+    close to that, and some bugs (two tasks that get out of each other's way for ever) need it.
+    """
+    random = Random(seed)
+    span = max(2, length)
+    holds: list[tuple[int, int]] = []
+    for _ in range(random.choice((1, 1, 2, 3))):
+        start = random.randrange(span)
+        holds.append((start, start + random.choice((1, 2, 3, 4, 6, 8, span, 4 * span))))
+    holds.sort(reverse=True)
+    held: dict[int, int] = {}
+    decisions = 0
+
+    def choose(options: list[Participant]) -> int:
+        nonlocal decisions
+        while holds and holds[-1][0] <= decisions:
+            held[options[random.randrange(len(options))].index] = holds.pop()[1]
+        decisions += 1
+        if held:
+            free = [i for i, each in enumerate(options) if held.get(each.index, 0) < decisions]
+            if not free:
+                held.clear()
+            elif len(free) < len(options):
+                if len(free) == 1:
+                    return free[0]
+                return free[fifo([options[i] for i in free])]
+        return fifo(options)
+
+    return choose
+
+
+Maker = Callable[[int, int], Choose]
+
+MAKERS: Final[tuple[Maker, ...]] = (
+    make_fifo,
+    make_random,
+    make_pct1,
+    make_pct2,
+    make_pct3,
+    make_pos,
+    make_holds,
+)
+"""By the number that stands for each in a token: only ever add to the end."""
+FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS = range(7)
+
+CYCLES: Final[dict[str, tuple[int, ...]]] = {
+    "fifo": (FIFO,),
+    "random": (RANDOM,),
+    "pct": (PCT1, PCT2, PCT2, PCT3),
+    "pos": (POS,),
+    "portfolio": (PCT1, RANDOM, HOLDS, POS, PCT2, RANDOM, HOLDS, PCT3),
+}
+"""What schedule follows what, by name of strategy; the first of a portfolio is asyncio's own."""
+
+
+def maker_of(strategy: str, at: int) -> int:
+    """Return the number of the maker of the schedule number `at` of a strategy.
+
+    Example:
+        >>> maker_of("portfolio", 0) == FIFO
+        True
+    """
+    cycle = CYCLES[strategy]
+    if strategy == "portfolio":
+        return FIFO if at == 0 else cycle[(at - 1) % len(cycle)]
+    return cycle[at % len(cycle)]
+
+
+__all__ = ["CALLBACKS", "CYCLES", "FIFO", "MAKERS", "fifo", "maker_of"]

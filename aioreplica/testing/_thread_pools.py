@@ -1,0 +1,94 @@
+"""`concurrent.futures` inside a simulated run: futures that a lane completes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+from typing import TYPE_CHECKING, Any, final
+
+from ._forbidden import refuse
+from ._pools import PoolOp, SimPool
+
+if TYPE_CHECKING:
+    from ._sandbox import Sandbox
+
+
+@final
+class SubmittedOp(PoolOp):
+    """A call that was given to an executor itself, so its future is a concurrent one."""
+
+    __slots__ = ()
+
+    def claim(self) -> bool:
+        """Take the call, unless it was cancelled."""
+        return bool(self.future.set_running_or_notify_cancel())
+
+
+@final
+class SubmittedFuture(futures.Future[Any]):
+    """The future of a simulated call: whoever blocks on it lets its pool go on until it is done."""
+
+    pool: SimPool | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result; runs the pool's calls up to this one if it is not there yet."""
+        self._catch_up()
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, in the same way."""
+        self._catch_up()
+        return super().exception(0)
+
+    def _catch_up(self) -> None:
+        if self.pool is not None:
+            run_until(self.pool, self.done)
+
+
+def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
+    """Take the steps of one pool, while everything else is blocked."""
+    loop = pool.loop
+    while not is_done():
+        for at, op in enumerate(loop.external):
+            if getattr(op, "pool", None) is pool:
+                del loop.external[at]
+                loop.order.append(op.index)
+                op.fire()
+                break
+        else:
+            when = loop.next_when()
+            if when is None:
+                refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
+            loop.jump(when)
+
+
+def executor_patches(sandbox: Sandbox) -> list[tuple[Any, str, Any]]:
+    """Return what to replace in the executors of `concurrent.futures`."""
+    executor = futures.ThreadPoolExecutor
+    real_submit, real_shutdown = executor.submit, executor.shutdown
+
+    def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not sandbox.is_here():
+            return real_submit(self, fn, *args, **kwargs)
+        if self._shutdown:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = SubmittedFuture()
+        future.pool = pool = sandbox.loop.pools.pool_of(self)
+        call = (lambda: fn(*args, **kwargs)) if kwargs else fn
+        pool.put(SubmittedOp(pool, call, () if kwargs else args, future))
+        return future
+
+    def shutdown(self: Any, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if sandbox.is_here():
+            pool = sandbox.loop.pools.pool_of(self)
+            if cancel_futures:
+                for op in pool.queue:
+                    op.future.cancel()
+            if wait:
+                run_until(pool, lambda: not (pool.queue or pool.num_running or pool.offered))
+        real_shutdown(self, wait, cancel_futures=cancel_futures)
+
+    return [
+        (executor, "submit", submit),
+        (executor, "shutdown", shutdown),
+    ]

@@ -1,0 +1,284 @@
+"""Tokens: a schedule in at most 40 characters, with a checksum and the mark of its program."""
+
+from __future__ import annotations
+
+import struct
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from binascii import crc32
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from ..context import REGISTRY
+from ._faults import Fault, Faults, name_number
+from ._holds import Hold
+from ._mix import SEED_BITS
+from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Schedule
+from ._strategies import MAKERS
+
+PREFIX: Final = "ar1-"
+MAX_LENGTH: Final = 40
+ROOM: Final = (MAX_LENGTH - len(PREFIX)) * 6 // 8
+CRC_BYTES: Final = 4
+SEED_BYTES: Final = SEED_BITS // 8
+NO_FAULTS, FAULTS_INSIDE, FAULTS_ELSEWHERE = range(3)
+
+
+class TokenTooLongError(Exception):
+    """Raised when a schedule has too many decisions for a token."""
+
+
+def program_number(main: Any) -> int:
+    """Return the mark of a program: its name, in 16 bits; 0 for one without a name."""
+    name = _name(main)
+    return 0 if name == "<lambda>" else name_number(name) or 1
+
+
+def _name(main: Any) -> str:
+    while isinstance(main, partial):
+        main = main.func
+    return str(getattr(main, "__name__", "<lambda>"))
+
+
+def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
+    """Return the token of a schedule.
+
+    Raises:
+        TokenTooLongError: If its decisions do not fit.
+    """
+    body = bytearray([schedule.maker << 2 | FIDELITIES.index(schedule.fidelity)])
+    body += program_number(main).to_bytes(2)
+    body += schedule.seed.to_bytes(SEED_BYTES)
+    if schedule.maker == CHOICES:
+        previous = 0
+        for decision, option in schedule.choices:
+            body += _varint(decision - previous)
+            body += _varint(option)
+            previous = decision
+    elif schedule.maker == HELD:
+        for hold in schedule.holds:
+            for number in (*_hold_numbers(hold),):
+                body += _varint(number)
+    elif schedule.maker == CANCELLED:
+        body += _varint(schedule.cancel_step)
+    else:
+        body += _varint(schedule.length)
+        body += _faults_bytes(schedule.faults, ROOM - CRC_BYTES - len(body))
+    if len(body) + CRC_BYTES > ROOM:
+        raise TokenTooLongError
+    body += crc32(body).to_bytes(CRC_BYTES)
+    return PREFIX + urlsafe_b64encode(body).decode().rstrip("=")
+
+
+def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -> Schedule:
+    """Return the schedule of a token.
+
+    Args:
+        token: What `encode` returned.
+        main: The program that it is for.
+        faults: What may go wrong, where the token has no room to say so.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it is damaged, of another program, or lacks its faults.
+    """
+    program, body = _open(token)
+    own = program_number(main)
+    if program and own and program != own:
+        raise ValueError(
+            f"Token {token!r} is of another program than {_name(main)!r}. Replay it with the "
+            "program that was explored; what counts is the function's name."
+        )
+    maker, fidelity = body[0] >> 2, FIDELITIES[body[0] & 3]
+    seed = int.from_bytes(body[3 : 3 + SEED_BYTES])
+    rest = iter(body[3 + SEED_BYTES :])
+    if maker == CHOICES:
+        return Schedule(maker, seed, 0, fidelity, tuple(_choices(rest)))
+    if maker == CANCELLED:
+        return Schedule(maker, seed, 0, fidelity, cancel_step=_read(rest))
+    if maker == HELD:
+        return Schedule(maker, seed, 0, fidelity, holds=tuple(_holds(rest)))
+    length = _read(rest)
+    found = _read_faults(rest, token, faults)
+    return Schedule(maker, seed, length, fidelity, faults=found)
+
+
+def is_token_of(token: str, main: Callable[..., Any]) -> bool:
+    """Tell whether a token is of this program, by the function's name.
+
+    Args:
+        token: From a report.
+        main: The program.
+
+    Raises:
+        ValueError: If the token is damaged.
+    """
+    program, own = _open(token)[0], program_number(main)
+    return not (program and own) or program == own
+
+
+def _open(token: Any) -> tuple[int, bytes]:
+    """Check a token; return its program's number and its content."""
+    if not isinstance(token, str):
+        raise TypeError(f"A token is a string, got {token!r} ({type(token).__name__}).")
+    body = b""
+    text = token.removeprefix(PREFIX)
+    if text != token and len(token) <= MAX_LENGTH:
+        try:
+            body = urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        except ValueError:
+            body = b""
+    content, check = body[:-CRC_BYTES], body[-CRC_BYTES:]
+    is_whole = (
+        len(content) >= 3 + SEED_BYTES
+        and crc32(content).to_bytes(CRC_BYTES) == check
+        and PREFIX + urlsafe_b64encode(body).decode().rstrip("=") == token
+    )
+    if not is_whole or not _is_known(content):
+        raise ValueError(
+            f"{token!r} is no schedule token, or a damaged one: tokens begin with {PREFIX!r} and "
+            "carry a checksum. Nothing was run; copy it again from the report."
+        )
+    return int.from_bytes(content[1:3]), content
+
+
+def _is_known(content: bytes) -> bool:
+    maker = content[0] >> 2
+    return content[0] & 3 < len(FIDELITIES) and (
+        maker in (CHOICES, CANCELLED, HELD) or maker < len(MAKERS)
+    )
+
+
+def _choices(rest: Iterator[int]) -> Iterator[tuple[int, int]]:
+    decision = 0
+    for first in rest:
+        decision += _read(rest, first)
+        yield decision, _read(rest)
+
+
+def _hold_numbers(hold: Hold) -> tuple[int, ...]:
+    return (
+        len(hold.key), *hold.key, hold.nth, len(hold.until_key), *hold.until_key, hold.until_nth
+    )  # fmt: skip
+
+
+def _holds(rest: Iterator[int]) -> Iterator[Hold]:
+    for first in rest:
+        key = tuple(_read(rest) for _ in range(_read(rest, first)))
+        nth = _read(rest)
+        until_key = tuple(_read(rest) for _ in range(_read(rest)))
+        yield Hold(key, nth, until_key, _read(rest))
+
+
+# --- faults ---------------------------------------------------------------------------------
+
+
+def _faults_bytes(faults: Faults | None, room: int) -> bytes:
+    """Write faults if there is room, else a mark by which this process finds them."""
+    if faults is None or not faults.entries:
+        return bytes([NO_FAULTS])
+    if all(not isinstance(each.error, BaseException) for each in faults.entries):
+        inside = b"".join(_fault_bytes(each) for each in faults.entries)
+        if len(inside) < room:
+            return bytes([FAULTS_INSIDE]) + inside
+    key = crc32(repr(faults.entries).encode()) & 0xFFFF
+    _known_faults()[key] = faults
+    return bytes([FAULTS_ELSEWHERE]) + key.to_bytes(2)
+
+
+def _fault_bytes(fault: Fault) -> bytes:
+    parts = (fault.device, fault.fn, fault.at, fault.error)
+    flags = sum((part is not None) << bit for bit, part in enumerate(parts))
+    out = bytearray([fault.kind << 4 | flags])
+    if fault.device is not None:
+        out += _name_bytes(fault.device)
+    if fault.fn is not None:
+        out += _name_bytes(fault.fn)
+    if fault.at is not None:
+        out += _varint(fault.at)
+    if fault.error is not None:
+        out += name_number(_class_name(fault.error)).to_bytes(2)
+    out += struct.pack(">f", fault.factor) if fault.factor != 1.0 else _varint(fault.times)
+    return bytes(out)
+
+
+def _read_faults(rest: Iterator[int], token: str, given: Faults | None) -> Faults | None:
+    mark = next(rest)
+    if mark == NO_FAULTS:
+        return None
+    if mark == FAULTS_ELSEWHERE:
+        key = _read_number(rest)
+        found = given or _known_faults().get(key)
+        if found is None or crc32(repr(found.entries).encode()) & 0xFFFF != key:
+            raise ValueError(
+                f"The faults of token {token!r} did not fit into it. Pass the same faults again: "
+                "replay(main, token, faults=...)."
+            )
+        return found
+    faults = Faults()
+    for first in rest:
+        faults._add(_read_fault(first, rest))
+    return faults
+
+
+def _read_fault(first: int, rest: Iterator[int]) -> Fault:
+    kind, flags = first >> 4, first & 15
+    device = f"#{_read_number(rest)}" if flags & 1 else None
+    fn = f"#{_read_number(rest)}" if flags & 2 else None
+    at = _read(rest) if flags & 4 else None
+    error = _class_of(_read_number(rest)) if flags & 8 else None
+    if kind == 1:
+        (factor,) = struct.unpack(">f", bytes(next(rest) for _ in range(4)))
+        return Fault(kind, device, fn, at, 1, error, factor)
+    return Fault(kind, device, fn, at, _read(rest), error)
+
+
+def _name_bytes(name: str) -> bytes:
+    number = int(name[1:]) if name.startswith("#") else name_number(name)
+    return number.to_bytes(2)
+
+
+def _class_name(cls: type[BaseException]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _class_of(number: int) -> type[BaseException]:
+    """Find the exception class of a number among those this process knows."""
+    todo: list[type[BaseException]] = [BaseException]
+    for cls in todo:
+        if name_number(_class_name(cls)) == number:
+            return cls
+        todo += cls.__subclasses__()
+    raise ValueError(
+        "The token's fault raises an exception class that is not imported here. Import it first."
+    )
+
+
+def _known_faults() -> dict[int, Faults]:
+    return REGISTRY.once("testing_faults", dict)
+
+
+# --- numbers --------------------------------------------------------------------------------
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read(rest: Iterator[int], first: int | None = None) -> int:
+    number = shift = 0
+    byte = next(rest) if first is None else first
+    while byte & 0x80:
+        number |= (byte & 0x7F) << shift
+        shift += 7
+        byte = next(rest)
+    return number | byte << shift
+
+
+def _read_number(rest: Iterator[int]) -> int:
+    return next(rest) << 8 | next(rest)

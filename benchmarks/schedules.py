@@ -1,0 +1,117 @@
+"""The testing kit: schedules a second, and what it says of programs whose verdict is known.
+
+Times are compared with the stock loop and, where they are installed, with simloom and simloop.
+A bug that is missed, a correct program that alarms, a replay that differs or a bug that
+`exhaustive` calls clean ends the command with an error; times never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import final
+
+import aioreplica as ar
+
+from ._command import parse_options
+from ._report import format_table, summarise, write_json
+from ._schedule_rates import NUM_REPLICAS, TOOLS, find_tool, measure_rates
+from ._schedule_verdicts import Found, count_alarms, count_replays, find_bugs, time_cancellation
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to measure.
+
+    Attributes:
+        num_rounds: Rounds of each comparison of times.
+        num_schedules: Schedules that make one sample.
+        num_seeds: Seeds with which every bug is looked for.
+        num_alarm_seeds: Schedules of every correct program, at each fidelity.
+        num_replays: Replays in other processes.
+        limit: Schedules of an exhaustive exploration.
+    """
+
+    num_rounds: int
+    num_schedules: int
+    num_seeds: int
+    num_alarm_seeds: int
+    num_replays: int
+    limit: int
+
+
+FULL = Plan(5, 3_000, 20, 1_000, 10_000, 2_000)
+QUICK = Plan(3, 200, 2, 30, 30, 150)
+HASH_SEEDS = ("0", "1", "77", "4242")
+MARKS = {True: "ok", False: "MISSED"}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print, write the JSON; fail if a verdict is wrong."""
+    options = parse_options("schedules", __doc__, arguments)
+    plan = QUICK if options.is_quick else FULL
+    ar.set_logical_devices("cpu", NUM_REPLICAS)
+    for name in TOOLS:
+        if find_tool(name) is None:
+            print(f"{name}: skipped, not installed.")
+    rows = measure_rates(num_schedules=plan.num_schedules, num_rounds=plan.num_rounds)
+    print(format_table(rows))
+    for row in rows[:2]:
+        print(f"{row.name}: {1e6 / row.ours:.0f} schedules a second")
+    print(summarise(rows))
+
+    found = find_bugs(plan.num_seeds, plan.limit)
+    print(format_found(found))
+    alarms, num_correct = count_alarms(plan.num_alarm_seeds)
+    same, num_replays = count_replays(plan.num_replays, HASH_SEEDS)
+    seconds, num_cancelled = time_cancellation()
+    print(f"correct programs: {alarms} alarms in {num_correct} schedules")
+    print(f"replays: {same} of {num_replays} identical, {len(HASH_SEEDS)} hash seeds")
+    print(f"cancel_everywhere, 20 awaits: {num_cancelled} runs in {seconds * 1000:.0f} ms "
+          f"(<= 1000 {MARKS[seconds <= 1]})")  # fmt: skip
+    counts = {
+        "num_missed": sum(each.num_seeds - each.num_found for each in found),
+        "num_called_clean": sum(each.exhaustive == "complete" for each in found),
+        "num_alarms": alarms,
+        "num_correct": num_correct,
+        "num_replays": num_replays,
+        "num_replays_differ": num_replays - same,
+        "cancel_us": round(seconds * 1e6),
+    }
+    write_json(options.output, "schedules", rows, is_quick=options.is_quick,
+               counts={**counts, "found": [asdict(each) for each in found]})  # fmt: skip
+    print(f"Written to {options.output}.")
+    wrong = [
+        name
+        for name in ("num_missed", "num_called_clean", "num_alarms", "num_replays_differ")
+        if counts[name]
+    ]
+    if wrong:
+        raise SystemExit(f"Wrong verdicts: {', '.join(f'{n} = {counts[n]}' for n in wrong)}.")
+
+
+def format_found(found: Sequence[Found]) -> str:
+    """Lay out how each bug was found, a line each."""
+    header = ("planted bug", "found", "mean", "most", "constraints", "shrinking", "token",
+              "exhaustive")  # fmt: skip
+    lines = [header]
+    lines += [
+        (
+            each.name,
+            f"{each.num_found}/{each.num_seeds}",
+            f"{each.mean_schedules:.1f}",
+            str(each.most_schedules),
+            str(each.most_constraints),
+            str(each.most_shrink_runs),
+            str(each.longest_token),
+            each.exhaustive,
+        )
+        for each in found
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,288 @@
+"""What a failure says: wait-for graph, starvation, leaks, nondeterminism, and its story."""
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+import aioreplica as ar
+import aioreplica.testing as art
+from tests.testing import programs
+from tests.testing.programs import step
+
+
+def failure_of(program: object, **options: object) -> art.Failure:
+    report = art.explore(program, **{"schedules": 600, **options})  # type: ignore[arg-type]
+    assert report.failed
+    assert report.failure is not None
+    return report.failure
+
+
+# --- deadlock ---------------------------------------------------------------------------------
+
+
+def test_deadlock_names_locks_owners_and_the_cycle() -> None:
+    error = failure_of(programs.crossed_locks).error
+
+    assert isinstance(error, art.DeadlockError)
+    assert set(error.cycle) == {"take (Task-1)", "take (Task-2)"}
+    waits = {wait.who: wait for wait in error.waits}
+    assert waits["take (Task-1)"].owner == "take (Task-2)"
+    assert waits["take (Task-1)"].awaits.startswith("asyncio.Lock")
+    assert "programs.py" in waits["take (Task-1)"].site
+
+
+def test_deadlock_names_who_is_missing_at_a_barrier() -> None:
+    async def main() -> None:
+        barrier, gone = asyncio.Barrier(3), asyncio.Event()
+
+        async def party(i: int) -> None:
+            if i == 2:
+                await gone.wait()
+            await barrier.wait()
+
+        await asyncio.gather(*[asyncio.create_task(party(i), name=f"p{i}") for i in range(3)])
+
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+
+    waits = {wait.who: wait for wait in caught.value.waits}
+    assert waits["task 'p0'"].awaits == "asyncio.Barrier 'barrier' (2 of 3 arrived)"
+    assert "task 'p2'" in waits["task 'p0'"].missing
+    assert waits["task 'p2'"].awaits == "asyncio.Event 'gone'"
+
+
+def test_tasks_that_await_each_other_are_a_cycle() -> None:
+    error = failure_of(programs.awaiting_each_other).error
+
+    assert isinstance(error, art.DeadlockError)
+    assert len(error.cycle) == 2
+
+
+def test_anyio_primitives_are_named_with_their_owner() -> None:
+    async def main() -> None:
+        lock = anyio.Lock()
+        async with lock, anyio.create_task_group() as group:
+            group.start_soon(lock.acquire, name="waiter")
+
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+
+    waits = {wait.who: wait for wait in caught.value.waits}
+    assert waits["task 'waiter'"].awaits == "anyio.Lock 'lock'"
+    assert waits["task 'waiter'"].owner == "main"
+    assert waits["main"].awaits.startswith("anyio.TaskGroup")
+
+
+def test_replicas_are_named_with_those_who_are_missing() -> None:
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        if ctx.replica_id_in_sync_group == 1:
+            await asyncio.Event().wait()
+        await ctx.barrier()
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            await strategy.run(step)
+
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+
+    waits = {wait.who: wait for wait in caught.value.waits}
+    assert waits["replica 0"].awaits == "barrier #1"
+    assert waits["replica 0"].missing == ("replica 1",)
+    assert waits["main"].awaits == "the run of replica 0, replica 1"
+
+
+# --- starvation -------------------------------------------------------------------------------
+
+
+def test_a_program_that_never_ends_has_a_story() -> None:
+    async def main() -> None:
+        stuck = asyncio.create_task(asyncio.Event().wait(), name="stuck")
+        while not stuck.done():
+            await asyncio.sleep(0.1)
+
+    error = failure_of(main, max_steps=2000).error
+
+    assert isinstance(error, art.StarvationError)
+    assert error.running[0] == "main"
+    assert [wait.who for wait in error.waits] == ["task 'stuck'"]
+    assert error.steps >= 2000
+
+
+# --- leaks ------------------------------------------------------------------------------------
+
+
+def test_a_task_left_behind_is_a_leak() -> None:
+    async def main() -> None:
+        asyncio.create_task(asyncio.sleep(9), name="left")  # noqa: RUF006 - that is the point
+
+    with pytest.raises(art.LeakError) as caught:
+        art.run(main)
+
+    assert caught.value.tasks == ("left (sleep)",)
+
+
+def test_a_task_that_was_cancelled_is_none() -> None:
+    async def main() -> None:
+        asyncio.create_task(asyncio.sleep(9)).cancel()
+
+    art.run(main)
+
+
+def test_an_exception_that_nobody_retrieved_is_a_leak() -> None:
+    async def fail() -> None:
+        raise ValueError("unseen")
+
+    async def main() -> None:
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+
+    with pytest.raises(art.LeakError, match="unseen"):
+        art.run(main)
+
+
+def test_a_generator_that_is_kept_open_is_a_leak() -> None:
+    async def count() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+
+    kept = []
+
+    async def main() -> None:
+        kept.append(count())
+        await anext(kept[-1])
+
+    with pytest.raises(art.LeakError) as caught:
+        art.run(main)
+
+    assert caught.value.generators[0].endswith("count")
+
+
+# --- nondeterminism ---------------------------------------------------------------------------
+
+
+def test_state_between_runs_is_named_with_its_step() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        runs.append(1)
+        await step(2)
+        await step(len(runs))
+
+    error = failure_of(main).error
+
+    assert isinstance(error, art.NondeterminismError)
+    assert error.step > 0
+    assert error.first != error.second
+
+
+def test_state_that_shows_only_in_the_end_is_noticed() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        runs.append(1)
+        await step(2)
+        assert len(runs) < 5
+
+    assert isinstance(failure_of(main).error, art.NondeterminismError)
+
+
+# --- the story --------------------------------------------------------------------------------
+
+
+def test_check_raises_the_programs_error_with_its_story() -> None:
+    report = art.explore(programs.lost_update, schedules=600)
+    assert report.failure is not None
+
+    with pytest.raises(AssertionError) as caught:
+        report.check()
+
+    [note] = caught.value.__notes__
+    assert report.failure.token in note
+    assert report.failure.constraints[0] in note
+    assert "writer (Task-1)" in note
+
+
+def test_check_of_a_passing_report_returns_it() -> None:
+    report = art.explore(programs.locked_counter, schedules=10)
+
+    assert report.check() is report
+    assert repr(report) == "<Report portfolio | 10 schedules, no failure>"
+
+
+def test_constraints_name_who_is_held_until_when() -> None:
+    [constraint] = failure_of(programs.starved_check).constraints
+
+    assert constraint.startswith("check (Task-1) is held at ")
+    assert " until slow (Task-2) has " in constraint
+
+
+def test_the_timeline_is_a_page_with_a_lane_for_each(tmp_path: Path) -> None:
+    failure = failure_of(programs.op_reads_reused_buffer)
+
+    page = failure.save_html(tmp_path / "timeline.html").read_text(encoding="utf-8")
+
+    for lane in dict.fromkeys(each.lane for each in failure.steps):
+        assert f">{lane}</text>" in page
+    assert failure.token in page
+    assert "op sum #1 on pool 0" in failure.timeline
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        art.DeadlockError("a", waits=(art.Wait("x", "y", "z"),), cycle=("x",)),
+        art.StarvationError("a", steps=3, running=("x",)),
+        art.NondeterminismError("a", step=2, first="x", second="y"),
+        art.LeakError("a", tasks=("x",)),
+        art.RealIOError("a", site="x:1"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_survive_pickling(error: Exception) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+# --- cancellation -----------------------------------------------------------------------------
+
+
+async def tidy() -> None:
+    lock = asyncio.Lock()
+    for _ in range(4):
+        async with lock:
+            await step()
+
+
+def test_a_tidy_program_can_be_cancelled_everywhere() -> None:
+    report = art.cancel_everywhere(tidy)
+
+    assert report.complete
+    assert report.schedules_run > 4
+
+
+def test_a_program_that_hangs_when_cancelled_is_found_and_replayed() -> None:
+    async def main() -> None:
+        lock = asyncio.Lock()
+        await lock.acquire()
+        try:
+            await step(2)
+            lock.release()
+        finally:
+            await lock.acquire()
+
+    report = art.cancel_everywhere(main)
+
+    assert report.failure is not None
+    assert isinstance(report.failure.error, art.DeadlockError)
+    assert report.failure.constraints[0].startswith("main is cancelled at ")
+    with pytest.raises(art.DeadlockError):
+        art.replay(main, report.failure.token)

@@ -1,0 +1,104 @@
+"""The kit against programs whose verdict is known: bugs are found, correct programs pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import aioreplica.testing as art
+from tests.testing import programs
+
+SEEDS = 20
+DEPTH_1_OR_2 = [p for p in programs.BUGGY if p.__name__ not in {"three_way", "polite_pair"}]
+
+
+def named(program: Callable[[], Any]) -> str:
+    return program.__name__
+
+
+@pytest.mark.parametrize("program", programs.BUGGY, ids=named)
+def test_bug_passes_in_asyncios_own_order(program: Callable[[], Any]) -> None:
+    art.run(program)
+
+
+@pytest.mark.parametrize("program", programs.BUGGY, ids=named)
+def test_bug_is_found_and_replayed(program: Callable[[], Any]) -> None:
+    report = art.explore(program, schedules=600, seed=1)
+
+    assert report.failure is not None
+    assert len(report.failure.token) <= 40
+    assert 1 <= len(report.failure.constraints) <= 3
+    assert report.failure.shrink_runs <= 200
+    with pytest.raises(type(report.failure.error)) as again:
+        art.replay(program, report.failure.token)
+    assert str(again.value) == str(report.failure.error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", programs.BUGGY, ids=named)
+def test_bug_is_found_whatever_the_seed(program: Callable[[], Any]) -> None:
+    reports = [art.explore(program, schedules=600, seed=seed) for seed in range(SEEDS)]
+
+    assert [report.failed for report in reports] == [True] * SEEDS
+    if program in DEPTH_1_OR_2:
+        assert sum(report.schedules_run for report in reports) / SEEDS <= 60
+
+
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
+@pytest.mark.parametrize("program", programs.CORRECT, ids=named)
+def test_correct_program_passes(program: Callable[[], Any], fidelity: str) -> None:
+    report = art.explore(program, schedules=150, seed=2, fidelity=fidelity)
+
+    report.check()
+    assert report.schedules_run == 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
+@pytest.mark.parametrize("program", programs.CORRECT, ids=named)
+def test_correct_program_passes_a_thousand_times(program: Callable[[], Any], fidelity: str) -> None:
+    for seed in range(10):
+        art.explore(program, schedules=101, seed=seed, fidelity=fidelity).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", programs.BUGGY, ids=named)
+def test_exhaustive_never_calls_a_bug_clean(program: Callable[[], Any]) -> None:
+    report = art.exhaustive(program, limit=1000)
+
+    assert report.failed or not report.complete
+    if program is not programs.polite_pair:
+        assert report.failed
+
+
+@pytest.mark.parametrize(
+    "program",
+    [programs.locked_counter, programs.bounded_queue, programs.join_a_queue],
+    ids=named,
+)
+def test_exhaustive_covers_a_small_correct_program(program: Callable[[], Any]) -> None:
+    report = art.exhaustive(program, max_preemptions=1)
+
+    assert report.complete
+    assert not report.failed
+
+
+@pytest.mark.parametrize("strategy", ["random", "pct", "pos"])
+def test_every_strategy_finds_a_lost_update(strategy: str) -> None:
+    report = art.explore(programs.lost_update, schedules=600, strategy=strategy)
+
+    assert isinstance(report.failure and report.failure.error, AssertionError)
+
+
+def test_asyncios_order_alone_finds_nothing() -> None:
+    report = art.explore(programs.lost_update, schedules=20, strategy="fifo")
+
+    assert not report.failed
+
+
+def test_asyncio_fidelity_varies_pools_only() -> None:
+    tasks = art.explore(programs.lost_update, schedules=200, fidelity="asyncio")
+    pools = art.explore(programs.completion_order, schedules=200, fidelity="asyncio")
+
+    assert not tasks.failed
+    assert pools.failed
