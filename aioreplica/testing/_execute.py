@@ -132,7 +132,12 @@ def execute(
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
             observer.begin(loop, task)
-        kind = loop.run(task)
+        try:
+            kind = loop.run(task)
+        except SystemExit as error:  # it leaves the loop at once, as it does a real one
+            order = loop.order
+            _abandon(loop)
+            return Outcome("raised", None, error, order)
         order = loop.order
         loop.order = []
         if kind != "done":

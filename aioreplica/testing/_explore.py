@@ -71,11 +71,7 @@ def explore(
         >>> explore(main, schedules=50)
         <Report portfolio | 50 schedules, no failure>
     """
-    _check(main, schedules, seed, strategy, fidelity, faults)
-    if max_steps is not None:
-        check_integer("max_steps", max_steps)
-        if max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {max_steps}.")
+    _check(main, schedules, seed, strategy, fidelity, faults, max_steps)
     check_no_loop("art.explore")
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
@@ -106,12 +102,22 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
     return report
 
 
-def _check(main: Any, schedules: Any, seed: Any, strategy: Any, fidelity: Any, faults: Any) -> None:
+def _check(
+    main: Any,
+    schedules: Any,
+    seed: Any,
+    strategy: Any,
+    fidelity: Any,
+    faults: Any,
+    max_steps: Any,
+) -> None:
     check_main(main)
-    check_integer("schedules", schedules)
     check_integer("seed", seed)
-    if schedules < 1:
-        raise ValueError(f"schedules must be at least 1, got {schedules}.")
+    for name, value in (("schedules", schedules), ("max_steps", max_steps)):
+        if value is not None:
+            check_integer(name, value)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
     if strategy not in CYCLES:
         hint = {
             "exhaustive": "Call art.exhaustive(main).",

@@ -193,6 +193,17 @@ def test_state_that_shows_only_in_the_end_is_noticed() -> None:
     assert isinstance(failure_of(main).error, art.NondeterminismError)
 
 
+def test_leaving_the_program_is_a_failure() -> None:
+    async def main() -> None:
+        await step()
+        raise SystemExit(3)
+
+    error = failure_of(main).error
+
+    assert isinstance(error, SystemExit)
+    assert error.code == 3
+
+
 # --- the story --------------------------------------------------------------------------------
 
 

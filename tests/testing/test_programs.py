@@ -9,6 +9,9 @@ import aioreplica.testing as art
 from tests.testing import programs
 
 SEEDS = 20
+NEVER_END = (programs.polite_pair, programs.spin_on_lost_flag)
+QUICK = [program for program in programs.BUGGY if program not in NEVER_END]
+ENDLESS = [pytest.param(program, marks=pytest.mark.slow) for program in NEVER_END]
 DEPTH_1_OR_2 = [p for p in programs.BUGGY if p.__name__ not in {"three_way", "polite_pair"}]
 
 
@@ -21,7 +24,7 @@ def test_bug_passes_in_asyncios_own_order(program: Callable[[], Any]) -> None:
     art.run(program)
 
 
-@pytest.mark.parametrize("program", programs.BUGGY, ids=named)
+@pytest.mark.parametrize("program", [*QUICK, *ENDLESS], ids=named)
 def test_bug_is_found_and_replayed(program: Callable[[], Any]) -> None:
     report = art.explore(program, schedules=600, seed=1)
 

@@ -33,7 +33,7 @@ async def train(strategy: ar.Strategy, variables: list[ar.Variable], num_steps: 
         await strategy.run(step)
 
 
-@pytest.mark.explore(schedules=150)
+@pytest.mark.explore(schedules=60)
 async def test_a_value_is_never_torn() -> None:
     strategy, (a, b) = await two_variables()
     training = asyncio.create_task(train(strategy, [a, b], 2))
