@@ -116,15 +116,15 @@ class DistributedDataset:
         return loop
 
     def delivered(self, loop: Loop, item: Item | None) -> None:
-        """Take note of a batch that a loop is about to get, or of its end."""
+        """Take note of a batch that a loop is about to get, or that there is none left."""
         if loop is not self._loop:
             return
         epoch = self._next_start.epoch - 1
-        if item is None:
-            self._place = Start(epoch + 1)
-        else:
+        if item is not None:
             self._num_delivered += 1
             self._place = Start(epoch, item.offset, item.own_state)
+        elif loop.is_exhausted:  # not closed or failed: then the rest of its epoch is still to come
+            self._place = Start(epoch + 1)
 
     def ended(self, loop: Loop) -> None:
         """Take note that a loop needs no more closing."""
@@ -220,17 +220,16 @@ class DistributedDataset:
     async def aclose(self) -> None:
         """End the loop over the dataset and close its source. Idempotent.
 
+        A task that goes on with the loop is told, by a ContextError: the epoch is not over.
+
         Raises:
             Exception: What closing the source raised.
 
         Cancellation:
             Raised again once the source is closed.
         """
-        self._is_closed = True
-        if self._loop is not None:
-            self._open_loops.discard(self._loop)
-            await self._loop.aclose()
-        await self._feed.aclose()
+        name = "" if self._loop is None else self._loop.name
+        await self._close(f"{name} was ended because its dataset was closed.")
 
     async def __aenter__(self) -> Self:
         if self._is_closed:
@@ -244,7 +243,16 @@ class DistributedDataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        await self._close("")  # whoever left knows that the loop is over
+
+    async def _close(self, reason: str) -> None:
+        self._is_closed = True
+        try:
+            if self._loop is not None:
+                self._open_loops.discard(self._loop)
+                await self._loop.aclose(reason)
+        finally:
+            await self._feed.aclose()
 
     def _state(self) -> str:
         if self._is_closed:

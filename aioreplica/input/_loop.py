@@ -22,6 +22,7 @@ class Loop:
     Attributes:
         name: The same.
         is_over: Whether it has ended, was closed or was broken off.
+        is_exhausted: Whether it has ended because there was no batch left.
         is_managed: Whether its dataset was entered with `async with`.
 
     Invariants:
@@ -38,6 +39,7 @@ class Loop:
         "_reason",
         "_stream",
         "_yields",
+        "is_exhausted",
         "is_managed",
         "is_over",
         "name",
@@ -53,6 +55,7 @@ class Loop:
         self._reason = ""
         self._closing: OwnedTask[None] | None = None
         self.name = name
+        self.is_exhausted = False
         self.is_managed = is_managed
         self.is_over = False
 
@@ -72,7 +75,7 @@ class Loop:
         return self._closing is not None and not self._closing.is_done
 
     async def next(self) -> Item | None:
-        """Return the next batch, or None at the end; then the stream is closed.
+        """Return the next batch, or None where the loop is over; then the stream is closed.
 
         Raises:
             ContextError: If the loop was ended by something else, or two tasks are in it.
@@ -109,6 +112,7 @@ class Loop:
         if self.is_over:  # closed by another task meanwhile
             raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
         if item is None:
+            self.is_exhausted = True
             await self.aclose()
             return None
         self._num_delivered += 1
