@@ -80,6 +80,44 @@ async def test_incomplete_steps_can_be_dropped_or_refused(pair: ar.MirroredStrat
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["one per worker", "one per replica"])
+async def test_dropping_makes_a_step_even_and_goes_on(pair: ar.MirroredStrategy, mode: str) -> None:
+    """A short batch in the middle costs its own step's surplus, not the rest of the epoch."""
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        sizes = [4, 3, 0, 2, 4, 4, 1]
+        if mode == "one per replica":
+            sizes = sizes[context.input_pipeline_id :: 2]
+        return [np.arange(size) for size in sizes]
+
+    given = PER_REPLICA if mode == "one per replica" else {}
+    options = ar.InputOptions(**given, remainder="drop")
+    expected = [[[0, 1, 2]] * 2, [[0, 1, 2, 3]] * 2]
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        states = []
+        for _ in range(2):
+            seen = []
+            async for batch in batches:
+                seen.append(parts(batch))
+                states.append(batches.state_dict())
+            assert seen == expected
+        batches.load_state_dict(states[0])
+        assert [parts(batch) async for batch in batches] == expected[1:]
+
+
+@pytest.mark.asyncio
+async def test_dropping_keeps_what_is_even_of_the_last_step(pair: ar.MirroredStrategy) -> None:
+    def dataset_fn(_context: Any) -> Any:
+        return ar.ArrayDataset(np.arange(15), 4)
+
+    options = ar.InputOptions(remainder="drop")
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        seen = [parts(batch) async for batch in batches]
+        assert seen == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [12, 13, 14]]]
+        assert len(batches) == len(seen)
+
+
+@pytest.mark.asyncio
 async def test_a_generator_function_is_called_again_for_each_epoch(
     pair: ar.MirroredStrategy,
 ) -> None:
