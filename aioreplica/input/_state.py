@@ -71,6 +71,7 @@ def unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) -
     if found["fingerprint"] != fingerprint:
         raise ValueError(
             f"The state was saved by another dataset (fingerprint {found['fingerprint']}, "
-            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of."
+            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of; "
+            "with one dataset per replica, the batch size must be the same too."
         )
     return Start(found["epoch"], found["position"], state.get("source"))

@@ -223,6 +223,25 @@ async def test_it_resumes_with_as_many_replicas(pair: ar.MirroredStrategy, kind:
             batches.load_state_dict(states[0])
 
 
+@pytest.mark.parametrize("build", ["arrays", "pipeline"])
+def test_a_state_that_counts_steps_needs_the_same_batch_size(build: str) -> None:
+    """Three steps of 2 are not three steps of 3: going on would skip examples in silence."""
+
+    def batches_of(size: int) -> ar.input.DistributedDataset:
+        def dataset_fn(_context: Any) -> Any:
+            if build == "arrays":
+                return ar.ArrayDataset(np.arange(12), size)
+            return ar.Dataset([*range(12)]).batch(size)
+
+        options = ar.InputOptions(**PER_REPLICA)
+        return mirrored(2).distribute_datasets_from_function(dataset_fn, options)
+
+    state = batches_of(2).state_dict()
+    batches_of(2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"another dataset.*batch size"):
+        batches_of(3).load_state_dict(state)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("buffer", [0, 1])
 async def test_all_sources_are_closed(pair: ar.MirroredStrategy, buffer: int) -> None:
