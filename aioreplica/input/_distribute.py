@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def distribute_from_function(
     options = _checked(options)
     if not callable(dataset_fn):
         raise TypeError(f"dataset_fn must be a function of an ar.InputContext, got {dataset_fn!r}.")
+    if inspect.iscoroutinefunction(dataset_fn):
+        raise TypeError(
+            f"dataset_fn returns a dataset, but {dataset_fn!r} is a coroutine function. Make it a "
+            "plain function; what has to be awaited goes into an async generator that it returns."
+        )
     if options.sharding != "off":
         raise ValueError(
             f"sharding={options.sharding!r} is for distribute_dataset. In dataset_fn, read what "

@@ -299,6 +299,16 @@ def test_the_function_must_return_a_dataset() -> None:
         mirrored(2).distribute_datasets_from_function(lambda _: 3)
 
 
+def test_the_function_must_not_be_a_coroutine_function() -> None:
+    async def fetch(_context: Any) -> Any:
+        return []
+
+    with pytest.raises(TypeError, match=r"fetch.* is a coroutine function.*plain function"):
+        mirrored(2).distribute_datasets_from_function(fetch)
+    with pytest.raises(TypeError, match=r"fetch.* is a coroutine function.*plain function"):
+        mirrored(2).distribute_values_from_function(fetch)
+
+
 def test_sharding_is_the_functions_own_task() -> None:
     with pytest.raises(ValueError, match="input_pipeline_id"):
         mirrored(2).distribute_datasets_from_function(

@@ -248,6 +248,48 @@ async def test_after_an_error_the_next_loop_is_the_next_epoch(pair: ar.MirroredS
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("source", asyncio.CancelledError("gone")),
+        ("map", asyncio.CancelledError("gone")),
+        ("map", StopAsyncIteration("stray")),
+    ],
+)
+async def test_an_error_that_looks_like_something_else_is_told(
+    pair: ar.MirroredStrategy, kind: str, error: BaseException, buffer: int
+) -> None:
+    """A stray StopAsyncIteration is no end; an inner CancelledError is no cancellation."""
+
+    async def fail(item: Any) -> Any:
+        if item[0][0] == 8:
+            raise error
+        return item
+
+    class Failing:
+        def __init__(self) -> None:
+            self.batches = iter(Watched(4))
+
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            return await fail(next(self.batches))
+
+    dataset: Any = Failing() if kind == "source" else ar.Dataset(Watched(4)).map(fail)
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+    async with pair.distribute_dataset(dataset, options) as batches:
+        loop = aiter(batches)
+        await anext(loop)
+        await anext(loop)
+        with pytest.raises(RuntimeError, match=r"epoch 0 of .* raised .*would look like") as caught:
+            await anext(loop)
+        assert repr(caught.value.__cause__) == repr(error)
+        assert batches.statistics().position == 2
+
+
+@pytest.mark.asyncio
 async def test_a_source_that_never_yields_can_be_waited_for_with_a_timeout(
     pair: ar.MirroredStrategy,
 ) -> None:
