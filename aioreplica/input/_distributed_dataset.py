@@ -36,7 +36,7 @@ class InputStatistics:
 
 @final
 class DistributedDataset:
-    """An async iterable of PerReplica batches; each loop over it is the next epoch.
+    """An async iterator of PerReplica batches; each loop over it is the next epoch.
 
     Made by `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function`. Use it
     in `async with`: leaving closes the source, whether a loop has ended, was broken off, failed or
@@ -64,6 +64,7 @@ class DistributedDataset:
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
         self._loop: Loop | None = None
+        self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
         self._fingerprint: int | None = None
         self._num_delivered = 0
         self._is_entered = False
@@ -75,6 +76,24 @@ class DistributedDataset:
         if self._is_closed:
             raise self._closed_error()
         return DistributedIterator(self)
+
+    async def __anext__(self) -> Any:
+        """Return the next batch of a loop that the dataset itself keeps; at its end, begin anew.
+
+        An `async for` begins a loop of its own, and so ends this one.
+
+        Raises:
+            StopAsyncIteration: At the end of each epoch.
+            Exception: As for `DistributedIterator`.
+        """
+        if self._own_iterator is None:
+            self._own_iterator = aiter(self)
+        iterator = self._own_iterator
+        try:
+            return await anext(iterator)
+        finally:
+            if not iterator.is_going_on and iterator is self._own_iterator:
+                self._own_iterator = None
 
     async def begin_loop(self) -> Loop:
         """Begin the next epoch, for an iterator; the loop before it is ended.
@@ -247,6 +266,7 @@ class DistributedDataset:
 
     async def _close(self, reason: str) -> None:
         self._is_closed = True
+        self._own_iterator = None
         try:
             if self._loop is not None:
                 self._open_loops.discard(self._loop)
@@ -278,6 +298,11 @@ class DistributedIterator:
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
         self._loop: Loop | None = None
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether its loop has begun and is not over."""
+        return self._loop is not None and not self._loop.is_over
 
     @property
     def element_spec(self) -> Any:

@@ -77,6 +77,25 @@ async def test_a_loop_that_was_broken_off_is_closed_with_the_dataset(
 
 
 @pytest.mark.asyncio
+async def test_the_dataset_itself_can_be_asked_for_the_next_batch(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset(ar.ArrayDataset(np.arange(4), 2)) as batches:
+        for epoch in range(2):
+            assert [parts(await anext(batches)) for _ in range(2)] == [[[0], [1]], [[2], [3]]]
+            assert batches.epoch == epoch
+            with pytest.raises(StopAsyncIteration):
+                await anext(batches)
+        await anext(batches)
+        assert len([batch async for batch in batches]) == 2
+        with pytest.raises(ContextError, match="another loop over its dataset began"):
+            await anext(batches)
+        assert parts(await anext(batches)) == [[0], [1]]
+    with pytest.raises(ContextError, match="is closed"):
+        await anext(batches)
+
+
+@pytest.mark.asyncio
 async def test_a_loop_whose_dataset_is_closed_in_its_body_does_not_end_quietly(
     pair: ar.MirroredStrategy,
 ) -> None:
