@@ -129,6 +129,22 @@ class WatchedThreads:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
+async def test_a_source_need_not_know_its_length(
+    pair: ar.MirroredStrategy, error: type[Exception]
+) -> None:
+    class Streaming(Watched):
+        def __len__(self) -> int:
+            raise error("unknown")
+
+    async with pair.distribute_dataset(Streaming(3)) as batches:
+        assert len([batch async for batch in batches]) == 3
+        assert batches.state_dict()["epoch"] == 1
+        with pytest.raises(TypeError, match="does not say how many"):
+            len(batches)
+
+
+@pytest.mark.asyncio
 async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrategy) -> None:
     def count(start: int) -> Iterator[np.ndarray]:
         yield np.array([start, start + 1])
