@@ -8,6 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..devices import device
 from ..tree import TreeSpec
 from ._arrays import Array, BatchReader
 from ._join import Joiner
@@ -109,6 +110,25 @@ class DealStream(Stream):
     async def aclose(self) -> None:
         """Close the source."""
         await self._upstream.aclose()
+
+
+@final
+class OnDeviceStream(Stream):
+    """Reads a source that lives on a device: there `ar.current_device()` is that device."""
+
+    def __init__(self, upstream: Stream, device_name: str) -> None:
+        self._upstream = upstream
+        self._device_name = device_name
+
+    async def pull(self) -> Item | None:
+        """Return the source's next item."""
+        with device(self._device_name):
+            return await self._upstream.pull()
+
+    async def aclose(self) -> None:
+        """Close the source."""
+        with device(self._device_name):
+            await self._upstream.aclose()
 
 
 @final

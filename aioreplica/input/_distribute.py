@@ -102,18 +102,20 @@ def distribute_from_function(
         source = _made(dataset_fn, target.context)
         feed = dealt_feed(source, options, joiner, len(target.device_names))
         return _distributed(target, feed)
+    lives_on_device = options.place_on_device and not target.has_plain_values
     sources = []
     num_local = len(target.device_names)
     first = target.context.input_pipeline_id * num_local
     num_in_sync = target.context.num_replicas_in_sync
     for i, name in enumerate(target.device_names):
         context = InputContext(num_in_sync, first + i, num_in_sync)
-        if options.place_on_device and not target.has_plain_values:
+        if lives_on_device:
             with device(name):
                 sources.append(_made(dataset_fn, context))
         else:
             sources.append(_made(dataset_fn, context))
-    return _distributed(target, zipped_feed(sources, options, joiner))
+    names = target.device_names if lives_on_device else ()
+    return _distributed(target, zipped_feed(sources, options, joiner, names))
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Source:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from ..tree import unflatten
 from ._arrays import BatchReader
-from ._assemble import DealStream, Row, Sharing, SplitStream, ZipStream
+from ._assemble import DealStream, OnDeviceStream, Row, Sharing, SplitStream, ZipStream
 from ._join import Joiner
 from ._options import InputOptions
 from ._read_ahead import OnDemandStream, ReadAheadStream
@@ -105,17 +105,28 @@ def dealt_feed(source: Source, options: InputOptions, joiner: Joiner, num_replic
     return Feed(source.label, (source,), assemble, num_batches, is_inline, joiner)
 
 
-def zipped_feed(sources: Sequence[Source], options: InputOptions, joiner: Joiner) -> Feed:
-    """Return the feed that gives each replica one batch of its own source per step."""
+def zipped_feed(
+    sources: Sequence[Source], options: InputOptions, joiner: Joiner, device_names: Sequence[str]
+) -> Feed:
+    """Return the feed that gives each replica one batch of its own source per step.
+
+    Args:
+        sources: One per local replica.
+        options: How they are read.
+        joiner: Makes the batches.
+        device_names: Where each source is read, if it lives on a device; else empty.
+    """
     is_inline = all(source.is_inline for source in sources) and not joiner.places
     label = sources[0].label
 
     def assemble(start: Start) -> Stream:
         row = Row(len(sources), options.remainder, joiner, label)
         streams: list[Stream] = []
-        for source in sources:
+        for number, source in enumerate(sources):
             place = Start(start.epoch, source.offset_after(start.offset), may_be_over=True)
             stream = source.open(place)
+            if device_names:
+                stream = OnDeviceStream(stream, device_names[number])
             streams.append(stream if is_inline else _buffered(stream, options, label))
         return ZipStream(streams, row, start.offset)
 

@@ -1,6 +1,6 @@
 """distribute_datasets_from_function: batches of one replica's size, dealt out or from one each."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -269,6 +269,39 @@ async def test_datasets_placed_on_devices_are_made_there(pair: ar.MirroredStrate
     async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
         assert [parts(batch) async for batch in batches] == [[[0, 1], [0, 1]]]
     assert devices == ["cpu:0", "cpu:1"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_datasets_placed_on_devices_are_read_there(
+    pair: ar.MirroredStrategy, kind: str, buffer: int
+) -> None:
+    """A generator makes its batches later than it is made, and closes later still."""
+    devices: list[list[str]] = [[], []]
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        seen = devices[context.input_pipeline_id]
+
+        def generate() -> Iterator[Any]:
+            try:
+                for _ in range(2):
+                    seen.append(str(ar.current_device()))
+                    yield np.ones(2)
+            finally:
+                seen.append(str(ar.current_device()))
+
+        async def agenerate() -> AsyncIterator[Any]:
+            for item in generate():
+                yield item
+
+        return generate if kind == "plain" else agenerate
+
+    options = ar.InputOptions(**PER_REPLICA, place_on_device=True, per_replica_buffer_size=buffer)
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        async for _ in batches:
+            pass
+    assert devices == [["cpu:0"] * 3, ["cpu:1"] * 3]
 
 
 @pytest.mark.asyncio
