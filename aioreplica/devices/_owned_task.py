@@ -38,6 +38,11 @@ class OwnedTask(Generic[T]):
         """Whether the task has ended, in whatever way."""
         return self._task.done()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the task that asks: it must not wait for its own end."""
+        return asyncio.current_task() is self._task
+
     def cancel(self) -> None:
         """Ask the task to end."""
         self._task.cancel()

@@ -8,6 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from ..devices import run_on_host
+from ._natural import as_natural
 from ._rows import Picked, Rows, rows_of
 from ._shuffle import KeyedPermutation
 from ._spec import spec_of
@@ -30,7 +31,7 @@ class ArrayDataset:
     Raises:
         ValueError: If `batch_size` is below 1, `seed` is no natural number, or the leaves have no
             common leading axis.
-        TypeError: If a leaf is no array.
+        TypeError: If a leaf is no array, or `shuffle` or `drop_remainder` no bool.
 
     Determinism:
         The order is a pure function of (seed, epoch, index): `batches(epoch)` gives the same
@@ -55,14 +56,13 @@ class ArrayDataset:
         seed: int = 0,
         drop_remainder: bool = False,
     ) -> None:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be an int >= 1, got {batch_size!r}.")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed must be an int >= 0, got {seed!r}.")
+        self._batch_size = as_natural("batch_size", batch_size, least=1)
+        self._seed = as_natural("seed", seed)
+        for name, flag in (("shuffle", shuffle), ("drop_remainder", drop_remainder)):
+            if not isinstance(flag, (bool, np.bool_)):
+                raise TypeError(f"{name} must be True or False, got {flag!r}.")
         self._rows = rows_of(arrays)
-        self._batch_size = batch_size
         self._shuffle = shuffle
-        self._seed = seed
         self._drop_remainder = drop_remainder
 
     @property

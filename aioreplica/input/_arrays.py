@@ -18,8 +18,13 @@ def to_array(leaf: Any, path: str) -> Array:
     """Return a leaf as a NumPy array, without a copy where its library allows it.
 
     Raises:
-        TypeError: If it is no array.
+        TypeError: If it is no array, or has a mask.
     """
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"Leaf {path} is a {type(leaf).__name__}, whose mask would be lost. Fill it with "
+            "leaf.filled(value), and pass the mask as a leaf of its own if the step needs it."
+        )
     if isinstance(leaf, np.ndarray):
         return np.asarray(leaf)  # a subclass becomes the array it is made of
     for backend in find_backends():

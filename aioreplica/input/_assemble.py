@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+
+from ..devices import device
 from ..tree import TreeSpec
 from ._arrays import Array, BatchReader
 from ._join import Joiner
@@ -90,14 +93,16 @@ class DealStream(Stream):
     async def pull(self) -> Item | None:
         """Return a batch for each replica; those at the end may be empty."""
         row = self._row
-        while not row.is_complete:
-            item = await self._upstream.pull()
-            if item is None:
-                row.add_missing()
-            else:
-                row.add(item.value)
-                self._last = item
-        value = await row.take()
+        value: Any | None = None
+        while value is None and not row.has_ended:
+            while not row.is_complete:
+                item = await self._upstream.pull()
+                if item is None:
+                    row.add_missing()
+                else:
+                    row.add(item.value)
+                    self._last = item
+            value = await row.take()
         if value is None or self._last is None:
             return None
         return Item(value, self._last.offset, self._last.own_state)
@@ -105,6 +110,25 @@ class DealStream(Stream):
     async def aclose(self) -> None:
         """Close the source."""
         await self._upstream.aclose()
+
+
+@final
+class OnDeviceStream(Stream):
+    """Reads a source that lives on a device: there `ar.current_device()` is that device."""
+
+    def __init__(self, upstream: Stream, device_name: str) -> None:
+        self._upstream = upstream
+        self._device_name = device_name
+
+    async def pull(self) -> Item | None:
+        """Return the source's next item."""
+        with device(self._device_name):
+            return await self._upstream.pull()
+
+    async def aclose(self) -> None:
+        """Close the source."""
+        with device(self._device_name):
+            await self._upstream.aclose()
 
 
 @final
@@ -122,17 +146,17 @@ class ZipStream(Stream):
     async def pull(self) -> Item | None:
         """Return a batch for each replica, until all sources have ended."""
         row = self._row
-        while not row.is_complete:
-            item = await self._upstreams[row.length].pull()
-            if item is None:
-                row.add_missing()
-            else:
-                row.add(item.value)
-        value = await row.take()
-        if value is None:
-            return None
-        self._offset += 1
-        return Item(value, self._offset)
+        value: Any | None = None
+        while value is None and not row.has_ended:
+            while not row.is_complete:
+                item = await self._upstreams[row.length].pull()
+                if item is None:
+                    row.add_missing()
+                else:
+                    row.add(item.value)
+            value = await row.take()
+            self._offset += 1
+        return None if value is None else Item(value, self._offset)
 
     async def aclose(self) -> None:
         """Close all sources, and raise the first error after the last was closed."""
@@ -169,6 +193,12 @@ class Row:
         self._like: list[list[Array] | None] = [None] * num_replicas
         self._spec: TreeSpec | None = None
         self._num_steps = 0
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there will be no further step."""
+        return self._has_ended
 
     @property
     def length(self) -> int:
@@ -184,7 +214,7 @@ class Row:
         """Give a batch to the next replica."""
         arrays, self._spec = self._reader.read(batch)
         self._joiner.note(arrays, self._spec)
-        self._like[len(self._parts)] = [array[:0] for array in arrays]
+        self._like[len(self._parts)] = [np.empty_like(array[:0]) for array in arrays]
         self._parts.append(arrays)
 
     def add_missing(self) -> None:
@@ -192,28 +222,45 @@ class Row:
         self._parts.append(None)
 
     async def take(self) -> Any | None:
-        """Return the step's batch and begin the next; None if there is none any more.
+        """Return the step's batch and begin the next; None if it is left out, or at the end.
 
         Raises:
             ValueError: If replicas get different numbers of examples and that is an error.
         """
-        parts = self._parts
-        if self._spec is None or all(part is None for part in parts):
+        if self._spec is None or self._is_the_end():
+            self._has_ended = True
             return None
-        template = next(like for like in self._like if like is not None)
-        full = [
-            part if part is not None else (own or template)
-            for part, own in zip(parts, self._like, strict=True)
-        ]
-        sizes = [part[0].shape[0] for part in full]
-        if len(set(sizes)) > 1 and self._remainder != "weight":
-            if self._remainder == "error":
-                raise ValueError(
-                    f"Step {self._num_steps} of {self._label} gives the replicas {sizes} examples, "
-                    "and remainder='error'. Make all batches equal, or use remainder='weight'."
-                )
+        full = self._even(self._filled())
+        if full is None:
+            self._parts = []
             return None
         placed = await self._joiner.place(full) if self._joiner.places else full
         self._parts = []
         self._num_steps += 1
         return self._joiner.join(placed, self._spec)
+
+    def _is_the_end(self) -> bool:
+        """Whether nobody has got a batch, or not everybody where parts have to be equal."""
+        is_missing = [part is None for part in self._parts]
+        return any(is_missing) if self._remainder == "drop" else all(is_missing)
+
+    def _filled(self) -> list[list[Array]]:
+        """Return the parts, empty arrays in place of what is missing."""
+        template = next(like for like in self._like if like is not None)
+        return [
+            part if part is not None else (own or template)
+            for part, own in zip(self._parts, self._like, strict=True)
+        ]
+
+    def _even(self, parts: list[list[Array]]) -> list[list[Array]] | None:
+        """Return what the replicas get of parts of different sizes; None if that is nothing."""
+        sizes = [part[0].shape[0] for part in parts]
+        share = min(sizes)
+        if self._remainder == "drop":
+            return [[array[:share] for array in part] for part in parts] if share else None
+        if self._remainder == "weight" or share == max(sizes):
+            return parts
+        raise ValueError(
+            f"Step {self._num_steps} of {self._label} gives the replicas {sizes} examples, "
+            "and remainder='error'. Make all batches equal, or use remainder='weight'."
+        )

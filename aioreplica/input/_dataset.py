@@ -8,6 +8,7 @@ from typing import Any, final
 from ._batch import BatchedSource
 from ._find_source import find_source
 from ._map import MappedSource
+from ._natural import as_natural
 from ._read_ahead import ReadAheadStream
 from ._stream import Source, Start, Stream
 
@@ -56,7 +57,8 @@ class Dataset:
         """
         if not callable(fn):
             raise TypeError(f"map takes a function of one item, got {fn!r}.")
-        return Dataset(MappedSource(self._source, fn, _positive("num_parallel", num_parallel)))
+        num_parallel = as_natural("num_parallel", num_parallel, least=1)
+        return Dataset(MappedSource(self._source, fn, num_parallel))
 
     def batch(self, batch_size: int, *, drop_remainder: bool = False) -> Dataset:
         """Stack single examples into batches; every leaf gets a leading axis.
@@ -68,7 +70,7 @@ class Dataset:
         Raises:
             ValueError: If `batch_size` is below 1.
         """
-        size = _positive("batch_size", batch_size)
+        size = as_natural("batch_size", batch_size, least=1)
         return Dataset(BatchedSource(self._source, size, drop_remainder=drop_remainder))
 
     def prefetch(self, buffer_size: int) -> Dataset:
@@ -79,7 +81,8 @@ class Dataset:
         Raises:
             ValueError: If `buffer_size` is below 1.
         """
-        return Dataset(PrefetchedSource(self._source, _positive("buffer_size", buffer_size)))
+        size = as_natural("buffer_size", buffer_size, least=1)
+        return Dataset(PrefetchedSource(self._source, size))
 
     async def __aiter__(self) -> AsyncGenerator[Any, None]:
         """Yield the items of one pass."""
@@ -116,6 +119,11 @@ class PrefetchedSource(Source):
         """Return a new pass."""
         return ReadAheadStream(self._upstream.open(start), self._buffer_size, self.label)
 
+    @property
+    def counts_examples(self) -> bool:
+        """As the other source does."""
+        return self._upstream.counts_examples
+
     def num_items(self) -> int | None:
         """As many as the other source has."""
         return self._upstream.num_items()
@@ -123,6 +131,10 @@ class PrefetchedSource(Source):
     def offset_after(self, num_items: int) -> int:
         """As in the other source."""
         return self._upstream.offset_after(num_items)
+
+    def first(self) -> Any | None:
+        """That of the other source."""
+        return self._upstream.first()
 
     async def aclose(self) -> None:
         """Close the other source."""
@@ -136,9 +148,3 @@ def find_dataset(dataset: Any) -> Source:
         TypeError: If it is nothing that yields batches.
     """
     return dataset._source if isinstance(dataset, Dataset) else find_source(dataset)
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an int >= 1, got {value!r}.")
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def distribute_from_function(
     options = _checked(options)
     if not callable(dataset_fn):
         raise TypeError(f"dataset_fn must be a function of an ar.InputContext, got {dataset_fn!r}.")
+    if inspect.iscoroutinefunction(dataset_fn):
+        raise TypeError(
+            f"dataset_fn returns a dataset, but {dataset_fn!r} is a coroutine function. Make it a "
+            "plain function; what has to be awaited goes into an async generator that it returns."
+        )
     if options.sharding != "off":
         raise ValueError(
             f"sharding={options.sharding!r} is for distribute_dataset. In dataset_fn, read what "
@@ -96,18 +102,20 @@ def distribute_from_function(
         source = _made(dataset_fn, target.context)
         feed = dealt_feed(source, options, joiner, len(target.device_names))
         return _distributed(target, feed)
+    lives_on_device = options.place_on_device and not target.has_plain_values
     sources = []
     num_local = len(target.device_names)
     first = target.context.input_pipeline_id * num_local
     num_in_sync = target.context.num_replicas_in_sync
     for i, name in enumerate(target.device_names):
         context = InputContext(num_in_sync, first + i, num_in_sync)
-        if options.place_on_device and not target.has_plain_values:
+        if lives_on_device:
             with device(name):
                 sources.append(_made(dataset_fn, context))
         else:
             sources.append(_made(dataset_fn, context))
-    return _distributed(target, zipped_feed(sources, options, joiner))
+    names = target.device_names if lives_on_device else ()
+    return _distributed(target, zipped_feed(sources, options, joiner, names))
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Source:

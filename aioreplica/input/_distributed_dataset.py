@@ -36,7 +36,7 @@ class InputStatistics:
 
 @final
 class DistributedDataset:
-    """An async iterable of PerReplica batches; each loop over it is the next epoch.
+    """An async iterator of PerReplica batches; each loop over it is the next epoch.
 
     Made by `strategy.distribute_dataset` and `strategy.distribute_datasets_from_function`. Use it
     in `async with`: leaving closes the source, whether a loop has ended, was broken off, failed or
@@ -64,6 +64,7 @@ class DistributedDataset:
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
         self._loop: Loop | None = None
+        self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
         self._fingerprint: int | None = None
         self._num_delivered = 0
         self._is_entered = False
@@ -75,6 +76,24 @@ class DistributedDataset:
         if self._is_closed:
             raise self._closed_error()
         return DistributedIterator(self)
+
+    async def __anext__(self) -> Any:
+        """Return the next batch of a loop that the dataset itself keeps; at its end, begin anew.
+
+        An `async for` begins a loop of its own, and so ends this one.
+
+        Raises:
+            StopAsyncIteration: At the end of each epoch.
+            Exception: As for `DistributedIterator`.
+        """
+        if self._own_iterator is None:
+            self._own_iterator = aiter(self)
+        iterator = self._own_iterator
+        try:
+            return await anext(iterator)
+        finally:
+            if not iterator.is_going_on and iterator is self._own_iterator:
+                self._own_iterator = None
 
     async def begin_loop(self) -> Loop:
         """Begin the next epoch, for an iterator; the loop before it is ended.
@@ -116,15 +135,15 @@ class DistributedDataset:
         return loop
 
     def delivered(self, loop: Loop, item: Item | None) -> None:
-        """Take note of a batch that a loop is about to get, or of its end."""
+        """Take note of a batch that a loop is about to get, or that there is none left."""
         if loop is not self._loop:
             return
         epoch = self._next_start.epoch - 1
-        if item is None:
-            self._place = Start(epoch + 1)
-        else:
+        if item is not None:
             self._num_delivered += 1
             self._place = Start(epoch, item.offset, item.own_state)
+        elif loop.is_exhausted:  # not closed or failed: then the rest of its epoch is still to come
+            self._place = Start(epoch + 1)
 
     def ended(self, loop: Loop) -> None:
         """Take note that a loop needs no more closing."""
@@ -220,17 +239,16 @@ class DistributedDataset:
     async def aclose(self) -> None:
         """End the loop over the dataset and close its source. Idempotent.
 
+        A task that goes on with the loop is told, by a ContextError: the epoch is not over.
+
         Raises:
             Exception: What closing the source raised.
 
         Cancellation:
             Raised again once the source is closed.
         """
-        self._is_closed = True
-        if self._loop is not None:
-            self._open_loops.discard(self._loop)
-            await self._loop.aclose()
-        await self._feed.aclose()
+        name = "" if self._loop is None else self._loop.name
+        await self._close(f"{name} was ended because its dataset was closed.")
 
     async def __aenter__(self) -> Self:
         if self._is_closed:
@@ -244,7 +262,17 @@ class DistributedDataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        await self._close("")  # whoever left knows that the loop is over
+
+    async def _close(self, reason: str) -> None:
+        self._is_closed = True
+        self._own_iterator = None
+        try:
+            if self._loop is not None:
+                self._open_loops.discard(self._loop)
+                await self._loop.aclose(reason)
+        finally:
+            await self._feed.aclose()
 
     def _state(self) -> str:
         if self._is_closed:
@@ -270,6 +298,11 @@ class DistributedIterator:
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
         self._loop: Loop | None = None
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether its loop has begun and is not over."""
+        return self._loop is not None and not self._loop.is_over
 
     @property
     def element_spec(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from ..tree import unflatten
 from ._arrays import BatchReader
-from ._assemble import DealStream, Row, Sharing, SplitStream, ZipStream
+from ._assemble import DealStream, OnDeviceStream, Row, Sharing, SplitStream, ZipStream
 from ._join import Joiner
 from ._options import InputOptions
 from ._read_ahead import OnDemandStream, ReadAheadStream
@@ -28,6 +28,7 @@ class Feed:
         num_batches: Of an epoch, if that is known.
         is_inline: Whether batches are made in microseconds, by the loop itself.
         joiner: Makes the batches.
+        counts_steps: Whether a place is a number of steps; then batch sizes must stay as they are.
     """
 
     label: str
@@ -36,11 +37,15 @@ class Feed:
     num_batches: Callable[[], int | None]
     is_inline: bool
     joiner: Joiner
+    counts_steps: bool = False
 
     @property
     def identity(self) -> tuple[Any, ...]:
         """Plain values that differ from those of another dataset, so far as one can tell."""
-        return tuple(entry for source in self.sources for entry in source.identity)
+        entries = tuple(entry for source in self.sources for entry in source.identity)
+        if self.counts_steps:
+            entries += tuple(source.offset_after(1) for source in self.sources)
+        return entries
 
     def spec(self) -> Any | None:
         """Return the pytree of specs, if a batch was read or the source says so itself."""
@@ -68,11 +73,15 @@ def split_feed(source: Source, options: InputOptions, sharing: Sharing, joiner: 
 
     def num_batches() -> int | None:
         num_items = source.num_items()
-        if num_items and sharing.remainder == "drop":
-            last = source.offset_after(num_items) - source.offset_after(num_items - 1)
-            if source.counts_examples and last < sharing.num_parts:
-                return num_items - 1
-        return num_items
+        if not num_items or sharing.remainder != "drop":
+            return num_items
+        if not source.counts_examples:  # any batch may be too small to be delivered
+            return None
+        batch_size = source.offset_after(1)
+        last = source.offset_after(num_items) - source.offset_after(num_items - 1)
+        if batch_size < sharing.num_parts:
+            return 0
+        return num_items - (last < sharing.num_parts)
 
     return Feed(source.label, (source,), assemble, num_batches, is_inline, joiner)
 
@@ -96,17 +105,28 @@ def dealt_feed(source: Source, options: InputOptions, joiner: Joiner, num_replic
     return Feed(source.label, (source,), assemble, num_batches, is_inline, joiner)
 
 
-def zipped_feed(sources: Sequence[Source], options: InputOptions, joiner: Joiner) -> Feed:
-    """Return the feed that gives each replica one batch of its own source per step."""
+def zipped_feed(
+    sources: Sequence[Source], options: InputOptions, joiner: Joiner, device_names: Sequence[str]
+) -> Feed:
+    """Return the feed that gives each replica one batch of its own source per step.
+
+    Args:
+        sources: One per local replica.
+        options: How they are read.
+        joiner: Makes the batches.
+        device_names: Where each source is read, if it lives on a device; else empty.
+    """
     is_inline = all(source.is_inline for source in sources) and not joiner.places
     label = sources[0].label
 
     def assemble(start: Start) -> Stream:
         row = Row(len(sources), options.remainder, joiner, label)
         streams: list[Stream] = []
-        for source in sources:
+        for number, source in enumerate(sources):
             place = Start(start.epoch, source.offset_after(start.offset), may_be_over=True)
             stream = source.open(place)
+            if device_names:
+                stream = OnDeviceStream(stream, device_names[number])
             streams.append(stream if is_inline else _buffered(stream, options, label))
         return ZipStream(streams, row, start.offset)
 
@@ -117,7 +137,7 @@ def zipped_feed(sources: Sequence[Source], options: InputOptions, joiner: Joiner
             return None
         return min(known) if options.remainder == "drop" else max(known)
 
-    return Feed(label, tuple(sources), assemble, num_batches, is_inline, joiner)
+    return Feed(label, tuple(sources), assemble, num_batches, is_inline, joiner, counts_steps=True)
 
 
 def _buffered(stream: Stream, options: InputOptions, label: str) -> Stream:

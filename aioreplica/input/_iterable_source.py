@@ -140,7 +140,7 @@ class IterableSource(Source):
             return None
         try:
             return len(self._dataset)
-        except TypeError:  # a DataLoader over an iterable dataset has __len__ but no length
+        except (TypeError, NotImplementedError):  # as a DataLoader over an iterable dataset does
             return None
 
     async def aclose(self) -> None:

@@ -22,6 +22,7 @@ class Loop:
     Attributes:
         name: The same.
         is_over: Whether it has ended, was closed or was broken off.
+        is_exhausted: Whether it has ended because there was no batch left.
         is_managed: Whether its dataset was entered with `async with`.
 
     Invariants:
@@ -38,6 +39,7 @@ class Loop:
         "_reason",
         "_stream",
         "_yields",
+        "is_exhausted",
         "is_managed",
         "is_over",
         "name",
@@ -53,6 +55,7 @@ class Loop:
         self._reason = ""
         self._closing: OwnedTask[None] | None = None
         self.name = name
+        self.is_exhausted = False
         self.is_managed = is_managed
         self.is_over = False
 
@@ -72,11 +75,12 @@ class Loop:
         return self._closing is not None and not self._closing.is_done
 
     async def next(self) -> Item | None:
-        """Return the next batch, or None at the end; then the stream is closed.
+        """Return the next batch, or None where the loop is over; then the stream is closed.
 
         Raises:
             ContextError: If the loop was ended by something else, or two tasks are in it.
             LoopMismatchError: If called on another event loop.
+            RuntimeError: If the source raised StopAsyncIteration, or a CancelledError of its own.
             Exception: What the source raised, with a note that says where.
         """
         stream = self._stream
@@ -98,17 +102,22 @@ class Loop:
             if self._yields:
                 await asyncio.sleep(0)  # a loop without any wait would starve the others
             item = await stream.pull()
+        except (StopAsyncIteration, asyncio.CancelledError) as error:
+            if self.is_over or _is_cancelled(error):
+                raise
+            failure = self._misleading(error)
+            await self._fail(failure)
+            raise failure from error
         except Exception as error:
             if not self.is_over:
-                error.add_note(f"Raised in {self.name}, behind {self._num_delivered} batches.")
-                self.is_over = True
-                await self._close_after(error)
+                await self._fail(error)
             raise
         finally:
             self._is_waiting = False
         if self.is_over:  # closed by another task meanwhile
             raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
         if item is None:
+            self.is_exhausted = True
             await self.aclose()
             return None
         self._num_delivered += 1
@@ -153,7 +162,20 @@ class Loop:
         except RuntimeError:  # the event loop is closed, and with it whatever the source had there
             return
 
-    async def _close_after(self, error: Exception) -> None:
+    def _misleading(self, error: BaseException) -> RuntimeError:
+        """Return an error in place of one that the caller would take for something else."""
+        meaning = "an epoch that is over"
+        if isinstance(error, asyncio.CancelledError):
+            meaning = "a cancellation of the loop, which nobody asked for"
+        return RuntimeError(
+            f"The source of {self.name} raised {error!r}, which would look like {meaning}. Catch "
+            "it in the source, and raise an error that says what happened."
+        )
+
+    async def _fail(self, error: Exception) -> None:
+        """End the loop because of an error of its source."""
+        error.add_note(f"Raised in {self.name}, behind {self._num_delivered} batches.")
+        self.is_over = True
         try:
             await self.aclose()
         except Exception as second:  # noqa: BLE001 - the first error is the one to raise
@@ -173,3 +195,10 @@ class Loop:
 
     def __repr__(self) -> str:
         return f"<Loop {self.name} | {'over' if self.is_over else 'open'}>"
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether `error` is a cancellation that was asked for, of the task that runs."""
+    task = asyncio.current_task()
+    is_asked_for = task is None or task.cancelling() > 0
+    return isinstance(error, asyncio.CancelledError) and is_asked_for

@@ -10,7 +10,10 @@ from typing import Any, final
 
 from ..devices import HOST, CompletionPort, Op, OwnedTask, lane_table, run_on_lane
 from ._iterable_source import label_of
+from ._read_ahead import ReadAheadStream
 from ._stream import Item, Source, Start, Stream
+
+_Call = Op[Any] | OwnedTask[Any]
 
 
 @final
@@ -40,7 +43,7 @@ class MappedSource(Source):
 
     def open(self, start: Start) -> Stream:
         """Return a new pass."""
-        return _MapStream(self._upstream.open(start), self._fn, self._num_parallel)
+        return _MapStream(self._upstream.open(start), self._fn, self._num_parallel, self.label)
 
     def num_items(self) -> int | None:
         """As many as the other source has."""
@@ -56,44 +59,32 @@ class MappedSource(Source):
 
 
 @final
-class _MapStream(Stream):
-    """Invariant: calls in `_window` were started in order, and their results leave in order."""
+class _CallStream(Stream):
+    """Items with a started call in place of each value.
 
-    def __init__(self, upstream: Stream, fn: Callable[[Any], Any], num_parallel: int) -> None:
+    Args:
+        upstream: Gives the items.
+        fn: What to call.
+        calls: Where each call is put when it starts, in order; whoever takes its result removes it.
+    """
+
+    def __init__(self, upstream: Stream, fn: Callable[[Any], Any], calls: deque[_Call]) -> None:
         self._upstream = upstream
         self._fn = fn
-        self._num_parallel = num_parallel
+        self._calls = calls
         self._is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
             getattr(fn, "__call__", None)  # noqa: B004 - an object whose call is async
         )
-        self._window: deque[tuple[Item, Op[Any] | OwnedTask[Any]]] = deque()
-        self._has_ended = False
-        self._error: Exception | None = None
 
     async def pull(self) -> Item | None:
-        while not self._has_ended and len(self._window) < self._num_parallel:
-            try:
-                item = await self._upstream.pull()
-            except Exception as error:  # noqa: BLE001 - raised behind the items before it
-                self._error = error
-                item = None
-            if item is None:
-                self._has_ended = True
-            else:
-                self._window.append((item, self._start(item.value)))
-        if not self._window:
-            failure, self._error = self._error, None
-            if failure is not None:
-                raise failure
+        item = await self._upstream.pull()
+        if item is None:
             return None
-        item, call = self._window[0]
-        value = await call
-        if inspect.isawaitable(value):
-            value = await value
-        self._window.popleft()
-        return item._replace(value=value)
+        call = self._start(item.value)
+        self._calls.append(call)
+        return item._replace(value=call)
 
-    def _start(self, value: Any) -> Op[Any] | OwnedTask[Any]:
+    def _start(self, value: Any) -> _Call:
         if self._is_async:
             return OwnedTask(self._fn(value), "aioreplica input: map")
         port = CompletionPort.of_running_loop()
@@ -102,18 +93,52 @@ class _MapStream(Stream):
         return op
 
     async def aclose(self) -> None:
-        self._has_ended = True
-        calls = [call for _, call in self._window]
-        self._window.clear()
-        for call in calls:
+        await self._upstream.aclose()
+
+
+@final
+class _MapStream(Stream):
+    """Waits for the calls in order, while a task reads on and starts the next ones.
+
+    The task matters: an item whose call is done must not wait for the source's next item.
+    """
+
+    def __init__(
+        self, upstream: Stream, fn: Callable[[Any], Any], num_parallel: int, label: str
+    ) -> None:
+        self._calls: deque[_Call] = deque()
+        self._started: Stream = _CallStream(upstream, fn, self._calls)
+        if num_parallel > 1:  # one call is waited for here, the others are in the buffer
+            self._started = ReadAheadStream(self._started, num_parallel - 1, label)
+        self._next: Item | None = None  # kept if a pull is cancelled
+
+    async def pull(self) -> Item | None:
+        if self._next is None:
+            self._next = await self._started.pull()
+        item = self._next
+        if item is None:
+            return None
+        value = await item.value
+        if inspect.isawaitable(value):
+            value = await value
+        self._calls.popleft()
+        self._next = None
+        return item._replace(value=value)
+
+    async def aclose(self) -> None:
+        self._next = None
+        for call in self._calls:
             call.cancel()
         try:
-            await asyncio.gather(*(_ended(call) for call in calls), return_exceptions=True)
-        finally:
-            await self._upstream.aclose()
+            await self._started.aclose()
+        finally:  # a source that does not heed its cancellation may have given one more item
+            for call in self._calls:
+                call.cancel()
+            await asyncio.gather(*map(_ended, self._calls), return_exceptions=True)
+            self._calls.clear()
 
 
-async def _ended(call: Op[Any] | OwnedTask[Any]) -> None:
+async def _ended(call: _Call) -> None:
     if isinstance(call, OwnedTask):
         await call.ended()
     else:

@@ -30,7 +30,7 @@ class OpenLoops:
         if len(self._loops) >= MAX_LEFT:
             for left in [known for known in self._loops if known.is_over and not known.is_closing]:
                 del self._loops[left]
-                self._num_forgotten += 1
+                self._num_forgotten += not left.is_managed
         self._loops[loop] = None
 
     def discard(self, loop: Loop) -> None:

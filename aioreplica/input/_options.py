@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 from operator import index
-from typing import Any, Literal, cast, final
+from typing import Literal, final
 
+from ._natural import as_natural, natural_or_none
 from ._sharding import MODES
 
 REMAINDERS = ("weight", "drop", "error")
@@ -89,12 +90,9 @@ class InputOptions:
         for name in ("fetch_to_device", "place_on_device"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        size = cast(Any, self.per_replica_buffer_size)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ValueError(
-                f"per_replica_buffer_size must be an int >= 0, got {size!r}. 0 turns reading ahead "
-                "off."
-            )
+        advice = " 0 turns reading ahead off."
+        size = as_natural("per_replica_buffer_size", self.per_replica_buffer_size, advice=advice)
+        object.__setattr__(self, "per_replica_buffer_size", size)
         for name, legal in (("remainder", REMAINDERS), ("sharding", MODES)):
             if getattr(self, name) not in legal:
                 raise ValueError(
@@ -144,19 +142,14 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for name in ("num_input_pipelines", "num_replicas_in_sync"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}.")
-        pipeline_id = cast(Any, self.input_pipeline_id)
-        if (
-            isinstance(pipeline_id, bool)
-            or not isinstance(pipeline_id, int)
-            or not 0 <= pipeline_id < self.num_input_pipelines
-        ):
+            object.__setattr__(self, name, as_natural(name, getattr(self, name), least=1))
+        pipeline_id = natural_or_none(self.input_pipeline_id)
+        if pipeline_id is None or pipeline_id >= self.num_input_pipelines:
             raise ValueError(
                 f"input_pipeline_id must be an int from 0 to {self.num_input_pipelines - 1}, got "
-                f"{pipeline_id!r}."
+                f"{self.input_pipeline_id!r}."
             )
+        object.__setattr__(self, "input_pipeline_id", pipeline_id)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return how many examples of a global batch each replica gets.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextvars import copy_context
-from typing import final
+from typing import Any, final
 
 from ..devices import OwnedTask
+from ..errors import ContextError
 from ._stream import Item, Stream
 
 
@@ -64,8 +65,10 @@ class ReadAheadStream(Stream):
         """Cancel the task, wait until it has ended, and with it the upstream.
 
         Raises:
+            ContextError: If the upstream itself calls this, so the task would wait for itself.
             Exception: What closing the upstream raised.
         """
+        _require_outside(self._task, self._label)
         self._is_closed = True
         self._buffer.clear()
         if self._task is None:
@@ -146,7 +149,13 @@ class OnDemandStream(Stream):
         return await task
 
     async def aclose(self) -> None:
-        """Cancel the pull in progress, then close the upstream."""
+        """Cancel the pull in progress, then close the upstream.
+
+        Raises:
+            ContextError: If the upstream itself calls this, so the pull would wait for itself.
+            Exception: What closing the upstream raised.
+        """
+        _require_outside(self._task, self._label)
         is_first = self._closing is None
         if self._closing is None:
             name = f"aioreplica input: closing {self._label}"
@@ -161,6 +170,14 @@ class OnDemandStream(Stream):
             if not await self._task.ended():  # interrupted: it ends with the event loop
                 return
         await self._upstream.aclose()
+
+
+def _require_outside(task: OwnedTask[Any] | None, label: str) -> None:
+    if task is not None and task.is_current:
+        raise ContextError(
+            f"{label} closes the loop that reads it, and would wait for its own end. Return from "
+            "the source to end the epoch, or raise an error."
+        )
 
 
 def _resolve(waiter: asyncio.Future[None] | None) -> None:

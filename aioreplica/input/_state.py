@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
+from ._natural import natural_or_none
 from ._stream import Start
 
 VERSION = 1
@@ -52,22 +53,25 @@ def unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) -
             f"The state of {label} has version {state.get('version')!r}, but this release reads "
             f"version {VERSION}. Load it with the release that saved it."
         )
+    found = {}
     for name in NUMBERS:
-        value = state.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        number = natural_or_none(state.get(name))  # NumPy's too: a checkpoint may hold arrays
+        if number is None:
             raise ValueError(
-                f"The state of {label} has {name}={value!r}, which is no natural number. Load what "
-                "state_dict returned, unchanged."
+                f"The state of {label} has {name}={state.get(name)!r}, which is no natural number. "
+                "Load what state_dict returned, unchanged."
             )
-    if state["pipelines"] != num_pipelines:
+        found[name] = number
+    if found["pipelines"] != num_pipelines:
         raise ValueError(
-            f"The state was saved with {state['pipelines']} input pipelines, but {label} has "
+            f"The state was saved with {found['pipelines']} input pipelines, but {label} has "
             f"{num_pipelines}. One dataset per replica can go on with as many replicas only; one "
             "per worker can with any number."
         )
-    if state["fingerprint"] != fingerprint:
+    if found["fingerprint"] != fingerprint:
         raise ValueError(
-            f"The state was saved by another dataset (fingerprint {state['fingerprint']}, "
-            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of."
+            f"The state was saved by another dataset (fingerprint {found['fingerprint']}, "
+            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of; "
+            "with one dataset per replica, the batch size must be the same too."
         )
-    return Start(state["epoch"], state["position"], state.get("source"))
+    return Start(found["epoch"], found["position"], state.get("source"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -106,12 +107,17 @@ class Distribution(ABC):
         Under the default strategy, the one value itself.
 
         Raises:
-            TypeError: If `value_fn` is not callable.
+            TypeError: If `value_fn` is not callable, or a coroutine function.
             ContextError: If called inside a replica.
         """
         self.require_cross_replica("distribute_values_from_function", None)
         if not callable(value_fn):
             raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
+        if inspect.iscoroutinefunction(value_fn):
+            raise TypeError(
+                f"value_fn returns a value, but {value_fn!r} is a coroutine function. Make it a "
+                "plain function, and await what it needs before."
+            )
         count = self.num_replicas_in_sync
         values = [value_fn(ValueContext(i, count)) for i in range(count)]
         if self.has_plain_values:

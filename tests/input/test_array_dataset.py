@@ -179,6 +179,28 @@ def test_arrays_need_one_common_leading_axis(arrays: Any, text: Any) -> None:
         ar.ArrayDataset(arrays, 2)
 
 
+@pytest.mark.parametrize("flag", ["shuffle", "drop_remainder"])
+def test_flags_are_bools(flag: str) -> None:
+    """shuffle=1000, as in other libraries, does not mean what it says there."""
+    with pytest.raises(TypeError, match=f"{flag} must be True or False, got 1000"):
+        ar.ArrayDataset(np.arange(4), 2, **{flag: 1000})
+
+
+def test_sizes_and_seeds_may_be_numpy_integers() -> None:
+    dataset = ar.ArrayDataset(np.arange(7), np.int64(3), shuffle=True, seed=np.uint8(1))  # type: ignore[arg-type]
+    same = ar.ArrayDataset(np.arange(7), 3, shuffle=True, seed=1)
+
+    assert [batch.tolist() for batch in dataset] == [batch.tolist() for batch in same]
+    assert ar.Dataset([1]).batch(np.int32(2)) is not None  # type: ignore[arg-type]
+
+
+def test_a_mask_is_not_lost_in_silence() -> None:
+    masked = np.ma.masked_array(np.arange(4), mask=[True, False, False, False])
+
+    with pytest.raises(TypeError, match=r"Leaf \['x'\] is a MaskedArray.*filled"):
+        ar.ArrayDataset({"x": masked}, 2)
+
+
 def test_repr_shows_sizes() -> None:
     dataset = ar.ArrayDataset(np.arange(7), 3, shuffle=True)
 

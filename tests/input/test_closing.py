@@ -187,6 +187,26 @@ async def test_a_call_of_the_source_that_has_started_is_waited_for(
 
 
 @pytest.mark.asyncio
+async def test_a_source_that_closes_its_own_dataset_is_told(
+    pair: ar.MirroredStrategy, options: Any
+) -> None:
+    """It would wait for itself, forever."""
+
+    async def quitter() -> AsyncIterator[Any]:
+        yield np.ones(2)
+        await batches.aclose()
+
+    async def read() -> None:
+        async with batches, asyncio.timeout(10):
+            async for _ in batches:
+                pass
+
+    batches = pair.distribute_dataset(quitter, options)
+    with pytest.raises(ContextError, match=r"closes the loop that reads it|dataset was closed"):
+        await read()
+
+
+@pytest.mark.asyncio
 async def test_an_iterator_that_was_never_used_is_closed_too(pair: ar.MirroredStrategy) -> None:
     class Handle:
         is_closed = False
@@ -401,6 +421,21 @@ async def test_many_bare_loops_hold_nothing() -> None:
     assert len(strategy._open_loops._loops) <= 64
 
     with pytest.warns(ResourceWarning, match="200 loops"):
+        await strategy.aclose()
+
+
+@pytest.mark.asyncio
+async def test_many_datasets_in_async_with_are_not_warned_of() -> None:
+    strategy = mirrored(2)
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(70):
+            dataset = strategy.distribute_dataset([np.ones(2), np.ones(2)])
+            batches = await stack.enter_async_context(dataset)
+            async for _ in batches:
+                break
+            await asyncio.sleep(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         await strategy.aclose()
 
 

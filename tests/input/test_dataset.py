@@ -61,13 +61,54 @@ async def test_no_more_calls_than_asked_for_are_in_progress() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0)
+        for _ in range(5):  # long enough for others to start
+            await asyncio.sleep(0)
         running -= 1
         return number
 
     await items(ar.Dataset([*range(20)]).map(watched, num_parallel=3))
 
     assert most == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("num_parallel", [1, 2, 8])
+async def test_a_result_does_not_wait_for_the_next_item(num_parallel: int, kind: str) -> None:
+    """A source may be a live one, whose next item depends on what was made of this one."""
+    is_wanted = asyncio.Event()
+
+    async def live() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+            await is_wanted.wait()
+            is_wanted.clear()
+
+    async def anegative(number: int) -> int:
+        return -number
+
+    fn = anegative if kind == "async" else lambda number: -number
+    dataset = ar.Dataset(live).map(fn, num_parallel=num_parallel)
+    seen = []
+    async with asyncio.timeout(10), aclosing(aiter(dataset)) as loop:
+        async for item in loop:
+            seen.append(item)
+            is_wanted.set()
+    assert seen == [0, -1, -2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_parallel", [1, 3])
+async def test_map_reads_no_further_than_its_calls(num_parallel: int) -> None:
+    source = WatchedAsync(10)
+    dataset = ar.Dataset(source).map(lambda item: item, num_parallel=num_parallel)
+    async with aclosing(aiter(dataset)) as loop:
+        for number in range(3):
+            await anext(loop)
+            for _ in range(30):
+                await asyncio.sleep(0)
+            assert source.pulled == list(range(number + num_parallel))
+    assert source.num_closed == 1
 
 
 @pytest.mark.asyncio

@@ -11,6 +11,7 @@ import aioreplica as ar
 from aioreplica.errors import ContextError, LoopMismatchError
 from aioreplica.input import ArraySpec
 from tests.conftest import mirrored
+from tests.input.sources import Watched
 
 
 def parts(batch: object) -> list[list[int]]:
@@ -73,6 +74,60 @@ async def test_a_loop_that_was_broken_off_is_closed_with_the_dataset(
     assert first == [[0], [1]]
     with pytest.raises(StopAsyncIteration):
         await anext(loop)
+
+
+@pytest.mark.asyncio
+async def test_the_dataset_itself_can_be_asked_for_the_next_batch(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset(ar.ArrayDataset(np.arange(4), 2)) as batches:
+        for epoch in range(2):
+            assert [parts(await anext(batches)) for _ in range(2)] == [[[0], [1]], [[2], [3]]]
+            assert batches.epoch == epoch
+            with pytest.raises(StopAsyncIteration):
+                await anext(batches)
+        await anext(batches)
+        assert len([batch async for batch in batches]) == 2
+        with pytest.raises(ContextError, match="another loop over its dataset began"):
+            await anext(batches)
+        assert parts(await anext(batches)) == [[0], [1]]
+    with pytest.raises(ContextError, match="is closed"):
+        await anext(batches)
+
+
+@pytest.mark.asyncio
+async def test_a_loop_whose_dataset_is_closed_in_its_body_does_not_end_quietly(
+    pair: ar.MirroredStrategy,
+) -> None:
+    """Otherwise an epoch would look complete that another task has cut short."""
+    batches = pair.distribute_dataset(ar.ArrayDataset(np.arange(6), 2))
+    loop = aiter(batches)
+    await anext(loop)
+    await batches.aclose()
+    with pytest.raises(ContextError, match="because its dataset was closed"):
+        await anext(loop)
+    assert batches.statistics().position == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["closed", "failed"])
+async def test_a_loop_that_ends_early_keeps_its_place(pair: ar.MirroredStrategy, how: str) -> None:
+    """Asking once more, as after the end of a generator, must not skip the rest of the epoch."""
+    async with pair.distribute_dataset(Watched(4, fail_at=2)) as batches:
+        loop = aiter(batches)
+        await anext(loop)
+        if how == "closed":
+            await loop.aclose()
+        else:
+            await anext(loop)
+            with pytest.raises(ValueError, match="bad record 2"):
+                await anext(loop)
+        before = batches.state_dict()
+        with pytest.raises(StopAsyncIteration):
+            await anext(loop)
+        assert batches.state_dict() == before
+        assert before["epoch"] == 0
+        assert before["position"] > 0
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,6 @@
 """distribute_datasets_from_function: batches of one replica's size, dealt out or from one each."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,44 @@ async def test_incomplete_steps_can_be_dropped_or_refused(pair: ar.MirroredStrat
         await anext(loop)
         with pytest.raises(ValueError, match=r"Step 1 .*\[2, 0\] examples"):
             await anext(loop)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["one per worker", "one per replica"])
+async def test_dropping_makes_a_step_even_and_goes_on(pair: ar.MirroredStrategy, mode: str) -> None:
+    """A short batch in the middle costs its own step's surplus, not the rest of the epoch."""
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        sizes = [4, 3, 0, 2, 4, 4, 1]
+        if mode == "one per replica":
+            sizes = sizes[context.input_pipeline_id :: 2]
+        return [np.arange(size) for size in sizes]
+
+    given = PER_REPLICA if mode == "one per replica" else {}
+    options = ar.InputOptions(**given, remainder="drop")
+    expected = [[[0, 1, 2]] * 2, [[0, 1, 2, 3]] * 2]
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        states = []
+        for _ in range(2):
+            seen = []
+            async for batch in batches:
+                seen.append(parts(batch))
+                states.append(batches.state_dict())
+            assert seen == expected
+        batches.load_state_dict(states[0])
+        assert [parts(batch) async for batch in batches] == expected[1:]
+
+
+@pytest.mark.asyncio
+async def test_dropping_keeps_what_is_even_of_the_last_step(pair: ar.MirroredStrategy) -> None:
+    def dataset_fn(_context: Any) -> Any:
+        return ar.ArrayDataset(np.arange(15), 4)
+
+    options = ar.InputOptions(remainder="drop")
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        seen = [parts(batch) async for batch in batches]
+        assert seen == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [12, 13, 14]]]
+        assert len(batches) == len(seen)
 
 
 @pytest.mark.asyncio
@@ -185,6 +223,25 @@ async def test_it_resumes_with_as_many_replicas(pair: ar.MirroredStrategy, kind:
             batches.load_state_dict(states[0])
 
 
+@pytest.mark.parametrize("build", ["arrays", "pipeline"])
+def test_a_state_that_counts_steps_needs_the_same_batch_size(build: str) -> None:
+    """Three steps of 2 are not three steps of 3: going on would skip examples in silence."""
+
+    def batches_of(size: int) -> ar.input.DistributedDataset:
+        def dataset_fn(_context: Any) -> Any:
+            if build == "arrays":
+                return ar.ArrayDataset(np.arange(12), size)
+            return ar.Dataset([*range(12)]).batch(size)
+
+        options = ar.InputOptions(**PER_REPLICA)
+        return mirrored(2).distribute_datasets_from_function(dataset_fn, options)
+
+    state = batches_of(2).state_dict()
+    batches_of(2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"another dataset.*batch size"):
+        batches_of(3).load_state_dict(state)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("buffer", [0, 1])
 async def test_all_sources_are_closed(pair: ar.MirroredStrategy, buffer: int) -> None:
@@ -215,6 +272,39 @@ async def test_datasets_placed_on_devices_are_made_there(pair: ar.MirroredStrate
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_datasets_placed_on_devices_are_read_there(
+    pair: ar.MirroredStrategy, kind: str, buffer: int
+) -> None:
+    """A generator makes its batches later than it is made, and closes later still."""
+    devices: list[list[str]] = [[], []]
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        seen = devices[context.input_pipeline_id]
+
+        def generate() -> Iterator[Any]:
+            try:
+                for _ in range(2):
+                    seen.append(str(ar.current_device()))
+                    yield np.ones(2)
+            finally:
+                seen.append(str(ar.current_device()))
+
+        async def agenerate() -> AsyncIterator[Any]:
+            for item in generate():
+                yield item
+
+        return generate if kind == "plain" else agenerate
+
+    options = ar.InputOptions(**PER_REPLICA, place_on_device=True, per_replica_buffer_size=buffer)
+    async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
+        async for _ in batches:
+            pass
+    assert devices == [["cpu:0"] * 3, ["cpu:1"] * 3]
+
+
+@pytest.mark.asyncio
 async def test_one_replica_and_plain_values() -> None:
     strategy = ar.get_strategy()
     for options in (None, ar.InputOptions(**PER_REPLICA)):
@@ -240,6 +330,16 @@ def test_the_function_must_be_one(dataset_fn: Any) -> None:
 def test_the_function_must_return_a_dataset() -> None:
     with pytest.raises(TypeError, match="cannot be iterated"):
         mirrored(2).distribute_datasets_from_function(lambda _: 3)
+
+
+def test_the_function_must_not_be_a_coroutine_function() -> None:
+    async def fetch(_context: Any) -> Any:
+        return []
+
+    with pytest.raises(TypeError, match=r"fetch.* is a coroutine function.*plain function"):
+        mirrored(2).distribute_datasets_from_function(fetch)
+    with pytest.raises(TypeError, match=r"fetch.* is a coroutine function.*plain function"):
+        mirrored(2).distribute_values_from_function(fetch)
 
 
 def test_sharding_is_the_functions_own_task() -> None:

@@ -83,6 +83,14 @@ def test_numbers_that_do_not_fit_together(numbers: Any) -> None:
         ar.InputContext(*numbers)
 
 
+def test_numpy_integers_are_integers() -> None:
+    """Sizes are often computed; what NumPy returns is no reason for an error."""
+    options = ar.InputOptions(per_replica_buffer_size=np.int64(2))  # type: ignore[arg-type]
+    assert options == ar.InputOptions(per_replica_buffer_size=2)
+    assert ar.InputContext(*np.array([4, 1, 4])) == ar.InputContext(4, 1, 4)
+    assert type(options.per_replica_buffer_size) is int
+
+
 def test_defaults_of_contexts_mean_one_of_everything() -> None:
     assert ar.InputContext() == ar.InputContext(1, 0, 1)
     assert ar.ValueContext() == ar.ValueContext(0, 1)

@@ -83,6 +83,33 @@ async def test_drop_gives_equal_parts_only(triple: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        ar.ArrayDataset(np.arange(10), 4),
+        ar.ArrayDataset(np.arange(10), 2),
+        ar.ArrayDataset(np.arange(10), 4, drop_remainder=True),
+        ar.Dataset(ar.ArrayDataset(np.arange(10), 4)).prefetch(1),
+        ar.ArrayDataset(np.arange(0), 4),
+    ],
+)
+async def test_the_length_counts_what_is_not_dropped(
+    triple: ar.MirroredStrategy, dataset: Any
+) -> None:
+    options = ar.InputOptions(remainder="drop")
+    async with triple.distribute_dataset(dataset, options) as batches:
+        assert len(batches) == len([batch async for batch in batches])
+
+
+def test_no_length_is_given_where_batches_of_any_size_may_be_dropped() -> None:
+    dataset = [np.ones(4), np.ones(2), np.ones(4)]
+    assert len(mirrored(3).distribute_dataset(dataset)) == 3
+    batches = mirrored(3).distribute_dataset(dataset, ar.InputOptions(remainder="drop"))
+    with pytest.raises(TypeError, match="does not say how many batches"):
+        len(batches)
+
+
+@pytest.mark.asyncio
 async def test_error_refuses_what_is_uneven(triple: ar.MirroredStrategy) -> None:
     options = ar.InputOptions(remainder="error")
 

@@ -233,6 +233,20 @@ async def test_skipping_lets_other_tasks_run(pair: ar.MirroredStrategy) -> None:
     assert turns > 10
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [np.int64, np.asarray])
+async def test_a_state_may_come_back_as_numpy_integers(
+    pair: ar.MirroredStrategy, kind: Any
+) -> None:
+    """As it does from a checkpoint that holds arrays."""
+    async with pair.distribute_dataset(shuffled()) as batches:
+        await anext(aiter(batches))
+        state = batches.state_dict()
+        batches.load_state_dict({name: kind(number) for name, number in state.items()})
+        assert batches.state_dict() == state
+        assert {type(number) for number in batches.state_dict().values()} == {int}
+
+
 # ---- states that do not fit -------------------------------------------------------------------
 
 
@@ -250,6 +264,8 @@ def state_of(dataset: Any, **changes: Any) -> dict[str, Any]:
         (state_of(shuffled(), version=2), ValueError, "version 2.*reads version 1"),
         (state_of(shuffled(), epoch=-1), ValueError, "epoch=-1"),
         (state_of(shuffled(), position="4"), ValueError, "position='4'"),
+        (state_of(shuffled(), position=np.ones(2, int)), ValueError, "position=array"),
+        (state_of(shuffled(), position=4.0), ValueError, "position=4.0"),
         (state_of(shuffled(), position=True), ValueError, "position=True"),
         (state_of(shuffled(), pipelines=3), ValueError, "3 input pipelines"),
         (state_of(shuffled(), fingerprint=1), ValueError, "another dataset"),

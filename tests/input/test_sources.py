@@ -129,6 +129,22 @@ class WatchedThreads:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
+async def test_a_source_need_not_know_its_length(
+    pair: ar.MirroredStrategy, error: type[Exception]
+) -> None:
+    class Streaming(Watched):
+        def __len__(self) -> int:
+            raise error("unknown")
+
+    async with pair.distribute_dataset(Streaming(3)) as batches:
+        assert len([batch async for batch in batches]) == 3
+        assert batches.state_dict()["epoch"] == 1
+        with pytest.raises(TypeError, match="does not say how many"):
+            len(batches)
+
+
+@pytest.mark.asyncio
 async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrategy) -> None:
     def count(start: int) -> Iterator[np.ndarray]:
         yield np.array([start, start + 1])
@@ -245,6 +261,48 @@ async def test_after_an_error_the_next_loop_is_the_next_epoch(pair: ar.MirroredS
                 pass
         source.fail_at = None
         assert len([item async for item in batches]) == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("source", asyncio.CancelledError("gone")),
+        ("map", asyncio.CancelledError("gone")),
+        ("map", StopAsyncIteration("stray")),
+    ],
+)
+async def test_an_error_that_looks_like_something_else_is_told(
+    pair: ar.MirroredStrategy, kind: str, error: BaseException, buffer: int
+) -> None:
+    """A stray StopAsyncIteration is no end; an inner CancelledError is no cancellation."""
+
+    async def fail(item: Any) -> Any:
+        if item[0][0] == 8:
+            raise error
+        return item
+
+    class Failing:
+        def __init__(self) -> None:
+            self.batches = iter(Watched(4))
+
+        def __aiter__(self) -> Any:
+            return self
+
+        async def __anext__(self) -> Any:
+            return await fail(next(self.batches))
+
+    dataset: Any = Failing() if kind == "source" else ar.Dataset(Watched(4)).map(fail)
+    options = ar.InputOptions(per_replica_buffer_size=buffer)
+    async with pair.distribute_dataset(dataset, options) as batches:
+        loop = aiter(batches)
+        await anext(loop)
+        await anext(loop)
+        with pytest.raises(RuntimeError, match=r"epoch 0 of .* raised .*would look like") as caught:
+            await anext(loop)
+        assert repr(caught.value.__cause__) == repr(error)
+        assert batches.statistics().position == 2
 
 
 @pytest.mark.asyncio
