@@ -21,6 +21,7 @@ from .input import DistributedDataset as DistributedDataset
 from .input import InputContext as InputContext
 from .input import InputOptions as InputOptions
 from .input import InputReplicationMode as InputReplicationMode
+from .optimizers import GradientAccumulator as GradientAccumulator
 from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
 from .strategies import DefaultStrategy as DefaultStrategy
@@ -54,6 +55,7 @@ __all__ = [
     "DeviceSpec",
     "DistributedDataset",
     "DistributedValues",
+    "GradientAccumulator",
     "Handle",
     "IndexedSlices",
     "InputContext",

@@ -92,7 +92,27 @@ class OutOfSyncError(AioReplicaError, RuntimeError):
 
 @final
 class NonFiniteError(AioReplicaError, ArithmeticError):
-    """Raised when a gradient holds NaN or infinity and the update was refused."""
+    """Raised when a gradient holds NaN or infinity and the update was refused.
+
+    Attributes:
+        variable: Name of the variable.
+        replica_id: The first replica that brought such a number; None if only the sum over the
+            replicas is not finite.
+        index: The first element that is not finite; empty for a scalar.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        variable: str = "",
+        replica_id: int | None = None,
+        index: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.variable = variable
+        self.replica_id = replica_id
+        self.index = index
 
 
 @final

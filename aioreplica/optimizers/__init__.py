@@ -1,9 +1,36 @@
 """Optimizers: gradients of all replicas in, variables updated together."""
 
 from .._export import export_public
+from . import schedules as schedules
+from ._accumulator import GradientAccumulator as GradientAccumulator
+from ._adagrad import Adagrad as Adagrad
 from ._adam import Adam as Adam
+from ._adamw import AdamW as AdamW
+from ._block import Block as Block
+from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import LossScale as LossScale
+from ._loss_scale import LossScaling as LossScaling
 from ._optimizer import Optimizer as Optimizer
+from ._optimizer import OptimizerOptions as OptimizerOptions
+from ._rmsprop import RMSprop as RMSprop
+from ._sgd import SGD as SGD
 
-__all__ = ["Adam", "Optimizer"]
+__all__ = [
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Block",
+    "DynamicLossScale",
+    "ElementwiseOptimizer",
+    "GradientAccumulator",
+    "LossScale",
+    "LossScaling",
+    "Optimizer",
+    "OptimizerOptions",
+    "RMSprop",
+    "SGD",
+    "schedules",
+]
 
 export_public(__name__, __all__, globals())

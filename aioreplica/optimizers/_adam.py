@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Unpack, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
-from ._hyperparameter import LearningRate, checked_number
-from ._optimizer import Optimizer
+from ._adam_rule import AdamRule, AdamStep
+from ._block import Block
+from ._elementwise import ElementwiseOptimizer
+from ._hyperparameter import LearningRate
+from ._optimizer import OptimizerOptions
 
 Array = npt.NDArray[Any]
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Corrections:
-    """Numbers of one step: the learning rate, and how far the means have warmed up."""
-
-    learning_rate: float
-    first: float
-    second: float
-
-
-@final
-class Adam(Optimizer):
+class Adam(ElementwiseOptimizer):
     """The Adam optimizer, with slots `m` and `v`.
 
     Args:
@@ -35,6 +27,9 @@ class Adam(Optimizer):
         beta_1: Decay of the running mean of gradients, slot `m`.
         beta_2: Decay of the running mean of squared gradients, slot `v`.
         epsilon: Keeps the division away from 0.
+        **options: As for `Optimizer`.
+
+    Gradients that are IndexedSlices move the means of their rows only ("lazy Adam").
 
     Raises:
         ValueError: If a number is out of range.
@@ -63,35 +58,24 @@ class Adam(Optimizer):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-8,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(learning_rate, slot_names=("m", "v"))
-        self._beta_1 = _checked_decay("beta_1", beta_1)
-        self._beta_2 = _checked_decay("beta_2", beta_2)
-        self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
+        self._rule = AdamRule(beta_1, beta_2, epsilon)
+        super().__init__(learning_rate, ("m", "v"), **options)
 
     def new_slot(self, name: str, variable: Variable) -> Array:
         """Start both means at 0."""
         return np.zeros(variable.shape, variable.dtype)
 
-    def prepare(self, learning_rate: float, iteration: int) -> _Corrections:
+    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
         """Compute how much of each mean is still its initial 0."""
-        step = iteration + 1
-        return _Corrections(learning_rate, 1 - self._beta_1**step, 1 - self._beta_2**step)
+        return self._rule.prepare(learning_rate, iteration)
 
-    def update(
-        self, prepared: _Corrections, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, Mapping[str, Array]]:
+    def update_block(self, prepared: AdamStep, block: Block) -> None:
         """Move against the mean gradient, in units of its root mean square."""
-        m = self._beta_1 * slots["m"] + (1 - self._beta_1) * gradient
-        v = self._beta_2 * slots["v"] + (1 - self._beta_2) * np.square(gradient)
-        root = np.sqrt(v / prepared.second) + self._epsilon
-        new = value - prepared.learning_rate * (m / prepared.first) / root
-        return new, {"m": m, "v": v}
+        self._rule.update_block(prepared, block)
+        np.subtract(block.value, block.scratch, out=block.new_value)
 
-    def finish(self, prepared: _Corrections) -> Mapping[Variable, Array]:
+    def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
         """Nothing: the powers of the betas follow from `iterations`."""
         return {}
-
-
-def _checked_decay(name: str, value: float) -> float:
-    return checked_number(name, value, "in [0, 1)", lambda number: 0 <= number < 1)

@@ -2,78 +2,195 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Variable
-from ._gradient import aggregate
-from ._update import Update
+from ..values import IndexedSlices, Variable
+from ._block import BLOCK_BYTES, Block, BlockRange
+from ._total import Total
+from ._touched import TouchedRows
+from ._update import Column, Update
 
 if TYPE_CHECKING:
+    from ._elementwise import ElementwiseOptimizer
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
 
+RANGE_BLOCKS = 8
+"""A large variable is cut into ranges of so many blocks, which threads share."""
+
+
+@final
+class Piece(NamedTuple):
+    """Some of the arithmetic, independent of the rest.
+
+    Attributes:
+        num_bytes: How much it reads and writes.
+        run: Does it; any thread may.
+    """
+
+    num_bytes: int
+    run: Callable[[], None]
+
 
 @final
 class Application:
-    """Takes merged gradients to new values of variables, slots and counters.
+    """Takes totals of gradients to new values of variables, slots and counters.
 
     Args:
         optimizer: Whose hooks are called.
-        learning_rate: That of this step.
+        touched: What sparse updates remember, for an `ElementwiseOptimizer`; else None.
+        rate: The learning rate of this step.
+        rates: That of each variable.
         groups: Each variable with its slots.
-        iterations: The optimizer's count of updates.
-        global_step: The user's, if there is one.
+        totals: Their gradients.
+        counters: What is advanced by 1: the count of updates first.
+        extra: Values of other variables that are written too.
 
     Invariants:
         * Nothing is written before `commit`, and everything in it.
     """
 
-    __slots__ = ("_counters", "_groups", "_optimizer", "_prepared", "_update")
+    __slots__ = (
+        "_counters",
+        "_extra",
+        "_groups",
+        "_of_step",
+        "_optimizer",
+        "_prepared",
+        "_totals",
+        "_touched",
+        "_update",
+    )
 
     def __init__(
         self,
         optimizer: Optimizer,
-        learning_rate: float,
+        touched: TouchedRows | None,
+        rate: float,
+        rates: Sequence[float],
         groups: Sequence[tuple[Variable, ...]],
-        iterations: Variable,
-        global_step: Variable | None,
+        totals: Sequence[Total],
+        counters: Sequence[Variable],
+        extra: Mapping[Variable, Any],
     ) -> None:
         self._optimizer = optimizer
+        self._touched = touched
         self._groups = groups
-        self._counters = [iterations] if global_step is None else [iterations, global_step]
-        self._update = Update([*(v for group in groups for v in group), *self._counters])
-        self._prepared = optimizer.prepare(learning_rate, int(iterations.components[0]))
+        self._totals = totals
+        self._counters = counters
+        self._extra = extra
+        self._update = Update(
+            [*(variable for group in groups for variable in group), *counters, *extra]
+        )
+        iteration = int(counters[0].components[0])
+        made = {each: optimizer.prepare(each, iteration) for each in dict.fromkeys([rate, *rates])}
+        self._of_step = made[rate]
+        self._prepared = [made[each] for each in rates]
 
-    def compute(self, gradients: Sequence[Any]) -> None:
-        """Do the arithmetic: aggregate each gradient, then apply it. Any thread may."""
-        for group, gradient in zip(self._groups, gradients, strict=True):
-            combined = aggregate(gradient)
-            combined.flags.writeable = False
-            self._update.compute(group, partial(self._new_component, combined))
+    def pieces(self) -> list[Piece]:
+        """Return the arithmetic of the step."""
+        touched = self._touched
+        if touched is None:
+            size = sum(total.values.nbytes for total in self._totals)
+            return [Piece(size, self._run_rule)]
+        pieces: list[Piece] = []
+        for group, total, prepared in zip(self._groups, self._totals, self._prepared, strict=True):
+            for column in self._update.begin(group):
+                if total.is_sparse:
+                    run = partial(self._run_rows, touched, group, total, column, prepared)
+                    pieces.append(Piece(total.values.nbytes * 2 * len(group), run))
+                else:
+                    pieces += self._ranges(group, total, column, prepared)
+        return pieces
+
+    def commit(self) -> bool:
+        """Finish, then write everything; False if somebody else has written meanwhile."""
+        for variable, value in self._optimizer.finish(self._of_step).items():
+            self._update.replace(variable, value)
+        for variable, value in self._extra.items():
+            self._update.replace(variable, value)
         for counter in self._counters:
             self._update.compute((counter,), _count)
+        return self._update.commit()
 
-    def is_current(self) -> bool:
-        """Tell whether what was computed still builds on the newest values."""
-        return self._update.is_current()
+    # ---- a rule for whole arrays ---------------------------------------------------------
 
-    def commit(self) -> None:
-        """Finish, then write everything."""
-        for variable, value in self._optimizer.finish(self._prepared).items():
-            self._update.replace(variable, value)
-        self._update.commit()
+    def _run_rule(self) -> None:
+        for group, total, prepared in zip(self._groups, self._totals, self._prepared, strict=True):
+            self._update.compute(group, partial(self._new_component, prepared, total.dense()))
 
-    def _new_component(self, gradient: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _new_component(
+        self, prepared: Any, gradient: Array, old: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
         names = self._optimizer.slot_names
         slots = dict(zip(names, old[1:], strict=True))
-        value, new_slots = self._optimizer.update(self._prepared, old[0], gradient, slots)
+        value, new_slots = self._optimizer.update(prepared, old[0], gradient, slots)
         return (value, *(new_slots[name] for name in names))
+
+    # ---- a rule for elements -------------------------------------------------------------
+
+    @property
+    def _rule(self) -> Callable[[Any, Block], None]:
+        optimizer: ElementwiseOptimizer = self._optimizer  # type: ignore[assignment]
+        return optimizer.update_block
+
+    def _ranges(
+        self, group: tuple[Variable, ...], total: Total, column: Column, prepared: Any
+    ) -> list[Piece]:
+        variable = group[0]
+        old = [array.reshape(-1) for array in column.old]
+        new = [array.reshape(-1) for array in column.new]
+        size, itemsize = old[0].size, variable.dtype.itemsize
+        step = RANGE_BLOCKS * (BLOCK_BYTES // itemsize)
+        pieces = []
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            part = BlockRange(variable, old, new, total, start, stop)
+            num_bytes = (stop - start) * itemsize * (2 * len(group) + 1)
+            pieces.append(Piece(num_bytes, partial(part.run, self._rule, prepared)))
+        return pieces
+
+    def _run_rows(
+        self,
+        touched: TouchedRows,
+        group: tuple[Variable, ...],
+        total: Total,
+        column: Column,
+        prepared: Any,
+    ) -> None:
+        """Update the rows that a sparse gradient has, a few of them at a time."""
+        slices: IndexedSlices = total.summed
+        for variable, old, new in zip(group, *column, strict=True):
+            touched.bring_up_to_date(variable, old, new)
+        dtype = group[0].dtype
+        width = max(1, slices.values[:1].size)
+        step = max(1, BLOCK_BYTES // dtype.itemsize // width)
+        for begin in range(0, len(slices.indices), step):
+            rows = slices.indices[begin : begin + step]
+            part = slice(begin * width, (begin + len(rows)) * width)
+            old_rows = [array[rows] for array in column.old]
+            new_rows = [np.empty_like(array) for array in old_rows]
+            chosen = Total(group[0], total.values[part], total.divisor)
+            chosen.factor, chosen.limit = total.factor, total.limit
+            flat_old = [array.reshape(-1) for array in old_rows]
+            flat_new = [array.reshape(-1) for array in new_rows]
+            BlockRange(group[0], flat_old, flat_new, chosen, 0, chosen.values.size).run(
+                self._rule, prepared
+            )
+            total.is_finite &= chosen.is_finite
+            for array, changed in zip(column.new, new_rows, strict=True):
+                array[rows] = changed
+        for variable, old, new in zip(group, *column, strict=True):
+            touched.remember(variable, old, new, slices.indices)
+
+    def __repr__(self) -> str:
+        return f"<Application of {self._optimizer!r} | {len(self._groups)} variables>"
 
 
 def _count(old: tuple[Array, ...]) -> tuple[Array, ...]:

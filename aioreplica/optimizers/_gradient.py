@@ -1,4 +1,4 @@
-"""Gradients on their way: checked in the replica that made them, then combined over replicas."""
+"""Gradients as users bring them: pairs with variables, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import leaf_bytes, reduce_leaves
-from ..tree import leaves
-from ..typing import ReduceOp
-from ..values import DistributedValues, Variable, Weighted
+from ..values import DistributedValues, IndexedSlices, PerReplica, Variable, Weighted
 
 Array = npt.NDArray[Any]
 
@@ -20,76 +17,98 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
     """Split pairs into gradients and variables that fit; pairs whose gradient is None are dropped.
 
     Returns:
-        Gradients in the dtype of their variables, arrays or Weighted ones, and the variables.
+        Gradients in the dtype of their variables (arrays, IndexedSlices or Weighted ones), and the
+        variables.
 
     Raises:
         TypeError: If something is no pair, no variable or no array of real numbers.
-        ValueError: If a shape or weight is wrong, a variable comes twice, or nothing is left.
+        ValueError: If a shape or weight is wrong, a variable comes twice or is not trainable, or
+            nothing is left.
     """
     gradients: list[Any] = []
     variables: dict[Variable, None] = {}
+    without: list[Variable] = []
     for pair in grads_and_vars:
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"apply_gradients takes (gradient, variable) pairs, got {pair!r}.")
-        gradient, variable = pair
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"apply_gradients takes (gradient, variable) pairs, got {variable!r} "
-                f"({type(variable).__name__}) as a variable."
-            )
+        gradient, variable = _checked_pair(pair, "apply_gradients")
         if gradient is None:
+            without.append(variable)
             continue
-        if variable in variables:
-            raise ValueError(
-                f"Variable {variable.name!r} has two gradients. Add them up and pass one pair."
-            )
-        variables[variable] = None
+        _add(variables, variable)
         gradients.append(_fitting(gradient, variable))
-    if not variables:
-        raise ValueError(
-            "apply_gradients got no gradient. Pass at least one pair whose gradient is not None: "
-            "does the loss read any trainable variable?"
-        )
+    _require_some(variables, without, "apply_gradients")
     return gradients, list(variables)
 
 
-def gradient_bytes(gradients: Sequence[Any]) -> int:
-    """Return how many bytes the merged gradients of all replicas have."""
-    return sum(leaf_bytes(part) for leaf in leaves(gradients) for part in _components(leaf))
+def merged_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Variable]]:
+    """Do the same for gradients that hold the parts of all replicas.
 
-
-def aggregate(gradient: Any) -> Array:
-    """Combine one variable's gradients of all replicas.
-
-    Args:
-        gradient: A PerReplica, which is summed, or a Weighted of two: totals and weights are
-            summed apart and divided once. Plain values count as those of one replica.
-
-    Returns:
-        The gradient in the dtype of its parts. A part of weight 0 contributes nothing, whatever
-        its total holds; if all weights are 0 the gradient is 0.
-
-    Determinism:
-        Summed in ascending replica id: bitwise reproducible.
+    Raises:
+        TypeError: As `checked_pairs`.
+        ValueError: As `checked_pairs`; or if a gradient is None on some replicas only, or has
+            another number of parts than there are replicas.
     """
-    if not isinstance(gradient, Weighted):
-        return _total(_components(gradient))
-    weights = _components(gradient.weight)
-    parts = zip(_components(gradient.total), weights, strict=True)
-    filled = [part for part, weight in parts if weight != 0]
-    if not filled:
-        return np.zeros_like(_components(gradient.total)[0])
-    # A Python float, so that a float32 gradient stays float32.
-    weight = float(reduce_leaves(ReduceOp.SUM, weights))
-    return np.asarray(_total(filled) / weight)
+    gradients: list[Any] = []
+    variables: dict[Variable, None] = {}
+    missing: list[Variable] = []
+    for pair in grads_and_vars:
+        gradient, variable = _checked_pair(pair, "distributed_apply")
+        strategy = variable.strategy
+        num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+        parts = _parts(gradient, variable, num_replicas)
+        without = [i for i, part in enumerate(parts) if part is None]
+        if len(without) == len(parts):
+            missing.append(variable)
+            continue
+        if without:
+            raise ValueError(
+                f"The gradient of {variable.name!r} is None on replicas {without} of "
+                f"{num_replicas}. Bring one on all replicas or on none."
+            )
+        _add(variables, variable)
+        gradients.append(_joined([_fitting(part, variable) for part in parts]))
+    _require_some(variables, missing, "distributed_apply")
+    return gradients, list(variables)
 
 
-def _total(parts: Sequence[Any]) -> Array:
-    return np.asarray(reduce_leaves(ReduceOp.SUM, parts))
+def _checked_pair(pair: Any, what: str) -> tuple[Any, Variable]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{what} takes (gradient, variable) pairs, got {pair!r}.")
+    gradient, variable = pair
+    if not isinstance(variable, Variable):
+        raise TypeError(
+            f"{what} takes (gradient, variable) pairs, got {variable!r} "
+            f"({type(variable).__name__}) as a variable."
+        )
+    return gradient, variable
 
 
-def _components(leaf: Any) -> tuple[Any, ...]:
-    return leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+def _add(variables: dict[Variable, None], variable: Variable) -> None:
+    if variable in variables:
+        raise ValueError(
+            f"Variable {variable.name!r} has two gradients. Add them up and pass one pair."
+        )
+    if not variable.trainable:
+        raise ValueError(
+            f"Variable {variable.name!r} is not trainable, so it takes no gradient. Create it with "
+            "trainable=True, or leave its pair out."
+        )
+    if variable.dtype.kind != "f":
+        raise TypeError(
+            f"Variable {variable.name!r} has dtype {variable.dtype}, but only floating-point "
+            "variables can be trained. Create it with dtype='float32' or 'float64'."
+        )
+    variables[variable] = None
+
+
+def _require_some(variables: dict[Variable, None], without: Sequence[Variable], what: str) -> None:
+    if variables:
+        return
+    names = ", ".join(repr(variable.name) for variable in without)
+    got = f"None as the gradient of {names}" if names else "no pair"
+    raise ValueError(
+        f"{what} got no gradient: {got}. Pass at least one pair whose gradient is not None: does "
+        "the loss read any trainable variable?"
+    )
 
 
 def _fitting(gradient: Any, variable: Variable) -> Any:
@@ -101,20 +120,54 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
                 f"got {gradient.weight!r}."
             )
         return Weighted(_fitting(gradient.total, variable), weight.item())
-    if not isinstance(gradient, (np.ndarray, np.generic, int, float)):
+    is_sparse = isinstance(gradient, IndexedSlices)
+    if not is_sparse and not isinstance(gradient, (np.ndarray, np.generic, int, float)):
         raise TypeError(
             f"The gradient of {variable.name!r} must be an array, got {gradient!r} "
             f"({type(gradient).__name__})."
         )
-    array = np.asarray(gradient)
+    array = gradient.values if is_sparse else np.asarray(gradient)
+    shape = gradient.dense_shape if is_sparse else array.shape
     if array.dtype.kind not in "fiu" or not np.can_cast(array.dtype, variable.dtype, "same_kind"):
         raise TypeError(
             f"The gradient of {variable.name!r} must hold numbers that fit its dtype "
             f"{variable.dtype}, got dtype {array.dtype}."
         )
-    if array.shape != variable.shape:
+    if shape != variable.shape:
         raise ValueError(
-            f"The gradient of {variable.name!r} has shape {array.shape}, but the variable has "
-            f"shape {variable.shape}."
+            f"The gradient of {variable.name!r} has {'dense shape' if is_sparse else 'shape'} "
+            f"{shape}, but the variable has shape {variable.shape}."
         )
-    return array.astype(variable.dtype, copy=False)
+    if not is_sparse:
+        return array.astype(variable.dtype, copy=False)
+    if array.dtype == variable.dtype:
+        return gradient
+    return IndexedSlices(array.astype(variable.dtype), gradient.indices, gradient.dense_shape)
+
+
+def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, ...]:
+    """Take a gradient of all replicas apart; what is no PerReplica is one part: the sum."""
+    if isinstance(gradient, Weighted):
+        totals = _parts(gradient.total, variable, num_replicas)
+        weights = _parts(gradient.weight, variable, num_replicas)
+        if len(totals) != len(weights):
+            raise ValueError(
+                f"The gradient of {variable.name!r} has {len(totals)} totals but {len(weights)} "
+                "weights. Bring one of each from every replica."
+            )
+        return tuple(map(Weighted, totals, weights))
+    if not isinstance(gradient, DistributedValues):
+        return (gradient,)
+    if len(gradient) != num_replicas:
+        raise ValueError(
+            f"The gradient of {variable.name!r} has {len(gradient)} parts, but there are "
+            f"{num_replicas} replicas."
+        )
+    return gradient.values[:1] if gradient.is_mirrored else gradient.values
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Weighted):
+        totals, weights = zip(*((part.total, part.weight) for part in parts), strict=True)
+        return Weighted(PerReplica(totals), PerReplica(weights))
+    return PerReplica(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..autodiff import differentiate_variables
@@ -16,12 +17,13 @@ Pairs = list[tuple[Any, Variable]]
 
 
 async def differentiate_loss(
-    loss: Callable[[], Any], var_list: Sequence[Variable] | None
+    loss: Callable[[], Any], var_list: Sequence[Variable] | None, scale: float | None
 ) -> tuple[Any, Pairs]:
     """Return the value of a loss and its (gradient, variable) pairs.
 
     Without `var_list` the pairs come in the order in which the variables were created, so that
-    replicas whose losses read them in different orders agree.
+    replicas whose losses read them in different orders agree. The gradients are those of the loss
+    times `scale`, the value is that of the loss itself.
 
     Raises:
         TypeError: If `loss` is not a plain function, or `var_list` holds something else than
@@ -36,10 +38,13 @@ async def differentiate_loss(
     if var_list is not None:
         _require_variables(var_list)
     place = PLACE.get()
+    scaled = loss if scale is None else partial(_scaled, loss, scale)
     if isinstance(place.replica, ReplicaContext):
-        value, pairs = await place.replica.run_on_device(differentiate_variables, loss, var_list)
+        value, pairs = await place.replica.run_on_device(differentiate_variables, scaled, var_list)
     else:
-        value, pairs = await run_on_host(differentiate_variables, loss, var_list)
+        value, pairs = await run_on_host(differentiate_variables, scaled, var_list)
+    if scale is not None:
+        value = _times(value, 1 / scale)
     if not pairs:
         raise ValueError(
             "There are no variables to minimize over: the loss read no trainable variable through "
@@ -54,6 +59,16 @@ async def differentiate_loss(
             for gradient, variable in pairs
         ]
     return value, pairs
+
+
+def _scaled(loss: Callable[[], Any], scale: float) -> Any:
+    return _times(loss(), scale)
+
+
+def _times(value: Any, factor: float) -> Any:
+    if isinstance(value, Weighted):
+        return Weighted(value.total * factor, value.weight)
+    return value * factor
 
 
 def _require_variables(var_list: Sequence[Variable]) -> None:

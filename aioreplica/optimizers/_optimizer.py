@@ -1,48 +1,91 @@
 """The optimizer interface: differentiate, aggregate over replicas, update everything at once.
 
-The order of one step is fixed: aggregate, then apply. Both happen in one merge of all replicas.
+The order of one step is fixed: aggregate, unscale, check, clip, apply. All of it happens in one
+merge of all replicas; `_step.py` has the order, `_application.py` the last part of it.
 """
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 
 from ..context import PLACE
-from ..devices import INLINE_BYTES, run_on_host
 from ..values import Variable
 from ._application import Application
-from ._gradient import checked_pairs, gradient_bytes
-from ._hyperparameter import LearningRate, checked_learning_rate, learning_rate_at
+from ._clipping import Clipping
+from ._finite import OnNonFinite
+from ._gradient import checked_pairs, merged_pairs
+from ._hyperparameter import (
+    LearningRate,
+    Multipliers,
+    checked_learning_rate,
+    checked_multipliers,
+    learning_rate_at,
+)
 from ._loss import Pairs, differentiate_loss
+from ._loss_scale import LossScaling
+from ._rule import UpdateRule
 from ._slots import SlotTable, new_variable
-from ._whereabouts import require_outside_replicas, require_owner, require_replica_context
+from ._step import take_step
+from ._total import Total
+from ._touched import TouchedRows
+from ._treatment import Treatment, checked_treatment
+from ._whereabouts import (
+    require_cross_replica_context,
+    require_outside_replicas,
+    require_owner,
+    require_replica_context,
+)
 
-Array = npt.NDArray[Any]
+
+class OptimizerOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer passes on to `Optimizer`, which explains them."""
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    loss_scale: float | LossScaling | None
+    on_non_finite: OnNonFinite | None
+    loss_reduction: str
+    learning_rate_multipliers: Multipliers | None
 
 
-class Optimizer(ABC):
+class Optimizer(UpdateRule):
     """Updates variables from the gradients of all replicas.
 
     Make one outside the step, in `strategy.scope()`, and use it inside. A subclass supplies the
     rule in four hooks, called in this order: `new_slot` for each slot of a new variable, `prepare`
-    once, `update` for each variable, `finish` once. Hooks compute; the optimizer writes. All
-    writes of one step (variables, slots, `iterations`, the global step) happen together at the
-    end.
+    once (for every learning rate that some variable has), `update` for each variable, `finish`
+    once. Hooks compute; the optimizer writes. All writes of one step (variables, slots,
+    `iterations`, the global step) happen together at the end. `ElementwiseOptimizer` is for rules
+    that treat every element by itself: it needs no new arrays.
 
     Args:
-        learning_rate: A number, or a function of the number of updates done before.
+        learning_rate: A number, or a function of the number of updates done before, such as those
+            of `ar.optimizers.schedules`.
         slot_names: Names of what is remembered for each variable.
+        clipnorm: Largest norm of the gradient of one variable; larger ones are scaled down.
+        clipvalue: Largest magnitude of an element of a gradient.
+        global_clipnorm: Largest norm of all gradients of a step together.
+        loss_scale: A number, a `LossScale` or a `DynamicLossScale`: `minimize` and
+            `compute_gradients` multiply the loss with it, `apply_gradients` divides by it.
+        on_non_finite: What to do when the sum of the gradients holds NaN or infinity: "raise" a
+            NonFiniteError, "skip" the step on all replicas, or "ignore" it. None raises, but skips
+            with a `DynamicLossScale`.
+        loss_reduction: "sum" adds up the gradients of the replicas, "mean" divides by their number
+            too. `Weighted` gradients are divided by their weights either way.
+        learning_rate_multipliers: What the learning rate is multiplied with for some variables: a
+            dict, or a function of the variable.
 
     Raises:
-        ValueError: If the learning rate is negative or not finite.
-        TypeError: If it is neither a number nor a function.
+        ValueError: If a number is negative or not finite, more than one way of clipping is given,
+            or a choice is unknown.
+        TypeError: If the learning rate is neither a number nor a function, or another argument is
+            of the wrong type.
         ContextError: If made inside a replica.
 
     Example:
@@ -73,44 +116,32 @@ class Optimizer(ABC):
         tf.distribute's use of tf.train.Optimizer.
     """
 
-    def __init__(self, learning_rate: LearningRate, slot_names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        slot_names: tuple[str, ...],
+        *,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        loss_scale: float | LossScaling | None = None,
+        on_non_finite: OnNonFinite | None = None,
+        loss_reduction: str = "sum",
+        learning_rate_multipliers: Multipliers | None = None,
+    ) -> None:
         require_outside_replicas(type(self).__name__)
         if not callable(learning_rate):
             checked_learning_rate(learning_rate)
+        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
+        strategy = PLACE.get().strategy
+        self._treatment = checked_treatment(
+            strategy, clipping, loss_scale, on_non_finite, loss_reduction
+        )
         self._learning_rate = learning_rate
+        self._multiplier_of = checked_multipliers(learning_rate_multipliers)
         self._slots = SlotTable(slot_names)
-        self._iterations = new_variable(PLACE.get().strategy, np.int64(0), "iterations")
-
-    # ---- hooks ---------------------------------------------------------------------------
-
-    @abstractmethod
-    def new_slot(self, name: str, variable: Variable) -> Array:
-        """Return the initial value of a variable's slot."""
-
-    @abstractmethod
-    def prepare(self, learning_rate: float, iteration: int) -> Any:
-        """Return what `update` needs to know of this step.
-
-        Args:
-            learning_rate: That of this step.
-            iteration: How many updates were done before.
-        """
-
-    @abstractmethod
-    def update(
-        self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, Mapping[str, Array]]:
-        """Return the new value and the new slots of one component of one variable.
-
-        Called on a host thread if the variables are large; the arrays given are read-only.
-
-        Shapes:
-            gradient and the new value: that of the value.
-        """
-
-    @abstractmethod
-    def finish(self, prepared: Any) -> Mapping[Variable, Array]:
-        """Return new values of variables that are no slots, if the rule has any; on the loop."""
+        self._touched = TouchedRows() if self.is_elementwise else None
+        self._iterations = new_variable(strategy, np.int64(0), "iterations")
 
     # ---- training ------------------------------------------------------------------------
 
@@ -139,7 +170,7 @@ class Optimizer(ABC):
         Cancellation:
             As for a device op.
         """
-        return (await differentiate_loss(loss, var_list))[1]
+        return (await differentiate_loss(loss, var_list, self._scale))[1]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -148,18 +179,23 @@ class Optimizer(ABC):
 
         A collective: every replica calls it, with the same variables in the same order. Gradients
         are summed over the replicas; totals and weights of Weighted ones are summed apart and
-        divided once, so unequal batches are exact and an empty one contributes nothing.
+        divided once, so unequal batches are exact and an empty one contributes nothing. Then, in
+        this order: unscale, check that all are finite, clip, apply.
 
         Args:
-            grads_and_vars: `(gradient, variable)` pairs; those with gradient None are dropped.
-            global_step: A variable that is advanced by 1.
+            grads_and_vars: `(gradient, variable)` pairs; those with gradient None are dropped. A
+                gradient is an array, an `IndexedSlices`, or a `Weighted` of one.
+            global_step: A variable that is advanced by 1; not by a step that is skipped.
 
         Raises:
-            ContextError: If called in cross-replica context, or with variables of another
-                strategy.
-            TypeError: If a gradient is no array, or `global_step` no variable.
-            ValueError: If a gradient has another shape than its variable, a variable comes twice,
-                or no gradient is left.
+            ContextError: If called in cross-replica context (use `distributed_apply` there), or
+                with variables of another strategy.
+            TypeError: If a gradient is no array, sparse on some replicas only, or `global_step` no
+                variable.
+            ValueError: If a gradient has another shape than its variable, a variable comes twice
+                or is not trainable, no gradient is left, or all weights are 0.
+            NonFiniteError: If a gradient is not finite, unless such steps are skipped.
+            MergeMismatchError: If replicas have gradients for different variables.
 
         Cancellation:
             Leaves everything as it was, or everything updated.
@@ -167,7 +203,7 @@ class Optimizer(ABC):
         Determinism:
             Summed in ascending replica id: bitwise reproducible.
         """
-        return self._meet(grads_and_vars, global_step, sys._getframe(1))
+        return self._meet(grads_and_vars, global_step, self._scale, sys._getframe(1))
 
     def minimize(
         self,
@@ -194,6 +230,54 @@ class Optimizer(ABC):
         require_replica_context("minimize")
         return self._minimize(loss, var_list, global_step, sys._getframe(1))
 
+    async def distributed_apply(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
+    ) -> None:
+        """Do what `apply_gradients` does, in cross-replica context.
+
+        For merge functions of your own, and for gradients that `strategy.run` returned.
+
+        Args:
+            grads_and_vars: `(gradient, variable)` pairs. The parts of a PerReplica are summed, and
+                those of a `Weighted` of two PerReplica divided once; a Mirrored or a plain value
+                is taken as the sum. Pairs whose gradient is None, on all replicas, are dropped.
+            global_step: As for `apply_gradients`.
+
+        Raises:
+            ContextError: If called inside a replica (use `apply_gradients`), or with variables of
+                another strategy.
+            ValueError: As `apply_gradients`; or if a gradient is None on some replicas only, or
+                has another number of parts than there are replicas.
+            Exception: As `apply_gradients`.
+
+        Cancellation:
+            As for `apply_gradients`.
+
+        Example:
+            >>> import asyncio
+            >>> import numpy as np
+            >>> import aioreplica as ar
+            >>> async def main():
+            ...     async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            ...         with strategy.scope():
+            ...             w, sgd = ar.Variable([1.0, 2.0]), ar.optimizers.SGD(0.5)
+            ...         parts = ar.PerReplica([np.array([1.0, 0.0]), np.array([1.0, 2.0])])
+            ...         await sgd.distributed_apply([(parts, w)])
+            ...         return w.value
+            >>> asyncio.run(main())
+            array([0., 1.])
+
+        Source:
+            `_distributed_apply` of tf.compat.v1.train.Optimizer.
+        """
+        require_cross_replica_context()
+        gradients, variables = merged_pairs(grads_and_vars)
+        strategy = variables[0].strategy
+        require_owner(_written(variables, global_step), strategy)
+        if strategy is not None:
+            strategy.open()
+        await self._take(strategy, gradients, variables, global_step, self._scale)
+
     # ---- state ---------------------------------------------------------------------------
 
     @property
@@ -214,6 +298,40 @@ class Optimizer(ABC):
         """
         return self._slots.find(var, name)
 
+    @property
+    def learning_rate(self) -> LearningRate:
+        """The number or the function that gives the learning rate."""
+        return self._learning_rate
+
+    @property
+    def loss_scale(self) -> LossScaling | None:
+        """What losses are multiplied with, None if with nothing."""
+        return self._treatment.loss_scaling
+
+    @property
+    def skipped_steps(self) -> Variable | None:
+        """How many steps were left out because of gradients that were not finite.
+
+        None if such steps are not skipped.
+        """
+        return self._treatment.skipped
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Everything it remembers: iterations, what belongs to the loss scale, all slots."""
+        scaling, skipped = self._treatment.loss_scaling, self._treatment.skipped
+        return (
+            self._iterations,
+            *(() if skipped is None else (skipped,)),
+            *(() if scaling is None else scaling.variables),
+            *self._slots.all(),
+        )
+
+    @property
+    def treatment(self) -> Treatment:
+        """What is done to gradients before they are applied."""
+        return self._treatment
+
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} | {self._iterations.components[0]} iterations, slots of "
@@ -222,6 +340,10 @@ class Optimizer(ABC):
 
     # ---- one step ------------------------------------------------------------------------
 
+    @property
+    def _scale(self) -> float | None:
+        return None if self.loss_scale is None else self.loss_scale.scale
+
     async def _minimize(
         self,
         loss: Callable[[], Any],
@@ -229,65 +351,55 @@ class Optimizer(ABC):
         global_step: Variable | None,
         frame: FrameType,
     ) -> Any:
-        value, pairs = await differentiate_loss(loss, var_list)
-        await self._meet(pairs, global_step, frame)
+        scale = self._scale
+        value, pairs = await differentiate_loss(loss, var_list, scale)
+        await self._meet(pairs, global_step, scale, frame)
         return value
 
     def _meet(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         global_step: Variable | None,
+        scale: float | None,
         frame: FrameType,
     ) -> Coroutine[Any, Any, None]:
         replica = require_replica_context("apply_gradients")
         gradients, variables = checked_pairs(grads_and_vars)
-        written = list(variables)
-        if global_step is not None:
-            if not isinstance(global_step, Variable):
-                raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
-            written.append(global_step)
-        require_owner(written)
+        require_owner(_written(variables, global_step))
         if replica is None:
-            return self._apply_alone(gradients, variables, global_step)
-        # Variables must be equal on all replicas, so `iterations` tells optimizers apart.
-        args = (gradients, variables, global_step, self._iterations)
+            return self._take(None, gradients, variables, global_step, scale)
+        # What must be equal on all replicas: names, which tables can show; the variables; and
+        # `iterations`, which tells optimizers apart.
+        names = f"gradients for {', '.join([variable.name for variable in variables])}"
+        args = (names, self._iterations, gradients, variables, global_step, scale)
         return replica.meet_as("apply_gradients", self._merge, args, frame)
 
-    async def _apply_alone(
-        self, gradients: list[Any], variables: list[Variable], global_step: Variable | None
-    ) -> None:
-        pending = self._merge(None, gradients, variables, global_step, self._iterations)
+    def _merge(
+        self, strategy: Any, _names: str, _iterations: Variable, *merged: Any
+    ) -> Awaitable[None] | None:
+        return take_step(self, strategy, *merged)
+
+    async def _take(self, strategy: Any, *merged: Any) -> None:
+        pending = take_step(self, strategy, *merged)
         if pending is not None:
             await pending
 
-    def _merge(
-        self,
-        _strategy: object,
-        gradients: list[Any],
-        variables: list[Variable],
-        global_step: Variable | None,
-        _iterations: Variable,
-    ) -> Coroutine[Any, Any, None] | None:
-        """Aggregate and apply, once for all replicas; off the event loop if that takes long."""
-        if gradient_bytes(gradients) >= INLINE_BYTES:
-            return self._merge_on_host(gradients, variables, global_step)
-        application = self._begin(variables, global_step)
-        application.compute(gradients)
-        application.commit()
-        return None
+    def new_application(
+        self, totals: Sequence[Total], global_step: Variable | None, extra: Mapping[Variable, Any]
+    ) -> Application:
+        """Return the application of some totals to the newest values; called by a step."""
+        groups = [
+            (total.variable, *self._slots.of(total.variable, self.new_slot)) for total in totals
+        ]
+        rate = learning_rate_at(self._learning_rate, int(self._iterations.components[0]))
+        rates = [rate * self._multiplier_of(total.variable) for total in totals]
+        counters = [self._iterations] if global_step is None else [self._iterations, global_step]
+        return Application(self, self._touched, rate, rates, groups, totals, counters, extra)
 
-    async def _merge_on_host(
-        self, gradients: list[Any], variables: list[Variable], global_step: Variable | None
-    ) -> None:
-        while True:
-            application = self._begin(variables, global_step)
-            await run_on_host(application.compute, gradients)
-            if application.is_current():  # else another run has written: build on that
-                break
-        application.commit()
 
-    def _begin(self, variables: list[Variable], global_step: Variable | None) -> Application:
-        groups = [(variable, *self._slots.of(variable, self.new_slot)) for variable in variables]
-        iteration = int(self._iterations.components[0])
-        rate = learning_rate_at(self._learning_rate, iteration)
-        return Application(self, rate, groups, self._iterations, global_step)
+def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
+    if global_step is None:
+        return [*variables]
+    if not isinstance(global_step, Variable):
+        raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
+    return [*variables, global_step]

@@ -41,6 +41,10 @@ class SlotTable:
         slots = self._slots.get(variable)
         return None if slots is None else slots[self.names.index(name)]
 
+    def all(self) -> tuple[Variable, ...]:
+        """Return every slot, variable by variable in order of their first update."""
+        return tuple(slot for slots in self._slots.values() for slot in slots)
+
     def of(
         self, variable: Variable, initial: Callable[[str, Variable], Any]
     ) -> tuple[Variable, ...]:

@@ -1,22 +1,35 @@
 """One update: new components of everything that one step writes, swapped in together.
 
-The old components are captured first, the new ones computed from them (perhaps on another thread),
+The old components are captured first, the new ones computed from them (perhaps on other threads),
 and committed in one go. What a cancellation interrupts therefore leaves the old values, and an
-update that ran while somebody else wrote can tell so and be computed again.
+update that ran while somebody else wrote is told so and can be computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Variable
+from ..values import Variable, writable_buffer
 
 Array: TypeAlias = npt.NDArray[Any]
 ComputeComponent: TypeAlias = Callable[[tuple[Array, ...]], tuple[Any, ...]]
+
+
+@final
+class Column(NamedTuple):
+    """One component of variables that depend on each other: a variable and its slots.
+
+    Attributes:
+        old: The component of each, read-only.
+        new: Arrays for the new ones, which hold anything.
+    """
+
+    old: tuple[Array, ...]
+    new: tuple[Array, ...]
 
 
 @final
@@ -31,15 +44,30 @@ class Update:
         * Components that start as one shared array stay shared: they are computed once.
     """
 
-    __slots__ = ("_new", "_old", "_versions")
+    __slots__ = ("_new", "_old")
 
     def __init__(self, variables: Iterable[Variable]) -> None:
         self._old = {variable: variable.components for variable in variables}
-        self._versions = {variable: variable.version for variable in self._old}
         self._new: dict[Variable, tuple[Array, ...]] = {}
 
+    def begin(self, group: tuple[Variable, ...]) -> list[Column]:
+        """Stage new components that are filled in later; one column for equal ones.
+
+        The arrays are the variables' older buffers where nobody can be reading those.
+        """
+        made: dict[tuple[int, ...], Column] = {}
+        columns = []
+        for old in zip(*(self._old[variable] for variable in group), strict=True):
+            key = tuple(map(id, old))
+            if key not in made:
+                made[key] = Column(old, tuple(map(_buffer, group)))
+            columns.append(made[key].new)
+        for variable, components in zip(group, zip(*columns, strict=True), strict=True):
+            self._new[variable] = components
+        return list(made.values())
+
     def compute(self, group: tuple[Variable, ...], fn: ComputeComponent) -> None:
-        """Stage new components of variables that depend on each other.
+        """Stage new components that a function returns.
 
         Args:
             group: A variable and its slots.
@@ -58,16 +86,26 @@ class Update:
     def replace(self, variable: Variable, value: Any) -> None:
         """Stage one value for all components of a variable, whatever they hold now."""
         (array,) = _frozen((variable,), (value,))
+        self._old.setdefault(variable, variable.components)
         self._new[variable] = (array,) * len(variable.components)
 
-    def is_current(self) -> bool:
-        """Tell whether nobody has written the variables since they were captured."""
-        return all(variable.version == seen for variable, seen in self._versions.items())
+    def commit(self) -> bool:
+        """Swap everything in; False, with nothing changed, if somebody has written meanwhile."""
+        for components in self._new.values():
+            for array in components:
+                array.flags.writeable = False
+        stores = {variable.store: None for variable in self._new}
+        return all(
+            store.write({v: p for v, p in self._new.items() if v.store is store}, self._old)
+            for store in stores  # one: a step writes the variables of one strategy
+        )
 
-    def commit(self) -> None:
-        """Swap everything in."""
-        for store in {variable.store: None for variable in self._new}:
-            store.write({v: parts for v, parts in self._new.items() if v.store is store})
+
+def _buffer(variable: Variable) -> Array:
+    buffer = writable_buffer(variable)
+    if buffer.flags.c_contiguous:
+        return buffer
+    return np.empty(variable.shape, variable.dtype)  # it is written through a flat view
 
 
 def _frozen(group: tuple[Variable, ...], values: tuple[Any, ...]) -> tuple[Array, ...]:

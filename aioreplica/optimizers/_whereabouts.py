@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ..context import PLACE
 from ..errors import ContextError
@@ -37,18 +38,37 @@ def require_replica_context(what: str) -> ReplicaContext | None:
         raise ContextError(
             f"{what} was called in {place.describe()}, but it is a collective of the replicas. "
             f"Call it in the step: `await optimizer.{what}(...)` in an `async def step(...)`, "
-            "and run that with `await strategy.run(step, args=(...))`."
+            "and run that with `await strategy.run(step, args=(...))`. For gradients that are here "
+            "already: `await optimizer.distributed_apply(grads_and_vars)`."
         )
     return None
 
 
-def require_owner(variables: Iterable[Variable]) -> None:
+def require_cross_replica_context() -> None:
+    """Check that the code runs outside the replicas, and outside every update.
+
+    Raises:
+        ContextError: If it does not.
+    """
+    place = PLACE.get()
+    if place.replica is not None or place.update_replica_id is not None:
+        raise ContextError(
+            f"distributed_apply is a cross-replica method but was called in {place.describe()}. "
+            "Use `await optimizer.apply_gradients(grads_and_vars)` there."
+        )
+
+
+def require_owner(variables: Iterable[Variable], default: Any = None) -> None:
     """Check that the strategy in charge here made the variables.
+
+    Args:
+        variables: What is to be written.
+        default: The strategy that counts as in charge where none is.
 
     Raises:
         ContextError: If another one, or none, did.
     """
-    strategy = PLACE.get().strategy
+    strategy = PLACE.get().strategy or default
     owner = None if strategy is None or strategy.has_plain_values else strategy
     for variable in variables:
         if variable.strategy is owner:

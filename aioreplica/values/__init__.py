@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._buffers import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
+from ._buffers import writable_buffer as writable_buffer
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
@@ -45,6 +46,7 @@ __all__ = [
     "regroup_results",
     "split_per_replica",
     "take_snapshot",
+    "writable_buffer",
 ]
 
 export_public(__name__, __all__, globals())

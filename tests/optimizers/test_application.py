@@ -56,7 +56,8 @@ async def test_a_part_of_weight_zero_contributes_nothing(pair: ar.MirroredStrate
     await pair.run(step, args=(ar.PerReplica([float("nan"), 6.0]), ar.PerReplica([0, 3])))
     assert w.value == -2.0
 
-    await pair.run(step, args=(float("nan"), 0))
+    with pytest.raises(ValueError, match=r"'w' has total weight 0.*\[0, 0\]"):
+        await pair.run(step, args=(float("nan"), 0))
     assert w.value == -2.0
 
 

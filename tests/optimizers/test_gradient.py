@@ -1,16 +1,13 @@
-"""Gradients: what fits a variable, and how parts of several replicas become one."""
+"""Gradients as users bring them: what fits a variable, and what is refused."""
 
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import aioreplica as ar
-from aioreplica.optimizers._gradient import aggregate, checked_pairs, gradient_bytes
-
-NUMBERS = st.floats(-1e6, 1e6)
+from aioreplica.optimizers._gradient import checked_pairs, merged_pairs
+from tests.optimizers.rules import made
 
 
 def test_pairs_are_split_and_those_without_gradient_dropped() -> None:
@@ -34,9 +31,62 @@ def test_a_gradient_that_is_no_array_is_a_type_error(gradient: Any) -> None:
         checked_pairs([(gradient, ar.Variable([1.0, 2.0], name="w"))])
 
 
-def test_floats_do_not_fit_an_integer_variable() -> None:
-    with pytest.raises(TypeError, match=r"int64.*float64"):
-        checked_pairs([(np.ones(2), ar.Variable([1, 2]))])
+def test_a_gradient_of_another_kind_does_not_fit() -> None:
+    with pytest.raises(TypeError, match=r"float32, got dtype complex128"):
+        checked_pairs([(np.ones(1, complex), ar.Variable(np.float32([1.0])))])
+
+
+def test_integers_cannot_be_trained() -> None:
+    with pytest.raises(TypeError, match=r"'n' has dtype int64, but only floating-point"):
+        checked_pairs([(np.ones(2), ar.Variable([1, 2], name="n"))])
+
+
+def test_what_is_not_trainable_takes_no_gradient() -> None:
+    with pytest.raises(ValueError, match=r"'frozen' is not trainable.*trainable=True"):
+        checked_pairs([(1.0, ar.Variable(0.0, trainable=False, name="frozen"))])
+
+
+def test_sparse_gradients_come_in_the_dtype_of_their_variable() -> None:
+    table = ar.Variable(np.zeros((4, 2), np.float32), name="table")
+    rows = ar.IndexedSlices(np.ones((1, 2)), [3], (4, 2))
+
+    [found], _ = checked_pairs([(rows, table)])
+    assert (found.dtype, found.indices.tolist()) == (np.float32, [3])
+    [same], _ = checked_pairs([(found, table)])
+    assert same is found
+    with pytest.raises(ValueError, match=r"dense shape \(5, 2\).*shape \(4, 2\)"):
+        checked_pairs([(ar.IndexedSlices(np.ones((1, 2)), [3], (5, 2)), table)])
+
+
+def test_parts_of_all_replicas_are_checked_one_by_one(pair: ar.MirroredStrategy) -> None:
+    a, b = made(pair, [1.0], "a"), made(pair, [1.0], "b")
+    parts = ar.PerReplica([np.ones(1, np.float32), np.zeros(1)])
+    nothing = ar.PerReplica([None, None])
+
+    gradients, variables = merged_pairs([(parts, a), (nothing, b)])
+    assert (variables, [part.dtype for part in gradients[0]]) == ([a], [np.float64] * 2)
+
+    weighted = ar.Weighted(parts, ar.PerReplica([1, 2]))
+    [found], _ = merged_pairs([(weighted, a)])
+    assert found.weight.values == (1, 2)
+    [mirrored], _ = merged_pairs([(ar.Mirrored([np.ones(1)] * 2), a)])
+    assert len(mirrored) == 1  # it is the sum already
+
+
+@pytest.mark.parametrize(
+    ("gradient", "said"),
+    [
+        (ar.PerReplica([np.ones(1), None]), r"'a' is None on replicas \[1\] of 2"),
+        (ar.PerReplica([np.ones(1)] * 3), r"'a' has 3 parts, but there are 2"),
+        (ar.Weighted(ar.PerReplica([np.ones(1)] * 2), 3), r"2 totals but 1 weights"),
+        (None, r"None as the gradient of 'a'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_told(
+    pair: ar.MirroredStrategy, gradient: Any, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        merged_pairs([(gradient, made(pair, [1.0], "a"))])
 
 
 @pytest.mark.parametrize("gradient", [1.0, np.ones(3), ar.Weighted(np.ones((1, 2)), 1)])
@@ -62,44 +112,3 @@ def test_a_variable_has_one_gradient() -> None:
 
     with pytest.raises(ValueError, match="'w' has two"):
         checked_pairs([(1.0, w), (2.0, w)])
-
-
-@given(st.lists(st.tuples(NUMBERS, st.integers(0, 50)), min_size=1, max_size=6))
-def test_aggregating_is_dividing_the_sum_of_totals_by_the_sum_of_weights(parts: Any) -> None:
-    totals = [np.array([total]) if weight else np.array([np.nan]) for total, weight in parts]
-    weights = [weight for _, weight in parts]
-
-    combined = aggregate(ar.Weighted(ar.PerReplica(totals), ar.PerReplica(weights)))
-
-    expected = sum(total for total, weight in parts if weight) / max(sum(weights), 1)
-    np.testing.assert_allclose(combined, [expected], rtol=1e-12, atol=1e-9)
-
-
-@given(st.lists(NUMBERS, min_size=1, max_size=6))
-def test_plain_gradients_are_summed_in_order(values: Any) -> None:
-    combined = aggregate(ar.PerReplica([np.array(value) for value in values]))
-
-    total = values[0]
-    for value in values[1:]:
-        total += value
-    assert combined == total
-
-
-def test_plain_values_count_as_one_replica() -> None:
-    gradient = np.array([2.0, 4.0])
-
-    np.testing.assert_array_equal(aggregate(gradient), gradient)
-    np.testing.assert_array_equal(aggregate(ar.Weighted(gradient, 2)), [1.0, 2.0])
-
-
-def test_single_precision_stays_single() -> None:
-    parts = ar.PerReplica([np.ones(2, np.float32)] * 2)
-
-    assert aggregate(parts).dtype == np.float32
-    assert aggregate(ar.Weighted(parts, ar.PerReplica([1, 2]))).dtype == np.float32
-
-
-def test_bytes_count_every_replica() -> None:
-    parts = ar.PerReplica([np.ones(2), np.ones(3)])
-
-    assert gradient_bytes([parts, ar.Weighted(parts, ar.PerReplica([1, 2])), np.ones(1)]) == 88

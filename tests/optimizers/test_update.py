@@ -7,6 +7,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.optimizers._update import Update
+from aioreplica.values import CAN_COUNT_REFERENCES
 
 
 def doubled(old: Any) -> Any:
@@ -26,25 +27,50 @@ def test_nothing_changes_before_the_commit_and_everything_in_it() -> None:
     assert not b.value.flags.writeable
 
 
-def test_it_is_current_until_somebody_writes() -> None:
-    a = ar.Variable(1.0)
-    update = Update([a])
-    assert update.is_current()
-
-    a.commit((np.array(5.0),))
-
-    assert not update.is_current()
-
-
-def test_it_computes_from_what_was_captured() -> None:
-    a = ar.Variable(1.0)
-    update = Update([a])
-    a.commit((np.array(5.0),))
+def test_it_is_refused_when_somebody_has_written_meanwhile() -> None:
+    a, b = ar.Variable(1.0), ar.Variable(2.0)
+    update = Update([a, b])
     update.compute((a,), doubled)
+    update.compute((b,), doubled)
+    a.commit((np.array(5.0),))
 
-    update.commit()
+    assert not update.commit()
 
-    assert a.value == 2.0
+    assert (a.value, b.value) == (5.0, 2.0)
+
+
+def test_new_arrays_are_filled_in_later_and_published_read_only(
+    triple: ar.MirroredStrategy,
+) -> None:
+    with triple.scope():
+        w, slot = ar.Variable([0.0]), ar.Variable([1.0])
+    update = Update([w, slot])
+
+    [column] = update.begin((w, slot))
+    assert [array.tolist() for array in column.old] == [[0.0], [1.0]]
+    for array in column.new:
+        array[:] = 7.0
+
+    assert update.commit()
+    assert [float(part[0]) for part in (*w.components, *slot.components)] == [7.0] * 6
+    assert not w.value.flags.writeable
+
+
+def test_buffers_are_used_again_if_they_are_laid_out_in_rows() -> None:
+    w = ar.Variable(np.asfortranarray(np.ones((2, 3))))
+    first = Update([w]).begin((w,))[0].new[0]
+    assert first.flags.c_contiguous
+
+    seen = []
+    for _ in range(6):
+        update = Update([w])
+        [column] = update.begin((w,))
+        column.new[0][...] = 0
+        seen.append(column.new[0].ctypes.data)
+        assert column.new[0].flags.c_contiguous
+        update.commit()
+        del column, update
+    assert not CAN_COUNT_REFERENCES or len(set(seen[2:])) == 2
 
 
 def test_shared_components_are_computed_once(triple: ar.MirroredStrategy) -> None:

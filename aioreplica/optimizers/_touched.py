@@ -1,0 +1,51 @@
+"""Rows that the last sparse update touched, so that the next one need not copy the others.
+
+A new value is built in the buffer of the value before the current one. If the current one came from
+that by changing some rows, then bringing those rows up to date makes the buffer equal to the
+current value, however many rows there are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..values import Variable
+
+Array = npt.NDArray[Any]
+
+
+@final
+class TouchedRows:
+    """Remembers, per variable, how the current array came from the one before it.
+
+    Invariants:
+        * Arrays are known by weak references: a strong one would make a buffer look held.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: dict[Variable, tuple[weakref.ref[Array], weakref.ref[Array], Array]] = {}
+
+    def bring_up_to_date(self, variable: Variable, current: Array, buffer: Array) -> None:
+        """Make a buffer equal to the current array, by few rows if that is enough."""
+        before, after, rows = self._last.get(variable, (_nothing, _nothing, None))
+        if rows is not None and before() is buffer and after() is current:
+            buffer[rows] = current[rows]
+        else:
+            np.copyto(buffer, current)
+
+    def remember(self, variable: Variable, old: Array, new: Array, rows: Array) -> None:
+        """Note that `new` is `old` but for some rows; `new` is what readers get from now on."""
+        self._last[variable] = (weakref.ref(old), weakref.ref(new), rows)
+
+    def __repr__(self) -> str:
+        return f"<TouchedRows | {len(self._last)} variables>"
+
+
+def _nothing() -> None:
+    return None
