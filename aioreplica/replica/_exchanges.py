@@ -66,12 +66,15 @@ class Exchange(Collective):
 class AllGather(Exchange):
     """Joins leaves along an axis, in replica order; every replica gets all of them."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str = "all_gather") -> None:
+        self._name = name
 
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "all_gather"
+        return self._name
 
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
         """Share what was joined."""
@@ -100,13 +103,16 @@ class AllToAll(Exchange):
 class Broadcast(Collective):
     """Gives every replica the value of one of them; what the others passed is ignored."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
     is_uneven = True
+
+    def __init__(self, name: str = "broadcast") -> None:
+        self._name = name
 
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "broadcast"
+        return self._name
 
     def detail(self, argument: int) -> str:
         """Name the source."""

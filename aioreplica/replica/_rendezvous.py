@@ -131,7 +131,9 @@ class Rendezvous:
 
     def waited_for_started(self, replica_id: int, generation: Generation) -> None:
         """Record that a task waits no longer."""
-        self._handles[replica_id].remove(generation)
+        waits = self._handles.get(replica_id, [])
+        if generation in waits:
+            waits.remove(generation)
 
     def _note_started(self, replica_id: int, generation: Generation) -> None:
         started = self._started.get(replica_id, ())
