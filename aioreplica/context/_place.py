@@ -86,7 +86,7 @@ OVERRIDES: ContextVar[Any] = ContextVar("aioreplica_overrides", default=None)
 """Values that stand in for variables while a loss is differentiated (see autodiff)."""
 
 DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", default=False)
-"""Whether a derivative is being taken, whose trace one inside it has to keep (torch does not tell)."""
+"""Whether a derivative is being taken, so that one inside it keeps its trace (see autodiff)."""
 
 
 def in_cross_replica_context() -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import autograd
@@ -65,14 +65,9 @@ def crossing(other_has_begun: threading.Event, other_may_end: threading.Event) -
     return slope
 
 
-@pytest.fixture
-def autograds_own_numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tracer, "trace_stack", tracer.TraceStack())
-    yield
+def test_autograd_alone_confuses_traces_of_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "trace_stack", tracer.TraceStack())  # as autograd makes it
 
-
-@pytest.mark.usefixtures("autograds_own_numbers")
-def test_autograd_alone_confuses_traces_of_two_threads() -> None:
     assert crossing(threading.Event(), threading.Event()) != 6.0
 
 

@@ -12,6 +12,8 @@ from tests.replica.gated import me, my_id
 
 jax = pytest.importorskip("jax")
 
+pytestmark = pytest.mark.slow  # every first op is compiled
+
 
 def test_it_is_found_for_its_arrays() -> None:
     assert backend_of(jax.numpy.zeros(2)).name == "jax"
