@@ -3,17 +3,27 @@
 from .._export import export_public
 from ._adapter import Adapter as Adapter
 from ._adapter import Watch as Watch
+from ._collectives import all_gather as all_gather
+from ._collectives import all_reduce as all_reduce
+from ._collectives import broadcast as broadcast
+from ._collectives import reduce_scatter as reduce_scatter
 from ._find import find_adapter as find_adapter
+from ._linear import LinearCollective as LinearCollective
 from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables
 
 __all__ = [
     "Adapter",
+    "LinearCollective",
     "VariableReads",
     "Watch",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
     "differentiate_variables",
     "find_adapter",
+    "reduce_scatter",
     "value_and_grad",
 ]
 

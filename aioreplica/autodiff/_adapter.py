@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+from array_api_compat import array_namespace, is_array_api_obj
 
 from ..values import Weighted
+from ._linear import LinearCollective
 
 Watch: TypeAlias = Callable[[Any], Any]  # an array in, the library's traced stand-in out
 
@@ -34,8 +36,10 @@ class Adapter(ABC):
                 with respect to. Returns a scalar or a `Weighted` with a scalar total.
 
         Returns:
-            What `fn` returned, with plain numbers; and one gradient per watched array, in order of
-            watching. An array that the result does not depend on has a gradient of zeros.
+            What `fn` returned, without a trace; and one gradient per watched array, in order of
+            watching and of the same library and dtype. An array that the result does not depend on
+            has a gradient of zeros. The value is NumPy's unless an array of the library was
+            watched.
 
         Raises:
             TypeError: If a watched array is not of floating point, or the result is no number.
@@ -45,6 +49,10 @@ class Adapter(ABC):
             gradients[i]: that of the watched array.
         """
 
+    @abstractmethod
+    def perform(self, collective: LinearCollective, value: Any) -> Any:
+        """Send a traced array through a collective, so that gradients go back through it."""
+
 
 def require_floating(array: Any) -> None:
     """Check that a gradient with respect to an array exists.
@@ -52,10 +60,10 @@ def require_floating(array: Any) -> None:
     Raises:
         TypeError: If its dtype is not of floating point.
     """
-    dtype = np.asarray(array).dtype
-    if dtype.kind != "f":
+    array = array if is_array_api_obj(array) else np.asarray(array)
+    if array.dtype == object or not array_namespace(array).isdtype(array.dtype, "real floating"):
         raise TypeError(
-            f"A gradient needs a floating-point array, got dtype {dtype}. Cast it with "
+            f"A gradient needs a floating-point array, got dtype {array.dtype}. Cast it with "
             ".astype('float64')."
         )
 
@@ -67,13 +75,21 @@ def require_scalar_loss(total: Any) -> None:
         TypeError: If it is not a real number.
         ValueError: If it is an array of several.
     """
-    if isinstance(total, Weighted) or np.asarray(total).dtype.kind not in "fiub":
+    array = total if is_array_api_obj(total) else np.asarray(total)
+    if isinstance(total, Weighted) or not _is_real(array):
         raise TypeError(
             f"A loss returns a real number or ar.Weighted(total, weight), got {total!r} "
             f"({type(total).__name__})."
         )
-    if np.shape(total) != ():
+    if tuple(array.shape) != ():
         raise ValueError(
-            f"A loss returns a scalar, got shape {np.shape(total)}. Sum it, or return "
+            f"A loss returns a scalar, got shape {tuple(array.shape)}. Sum it, or return "
             "ar.Weighted(sum, number of examples)."
         )
+
+
+def _is_real(array: Any) -> bool:
+    if isinstance(array, (np.ndarray, np.generic)):
+        return array.dtype.kind in "fiub"
+    kinds = ("real floating", "integral", "bool")
+    return bool(array_namespace(array).isdtype(array.dtype, kinds))

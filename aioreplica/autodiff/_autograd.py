@@ -1,38 +1,35 @@
 """The adapter over HIPS autograd: plain NumPy code, written with `autograd.numpy`.
 
-autograd counts its nested traces in a module global, so two threads that differentiate at the same
-time could take each other's boxes for their own. One lock for the process keeps them apart.
-
 A watched array enters the trace as the output of a primitive whose backward pass stores the
 gradient that arrives. So inputs can be named while the function runs, and none that is unused
-costs anything.
+costs anything. Threads do not disturb each other, see `_autograd_traces.py`.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 from autograd import make_vjp
-from autograd.extend import defvjp, primitive, vspace
+from autograd.extend import defjvp, defvjp, primitive, vspace
 from autograd.tracer import getval, isbox
 
-from ..context import REGISTRY
 from ..values import Weighted
 from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ._autograd_traces import separate_threads
+from ._linear import LinearCollective
 
 
 @final
 class AutogradAdapter(Adapter):
     """Differentiates functions written with `autograd.numpy`.
 
-    Calls from several threads take turns; a call inside a call is a higher derivative.
+    Calls may overlap on several threads; a call inside a call is a higher derivative.
     """
 
     def __init__(self) -> None:
-        self._lock = REGISTRY.once("autograd_lock", threading.RLock)
+        separate_threads()
 
     @property
     def name(self) -> str:
@@ -57,11 +54,14 @@ class AutogradAdapter(Adapter):
             require_scalar_loss(getval(total))
             return total + root  # part of the trace even if it depends on no input
 
-        with self._lock:
-            pullback, total = make_vjp(traced)(0.0)
-            pullback(vspace(total).ones())
+        pullback, total = make_vjp(traced)(0.0)
+        pullback(vspace(total).ones())
         value = Weighted(total, weights[0]) if weights else total
         return value, [watched.gradient() for watched in inputs]
+
+    def perform(self, collective: LinearCollective, value: Any) -> Any:
+        """Send a box through a collective."""
+        return _perform(collective, value)
 
 
 @final
@@ -95,3 +95,17 @@ def _enter(_root: float, watched: _Input) -> Any:
 
 
 defvjp(_enter, lambda _ans, _root, watched: watched.receive)
+
+
+@primitive  # type: ignore[untyped-decorator]
+def _perform(collective: LinearCollective, value: Any) -> Any:
+    return collective.perform(np.asarray(value))
+
+
+# A collective is linear: its derivative is itself, the way back is its transpose.
+defvjp(
+    _perform,
+    None,
+    lambda _ans, collective, _value: lambda g: _perform(collective.transposed(), g),
+)
+defjvp(_perform, None, lambda g, _ans, collective, _value: _perform(collective.again(), g))

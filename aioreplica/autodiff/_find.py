@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._adapter import Adapter
 
-BACKENDS = ("autograd",)
+BACKENDS = ("autograd", "torch", "jax")
 
 
 def find_adapter(backend: str) -> Adapter:
@@ -22,13 +22,26 @@ def find_adapter(backend: str) -> Adapter:
         legal = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"Unknown autodiff backend {backend!r}. Use one of {legal}.")
     try:
-        from ._autograd import AutogradAdapter
+        return _new_adapter(backend)
     except ModuleNotFoundError as missing:
-        if missing.name != "autograd":
+        if missing.name not in (backend, f"{backend}lib"):
             raise
         raise ImportError(
-            "Gradients with the 'autograd' backend need the autograd package, which is not "
-            'installed. Run: pip install "aioreplica[autograd]"',
-            name="autograd",
+            f"Gradients with the {backend!r} backend need the {backend} package, which is not "
+            f'installed. Run: pip install "aioreplica[{backend}]"',
+            name=backend,
         ) from missing
+
+
+def _new_adapter(backend: str) -> Adapter:
+    if backend == "torch":
+        from ._torch import TorchAdapter
+
+        return TorchAdapter()
+    if backend == "jax":
+        from ._jax import JaxAdapter
+
+        return JaxAdapter()
+    from ._autograd import AutogradAdapter
+
     return AutogradAdapter()

@@ -17,10 +17,12 @@ def value_and_grad(
         fn: Takes a list (or tuple) of arrays and returns a scalar, or a `Weighted(total, weight)`
             whose total is differentiated and whose weight is not. Write it with the backend's own
             functions, such as `autograd.numpy`.
-        backend: The library that differentiates: "autograd".
+        backend: The library that differentiates: "autograd", "torch" or "jax".
 
     Returns:
-        A function of the same list that gives `(value, gradients)`, in plain NumPy.
+        A function of the same list that gives `(value, gradients)`. Arrays may be NumPy's or the
+        backend's own, and each gradient is of the kind of its array; so is the value, NumPy's if
+        all arrays are.
 
     Raises:
         ValueError: If `backend` is unknown.

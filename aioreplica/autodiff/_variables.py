@@ -82,7 +82,7 @@ def differentiate_variables(
             through `variable.value` counts.
         variables: Those to differentiate with respect to; None means the trainable
             floating-point ones that the loss reads.
-        backend: The library that differentiates: "autograd".
+        backend: The library that differentiates: "autograd", "torch" or "jax".
 
     Returns:
         The value of the loss, and `(gradient, variable)` pairs: in the order of `variables`, with

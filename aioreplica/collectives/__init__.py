@@ -8,6 +8,8 @@ from ._compression import TopK as TopK
 from ._gather import concatenate as concatenate
 from ._gather import gather_difference as gather_difference
 from ._gather import require_axis as require_axis
+from ._kind import pieces as pieces
+from ._kind import share as share
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import require_options as require_options
 from ._reduce import leaf_bytes as leaf_bytes
@@ -32,6 +34,7 @@ __all__ = [
     "gather_difference",
     "leaf_bytes",
     "leaf_difference",
+    "pieces",
     "reduce_leaves",
     "reduce_over_axis",
     "reduce_slices",
@@ -39,6 +42,7 @@ __all__ = [
     "require_dense",
     "require_options",
     "require_reducible",
+    "share",
 ]
 
 export_public(__name__, __all__, globals())

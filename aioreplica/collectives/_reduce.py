@@ -12,6 +12,7 @@ import numpy as np
 from ..devices.backends import backend_of, reduce_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
+from ._kind import are_of_one_library, array_like, require_untraced
 from ._sparse import reduce_slices, require_sum, slices_difference
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
@@ -39,7 +40,8 @@ def require_reducible(leaf: Any, where: str, op: ReduceOp = ReduceOp.SUM) -> Non
         return
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{where} would drop the mask of {leaf!r}. Pass leaf.filled(value).")
-    backend_of(leaf)
+    if not require_untraced(leaf, where):
+        return  # the other libraries have arrays of numbers only
     dtype = np.asarray(leaf).dtype
     if dtype.kind in "OUSMmV" and dtype.name != "bfloat16":
         raise TypeError(
@@ -52,9 +54,11 @@ def leaf_difference(first: Any, other: Any) -> str | None:
     """Say why two leaves cannot be reduced together, None if they can."""
     if type(first) is IndexedSlices or type(other) is IndexedSlices:
         return slices_difference(first, other)
-    a, b = np.asarray(first), np.asarray(other)
+    a, b = array_like(first), array_like(other)
     if a.shape != b.shape:
-        return f"shapes {a.shape} and {b.shape} differ"
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ"
+    if not are_of_one_library(a, b):
+        return f"types {type(a).__name__} and {type(b).__name__} differ"
     numbers = isinstance(first, _PYTHON_NUMBERS), isinstance(other, _PYTHON_NUMBERS)
     if numbers[0] != numbers[1]:
         return f"types {type(first).__name__} and {type(other).__name__} differ"
@@ -71,8 +75,8 @@ def reduce_leaves(op: ReduceOp, values: Sequence[Any]) -> Any:
         values: One per replica, in replica order; all numbers, all arrays or all IndexedSlices.
 
     Returns:
-        A Python number for Python numbers, else a read-only array (or IndexedSlices) that all
-        replicas share.
+        A Python number for Python numbers, else an array (or IndexedSlices); read-only where its
+        library has such arrays.
 
     Determinism:
         Left to right by replica id, so bitwise the same for every arrival order.

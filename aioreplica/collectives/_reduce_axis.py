@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from ..typing import ReduceOp
+from ._kind import array_like
 from ._reduce import reduce_leaves
 
 
@@ -35,42 +37,53 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int,
         >>> reduce_over_axis(ReduceOp.MEAN, [np.array([1.0, 2.0]), np.array([6.0])], 0)
         np.float64(3.0)
     """
-    arrays = [np.asarray(value) for value in values]
+    arrays = [array_like(value) for value in values]
     axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     for array in arrays:
         for one in axes:
             if not isinstance(one, (int, np.integer)) or not -array.ndim <= one < array.ndim:
                 raise ValueError(
-                    f"axis={axis!r} does not fit a component of shape {array.shape}: use axes "
-                    f"from {-array.ndim} to {array.ndim - 1}."
+                    f"axis={axis!r} does not fit a component of shape {tuple(array.shape)}: use "
+                    f"axes from {-array.ndim} to {array.ndim - 1}."
                 )
     counts = [_num_reduced(array, axes) for array in arrays]
     if op is not ReduceOp.SUM and sum(counts) == 0:
         raise ValueError(
             f"{op.name} over axis {axis!r} of {len(arrays)} empty components is undefined."
         )
+    xp, first = array_namespace(arrays[0]), arrays[0]
     if op is ReduceOp.MIN or op is ReduceOp.MAX:
-        numpy_reduce = np.min if op is ReduceOp.MIN else np.max
+        extreme = xp.min if op is ReduceOp.MIN else xp.max
         filled = [a for a, count in zip(arrays, counts, strict=True) if count]
-        return _unwrap(reduce_leaves(op, [np.asarray(numpy_reduce(a, axes)) for a in filled]))
-    dtype = np.float64 if op is ReduceOp.MEAN and arrays[0].dtype.kind in "iub" else None
-    sums = [np.asarray(np.sum(a, axis=axes, dtype=_sum_dtype(a, dtype))) for a in arrays]
+        return _unwrap(reduce_leaves(op, [_kept(extreme(a, axis=axes)) for a in filled]))
+    wide = _sum_dtype(op, first, xp)
+    sums = [_kept(xp.sum(a, axis=axes, dtype=wide)) for a in arrays]
     total = reduce_leaves(ReduceOp.SUM, sums)
     if op is ReduceOp.MEAN:
-        total = total / sum(counts)
-    narrow = arrays[0].dtype if arrays[0].dtype.kind == "f" else total.dtype
-    result = np.asarray(total).astype(narrow, copy=False)
-    result.flags.writeable = False
+        total = _kept(total / sum(counts))
+    narrow = first.dtype if xp.isdtype(first.dtype, "real floating") else total.dtype
+    result = xp.astype(total, narrow, copy=False)
+    if type(result) is np.ndarray:
+        result.flags.writeable = False
     return _unwrap(result)
 
 
-def _sum_dtype(array: Any, dtype: Any) -> Any:
-    return np.float32 if array.dtype == np.float16 else dtype
+def _sum_dtype(op: ReduceOp, array: Any, xp: Any) -> Any:
+    if str(array.dtype).rpartition(".")[2] in ("float16", "bfloat16"):
+        return xp.float32
+    if op is ReduceOp.MEAN and xp.isdtype(array.dtype, ("bool", "integral")):
+        return xp.float64
+    return None
 
 
 def _num_reduced(array: Any, axes: tuple[int, ...]) -> int:
     return int(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
 
 
+def _kept(array: Any) -> Any:
+    """Return an array: NumPy gives a scalar where no axis is left."""
+    return np.asarray(array) if isinstance(array, np.generic) else array
+
+
 def _unwrap(total: Any) -> Any:
-    return total[()] if total.ndim == 0 else total
+    return total[()] if type(total) is np.ndarray and total.ndim == 0 else total

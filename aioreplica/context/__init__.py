@@ -3,6 +3,7 @@
 from .._export import export_public
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
+from ._place import DIFFERENTIATING as DIFFERENTIATING
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
 from ._place import CurrentReplica as CurrentReplica
@@ -15,6 +16,7 @@ from ._registry import Registry as Registry
 __all__ = [
     "DEFAULT_PLACE",
     "DEVICE",
+    "DIFFERENTIATING",
     "OVERRIDES",
     "PLACE",
     "REGISTRY",

@@ -85,6 +85,9 @@ DEVICE: ContextVar[object | None] = ContextVar("aioreplica_device", default=None
 OVERRIDES: ContextVar[Any] = ContextVar("aioreplica_overrides", default=None)
 """Values that stand in for variables while a loss is differentiated (see autodiff)."""
 
+DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", default=False)
+"""Whether a derivative is being taken, so that one inside it keeps its trace (see autodiff)."""
+
 
 def in_cross_replica_context() -> bool:
     """Tell whether the code runs in a strategy's scope or merge function, outside any replica.

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, final
 
+from ..context import REGISTRY
 from ..errors import DeviceError
 from ._op import Op
+
+STOPPED_S = 0.1  # how often a thread that wants its lane back looks whether it was stopped
 
 
 @final
@@ -48,12 +53,14 @@ class Lane:
         self.name = name
         self._num_streams = num_streams
         self._nice = nice
-        self._queue: SimpleQueue[Op[Any] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Op[Any] | _Handover | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._streams: list[_Stream] = []
         self._lock = threading.Lock()
         self._idle = threading.Semaphore(0)  # counts threads that wait, where there are several
         self._stopped = False
+        self._serving = 0  # threads that take ops; those that lend the lane do not count
+        self._past = _Stream()  # what threads did that have ended
 
     def put(self, op: Op[Any]) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
@@ -64,10 +71,38 @@ class Lane:
         if self._stopped:
             raise self._given_back()
         self._queue.put(op)
-        if len(self._threads) < self._num_streams and not self._idle.acquire(blocking=False):
+        if self._serving < self._num_streams and not self._idle.acquire(blocking=False):
             self._start_thread(op)
         if self._stopped and op.withdraw():  # it may have landed behind the stop sentinels
             raise self._given_back()
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Let other ops run while the calling thread, which runs one, waits for something.
+
+        Another thread takes over if there is an op to run. The caller goes on once the lane is
+        free again: after the op that runs by then and those put before the wait was over.
+        """
+        with self._lock:
+            self._serving -= 1
+            has_queued = not self._queue.empty()
+        if has_queued:
+            self._start_thread(None)
+        try:
+            yield
+        finally:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        with self._lock:
+            if self._serving < self._num_streams or self._stopped:
+                self._serving += 1
+                return
+            handover = _Handover()
+            self._queue.put(handover)
+        while not handover.is_done.wait(STOPPED_S):
+            if self._stopped:  # its sentinels may have ended the other thread first
+                return
 
     def stop(self) -> None:
         """Let the threads end after what is queued; idempotent, does not wait."""
@@ -88,17 +123,17 @@ class Lane:
         return LaneStatistics(
             queued=self._queue.qsize(),
             running=sum(stream.is_running for stream in streams),
-            done=sum(stream.num_done for stream in streams),
-            busy_s=sum(stream.busy_s for stream in streams),
+            done=self._past.num_done + sum(stream.num_done for stream in streams),
+            busy_s=self._past.busy_s + sum(stream.busy_s for stream in streams),
         )
 
     def __repr__(self) -> str:
         s = self.statistics()
         return f"<Lane {self.name} | {s.running} running, {s.queued} queued, {s.done} done>"
 
-    def _start_thread(self, op: Op[Any]) -> None:
+    def _start_thread(self, op: Op[Any] | None) -> None:
         with self._lock:
-            if len(self._threads) >= self._num_streams or self._stopped:
+            if self._serving >= self._num_streams or self._stopped:
                 return
             stream = _Stream()
             name = f"aioreplica {self.name}"
@@ -106,8 +141,11 @@ class Lane:
             try:
                 thread.start()
             except RuntimeError:
+                if op is None:  # nobody takes over: the queued ops wait for the caller
+                    return
                 op.withdraw()
                 raise
+            self._serving += 1
             self._streams.append(stream)
             self._threads.append(thread)
 
@@ -120,9 +158,11 @@ class Lane:
 
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice)
+        _serving_threads()[threading.get_ident()] = self
         while True:
             op = self._next_op()
-            if op is None:
+            if type(op) is not Op:
+                self._end(stream, op)
                 return
             stream.is_running = True
             started = op.perform()
@@ -137,7 +177,19 @@ class Lane:
             else:
                 del op  # an idle thread must not keep the last op's arrays alive
 
-    def _next_op(self) -> Op[Any] | None:
+    def _end(self, stream: _Stream, handover: _Handover | None) -> None:
+        """End the calling thread, at a stop sentinel or because another takes the lane back."""
+        del _serving_threads()[threading.get_ident()]
+        if handover is None:
+            return
+        with self._lock:
+            self._threads.remove(threading.current_thread())
+            self._streams.remove(stream)
+            self._past.num_done += stream.num_done
+            self._past.busy_s += stream.busy_s
+        handover.is_done.set()  # the one that takes over counts in its place
+
+    def _next_op(self) -> Op[Any] | _Handover | None:
         """Wait for an op; a thread about to wait says so first, if there can be several."""
         if self._num_streams > 1:
             try:
@@ -145,6 +197,16 @@ class Lane:
             except Empty:
                 self._idle.release()
         return self._queue.get()
+
+
+@final
+class _Handover:
+    """Asks the thread that finds it in the queue to give the lane back and end."""
+
+    __slots__ = ("is_done",)
+
+    def __init__(self) -> None:
+        self.is_done = threading.Event()
 
 
 @final
@@ -157,6 +219,17 @@ class _Stream:
         self.is_running = False
         self.num_done = 0
         self.busy_s = 0.0
+
+
+def lend_lane() -> AbstractContextManager[None]:
+    """Lend the lane whose op the calling thread runs, see `Lane.lend`; nothing elsewhere."""
+    lane = _serving_threads().get(threading.get_ident())
+    return nullcontext() if lane is None else lane.lend()
+
+
+def _serving_threads() -> dict[int, Lane]:
+    """Return which lane each thread serves, by thread id; each entry is its thread's own."""
+    return REGISTRY.once("serving_threads", dict[int, Lane])
 
 
 def _lower_priority(nice: int) -> None:

@@ -1,14 +1,25 @@
 """Replicas: the rendezvous they meet in, the group that runs them, the context they see."""
 
 from .._export import export_public
+from ._blocking import CallSite as CallSite
+from ._blocking import collective_named as collective_named
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
 from ._collectives import Collectives as Collectives
 from ._context import ReplicaContext as ReplicaContext
+from ._exchanges import AllGather as AllGather
+from ._exchanges import Along as Along
+from ._exchanges import Broadcast as Broadcast
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group_context import GroupContext as GroupContext
 from ._handle import Handle as Handle
 from ._meeting_point import MeetingPoint as MeetingPoint
+from ._payload import payload_along as payload_along
+from ._payload import payload_of as payload_of
+from ._payload import payload_of_numbers as payload_of_numbers
+from ._reductions import AllReduce as AllReduce
+from ._reductions import ReduceScatter as ReduceScatter
+from ._reductions import parse_reduction as parse_reduction
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
@@ -17,6 +28,11 @@ from ._sync_group import SyncGroup as SyncGroup
 from ._variables import update_variable as update_variable
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
+    "Along",
+    "Broadcast",
+    "CallSite",
     "Collective",
     "Collectives",
     "Generation",
@@ -26,10 +42,16 @@ __all__ = [
     "MeetingPoint",
     "Mismatch",
     "Rendezvous",
+    "ReduceScatter",
     "ReplicaContext",
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
+    "collective_named",
+    "payload_along",
+    "payload_of",
+    "payload_of_numbers",
+    "parse_reduction",
     "update_variable",
 ]
 

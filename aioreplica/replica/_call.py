@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..telemetry import source_line
 
 if TYPE_CHECKING:
+    from ._blocking import CallSite
     from ._collective import Collective
     from ._sync_group import SyncGroup
 
@@ -90,7 +91,7 @@ def new_call(
     group: SyncGroup,
     position: int,
     sequence: int,
-    frame: FrameType,
+    frame: FrameType | CallSite,
 ) -> Call:
     """Make the call that a replica made at `frame`."""
     call = _new(Call)

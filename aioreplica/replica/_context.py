@@ -14,6 +14,7 @@ import numpy as np
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort, Device, Lane, Op, OpTracker, lane_table
 from ..values import Variable
+from ._blocking import BlockingCall, CallSite, require_no_loop
 from ._call import new_call
 from ._collective import Collective
 from ._collectives import Collectives
@@ -24,7 +25,7 @@ from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._random import random_stream
 from ._seat import Seat
-from ._sync_group import SyncGroup
+from ._sync_group import Generation, SyncGroup
 from ._variables import create_variable, update_variable
 
 P = ParamSpec("P")
@@ -263,6 +264,29 @@ class ReplicaContext(Collectives):
         generation = self._point.start(seat, call)
         seat.started[call] = generation
         return Handle(self._point, seat, call, generation, place)
+
+    def meet_blocking(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], site: CallSite
+    ) -> Any:
+        """Take part in a collective from a plain function on a device; for the library.
+
+        Raises:
+            ContextError: If called on an event loop.
+
+        Cancellation:
+            CancelledError once the run is aborted.
+        """
+        require_no_loop(collective.name)
+        point, seat = self._point, self._seat
+
+        def arrive() -> Generation:
+            seat.sequence = sequence = seat.sequence + 1
+            call = new_call(
+                collective, argument, args, None, point.everyone, seat.replica_id, sequence, site
+            )
+            return point.start(seat, call)
+
+        return BlockingCall(point, seat, arrive).wait(self._group.running_loop())
 
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.

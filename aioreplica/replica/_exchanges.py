@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+from array_api_compat import is_array_api_obj
 
-from ..collectives import CommunicationOptions, concatenate, gather_difference, leaf_bytes
+from ..collectives import (
+    CommunicationOptions,
+    concatenate,
+    gather_difference,
+    leaf_bytes,
+    pieces,
+    share,
+)
 from ..devices import INLINE_BYTES, run_together
+from ..devices.backends import join_arrays
 from ..tree import unflatten
 from ._call import Call
 from ._collective import Collective, Meeting, Parts, Pending
@@ -87,16 +96,19 @@ class Exchange(Collective):
 class AllGather(Exchange):
     """Joins leaves along an axis, in replica order; every replica gets all of them."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str = "all_gather") -> None:
+        self._name = name
 
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "all_gather"
+        return self._name
 
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
-        """Share one joined array."""
-        return [concatenate(column, axis)] * len(column)
+        """Share what was joined."""
+        return share(concatenate(column, axis), column)
 
 
 @final
@@ -113,21 +125,24 @@ class AllToAll(Exchange):
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
         """Join the i-th pieces for replica i."""
         count = len(column)
-        pieces = [np.array_split(np.asarray(leaf), count, axis) for leaf in column]
-        return [concatenate(own, axis) for own in zip(*pieces, strict=True)]
+        cut = [pieces(_array(leaf), count, axis) for leaf in column]
+        return [concatenate(own, axis) for own in zip(*cut, strict=True)]
 
 
 @final
 class Broadcast(Collective):
     """Gives every replica the value of one of them; what the others passed is ignored."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
     is_uneven = True
+
+    def __init__(self, name: str = "broadcast") -> None:
+        self._name = name
 
     @property
     def name(self) -> str:
         """Name for tables."""
-        return "broadcast"
+        return self._name
 
     def detail(self, argument: int) -> str:
         """Name the source."""
@@ -152,11 +167,11 @@ class Broadcast(Collective):
         source = calls[calls[0].argument]
         leaves, spec, _ = source.args
 
-        def share() -> Parts:
-            frozen = [_frozen(leaf) for leaf in leaves]
-            return [unflatten(spec, frozen) for _ in calls]
+        def hand_out() -> Parts:
+            columns = [_copies(leaf, len(calls)) for leaf in leaves]
+            return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
-        return _inline_or_not(sum(map(leaf_bytes, leaves)), share)
+        return _inline_or_not(sum(map(leaf_bytes, leaves)), hand_out)
 
 
 def _inline_or_not(num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
@@ -165,12 +180,18 @@ def _inline_or_not(num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending
     return Pending(run_together([work]), lambda results: results[0])
 
 
-def _frozen(leaf: Any) -> Any:
-    if type(leaf) is not np.ndarray:
-        return leaf
-    copy = leaf.copy()
-    copy.flags.writeable = False
-    return copy
+def _copies(leaf: Any, count: int) -> list[Any]:
+    if type(leaf) is np.ndarray:
+        copy = leaf.copy()
+        copy.flags.writeable = False
+        return [copy] * count
+    if isinstance(leaf, np.generic) or not is_array_api_obj(leaf):
+        return [leaf] * count
+    return share(join_arrays([leaf[None]], 0)[0], [leaf] * count)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if is_array_api_obj(leaf) else np.asarray(leaf)
 
 
 ALL_GATHER = AllGather()

@@ -97,6 +97,11 @@ class ReplicaGroup(RunControl):
         """Whether the run was ended early."""
         return self.point.is_aborted
 
+    def running_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the event loop of the run."""
+        assert self._loop is not None  # a plain function has no replica outside every run
+        return self._loop
+
     def start_tasks(
         self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, Any]]
     ) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import current_task
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -189,6 +189,32 @@ class MeetingPoint:
             raise asyncio.CancelledError
         self.unseen.pop(generation, None)
         return waiter.result()[call.position]
+
+    def watch(
+        self,
+        seat: Seat,
+        generation: Generation,
+        finish: Callable[[Any, BaseException | None], None],
+    ) -> None:
+        """Call `finish` with a thread's part of what it started, or with the error, once."""
+        waiter = generation.waiter
+        assert waiter is not None  # made by `start`
+        position = generation.group.members.index(seat.replica_id)
+        if not waiter.done():
+            mismatch = self.rendezvous.wait_for_started(seat.replica_id, generation)
+            if mismatch is not None:
+                self._run.abort_mismatch(mismatch)
+
+        def arrived(waiter: asyncio.Future[Parts]) -> None:
+            mismatch = self.rendezvous.waited_for_started(seat.replica_id, generation)
+            if mismatch is not None:
+                self._run.abort_mismatch(mismatch)
+            error = error_of(waiter)
+            if error is None and self.is_aborted:
+                error = asyncio.CancelledError()
+            finish(None if error is not None else waiter.result()[position], error)
+
+        waiter.add_done_callback(arrived)
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""

@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..collectives import CommunicationOptions, leaf_difference
+from ..collectives import CommunicationOptions, leaf_difference, pieces, share
 from ..tree import LEAF_SPEC, unflatten
 from ..typing import ReduceOp
 from ._call import Call
@@ -130,9 +130,13 @@ class AllReduce(Reducing):
     def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
         """Share the leaves; every replica has containers of its own."""
         spec = calls[0].args[1]
-        if spec is LEAF_SPEC:
-            return [reduced[0]] * len(calls)
-        return [unflatten(spec, reduced) for _ in calls]
+        if _UNWRITABLE.issuperset(map(type, reduced)):
+            if spec is LEAF_SPEC:
+                return [reduced[0]] * len(calls)
+            return [unflatten(spec, reduced) for _ in calls]
+        inputs = zip(*(call.args[0] for call in calls), strict=True)
+        columns = [share(leaf, own) for leaf, own in zip(reduced, inputs, strict=True)]
+        return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
 
 @final
@@ -144,11 +148,13 @@ class ReduceScatter(Reducing):
     def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
         """Cut every leaf along the axis."""
         spec, axis = calls[0].args[1], calls[0].argument.axis
-        columns = [np.array_split(leaf, len(calls), axis) for leaf in reduced]
+        columns = [pieces(leaf, len(calls), axis) for leaf in reduced]
         if not columns:
             return [unflatten(spec, []) for _ in calls]
         return [unflatten(spec, row) for row in zip(*columns, strict=True)]
 
+
+_UNWRITABLE = {np.ndarray, float, int, complex}  # arrays of NumPy come out read-only
 
 ALL_REDUCE = AllReduce("all_reduce")
 STARTED_ALL_REDUCE = AllReduce("start_all_reduce")

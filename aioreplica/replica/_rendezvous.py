@@ -137,8 +137,9 @@ class Rendezvous:
 
     def waited_for_started(self, replica_id: int, generation: Generation) -> Mismatch | None:
         """Record that a task waits no longer; others of the replica may, and now do so alone."""
-        waits = self._handles[replica_id]
-        waits.remove(generation)
+        waits = self._handles.get(replica_id, [])
+        if generation in waits:
+            waits.remove(generation)
         for other in waits:
             if other.missing:
                 mismatch = self._deadlock(other)

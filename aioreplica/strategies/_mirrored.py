@@ -64,8 +64,8 @@ class MirroredStrategy(Strategy):
 
 def _chosen(devices: Sequence[Device | str] | None) -> tuple[Device, ...]:
     if devices is None:
-        accelerators = tuple(device for device in list_devices() if device.kind != "cpu")
-        return accelerators or list_devices("cpu")
+        # Of one kind: two libraries may serve the same accelerators under two names.
+        return next(filter(None, map(list_devices, ("cuda", "gpu", "tpu", "cpu"))))
     if isinstance(devices, (str, Device)):
         raise ValueError(
             f"MirroredStrategy takes a list of devices, got {devices!r}. Write [{str(devices)!r}], "

@@ -2,23 +2,39 @@
 
 from ..._export import export_public
 from ._backend import Backend as Backend
+from ._cupy import CupyBackend as CupyBackend
 from ._discover import backend_of as backend_of
 from ._discover import find_backends as find_backends
+from ._handing import join_arrays as join_arrays
+from ._handing import share_array as share_array
+from ._handing import trace_of as trace_of
+from ._handing import untraced as untraced
+from ._jax import JaxBackend as JaxBackend
+from ._namespace_reduce import reduce_in_namespace as reduce_in_namespace
 from ._numpy import NumpyBackend as NumpyBackend
 from ._numpy_reduce import reduce_arrays as reduce_arrays
 from ._numpy_reduce import reduce_block as reduce_block
 from ._numpy_reduce import reduce_into as reduce_into
 from ._numpy_reduce import result_dtype as result_dtype
+from ._torch import TorchBackend as TorchBackend
 
 __all__ = [
     "Backend",
+    "CupyBackend",
+    "JaxBackend",
     "NumpyBackend",
+    "TorchBackend",
     "backend_of",
     "find_backends",
+    "join_arrays",
     "reduce_arrays",
     "reduce_block",
+    "reduce_in_namespace",
     "reduce_into",
     "result_dtype",
+    "share_array",
+    "trace_of",
+    "untraced",
 ]
 
 export_public(__name__, __all__, globals())

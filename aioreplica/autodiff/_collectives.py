@@ -1,0 +1,161 @@
+"""Collectives for functions that are differentiated: gradients go back through them.
+
+They are called by plain functions on device threads, such as a loss, wait there for the other
+replicas, and do so again on the way back. Outside every run one replica meets itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from array_api_compat import is_jax_array, is_torch_array
+
+from ..collectives import require_dense
+from ..context import PLACE
+from ..errors import ContextError
+from ..replica import CallSite, ReplicaContext
+from ..tree import map_leaves
+from ..typing import ReduceOp
+from ._find import find_adapter
+from ._linear import Caller, FromSource, Joined, LinearCollective, Scattered, Total
+
+
+def all_reduce(op: ReduceOp | str, value: Any) -> Any:
+    """Sum or average a value over all replicas, differentiably.
+
+    Args:
+        op: SUM or MEAN, or its name in any case.
+        value: Any pytree of arrays, traced ones of autograd, torch or jax included, with equal
+            structure, shapes and dtypes on all replicas. Each leaf is one collective.
+
+    Returns:
+        The combined pytree, for every replica.
+
+    Raises:
+        ValueError: If `op` is another one: MIN and MAX are not linear.
+        TypeError: If a leaf is not numeric, or is reached by a compiler such as jax.jit.
+        ContextError: If called on the event loop, or in cross-replica context.
+
+    Cancellation:
+        CancelledError wakes the thread once the run is aborted.
+
+    Determinism:
+        As `ctx.all_reduce`, on the way back too.
+
+    Example:
+        >>> import autograd.numpy as np
+        >>> from aioreplica.autodiff import value_and_grad
+        >>> square_of_sum = value_and_grad(lambda xs: all_reduce("sum", xs[0]) ** 2)
+        >>> print(*square_of_sum([np.array(3.0)]))  # one replica, as nothing runs
+        9.0 [array(6.)]
+    """
+    parsed = _linear_op(op, "all_reduce")
+    return _send(value, "all_reduce", sys._getframe(1), lambda caller: Total(caller, parsed))
+
+
+def all_gather(value: Any, axis: int) -> Any:
+    """Join a value of all replicas along `axis`, in replica order, differentiably.
+
+    Args:
+        value: Any pytree of arrays; sizes along `axis` may differ between replicas.
+        axis: The axis to join along; negative ones count from the end.
+
+    Raises:
+        ValueError: If a leaf is a scalar or has no such axis.
+        TypeError: As `all_reduce`.
+        ContextError: As `all_reduce`.
+    """
+    return _send(value, "all_gather", sys._getframe(1), lambda caller: Joined(caller, axis))
+
+
+def reduce_scatter(op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
+    """Sum or average a value over all replicas and take this one's part, differentiably.
+
+    Args:
+        op: As for `all_reduce`.
+        value: As for `all_reduce`.
+        axis: What is divided: contiguous and balanced, as by `ctx.reduce_scatter`.
+
+    Raises:
+        ValueError: As `all_reduce`, or if a leaf is a scalar or has no such axis.
+        TypeError: As `all_reduce`.
+        ContextError: As `all_reduce`.
+    """
+    parsed = _linear_op(op, "reduce_scatter")
+    return _send(
+        value, "reduce_scatter", sys._getframe(1), lambda caller: Scattered(caller, parsed, axis)
+    )
+
+
+def broadcast(value: Any, source: int = 0) -> Any:
+    """Give every replica the value of one of them, differentiably.
+
+    Args:
+        value: Any pytree of arrays, equal in structure; the others' numbers are ignored, and have
+            a gradient of zeros.
+        source: Whose value.
+
+    Raises:
+        ValueError: If there is no such replica.
+        TypeError: As `all_reduce`, or if `source` is not an int.
+        ContextError: As `all_reduce`.
+    """
+    index = operator.index(source)
+    replica = _current_replica("broadcast")
+    count = 1 if replica is None else replica.num_replicas_in_sync
+    if not 0 <= index < count:
+        raise ValueError(f"broadcast got source={source!r}, but replicas are 0 to {count - 1}.")
+    return _send(value, "broadcast", sys._getframe(1), lambda caller: FromSource(caller, index))
+
+
+def _linear_op(op: ReduceOp | str, name: str) -> ReduceOp:
+    parsed = ReduceOp.parse(op)
+    if parsed is not ReduceOp.SUM and parsed is not ReduceOp.MEAN:
+        raise ValueError(
+            f"ar.autodiff.{name} takes SUM or MEAN, got {parsed.name}, which has no gradient here. "
+            "Gather the values and take the extreme of those, or use ctx.all_reduce for a number "
+            "that needs no gradient."
+        )
+    return parsed
+
+
+def _current_replica(name: str) -> ReplicaContext | None:
+    place = PLACE.get()
+    if isinstance(place.replica, ReplicaContext):
+        return place.replica
+    if place.strategy is not None:
+        raise ContextError(
+            f"ar.autodiff.{name} was called in {place.describe()}, but it is a collective of the "
+            "replicas. Call it in the loss of a step."
+        )
+    return None
+
+
+def _send(
+    value: Any, name: str, frame: FrameType, new_call: Callable[[Caller], LinearCollective]
+) -> Any:
+    """Send each leaf through a collective of its own."""
+    caller = Caller(_current_replica(name), CallSite.of(frame), name)
+
+    def send_leaf(leaf: Any) -> Any:
+        require_dense(leaf, f"ar.autodiff.{name}")
+        backend = _backend_of(leaf)
+        if backend is None:
+            return new_call(caller).perform(np.asarray(leaf))
+        return find_adapter(backend).perform(new_call(caller), leaf)
+
+    return map_leaves(send_leaf, value)
+
+
+def _backend_of(leaf: Any) -> str | None:
+    """Return the name of the backend that a leaf may be traced by, None for plain NumPy."""
+    if is_torch_array(leaf):
+        return "torch"
+    if is_jax_array(leaf):
+        return "jax"
+    return "autograd" if type(leaf).__module__.startswith("autograd.") else None

@@ -1,0 +1,121 @@
+"""The adapter over PyTorch: functions written with tensors.
+
+Its graphs belong to the tensors that they lead to, and whether they are recorded is a setting of
+each thread, so threads do not disturb each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from ..context import DIFFERENTIATING
+from ..values import Weighted
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ._linear import LinearCollective
+
+
+@final
+class TorchAdapter(Adapter):
+    """Differentiates functions of tensors; a call inside a call is a higher derivative."""
+
+    @property
+    def name(self) -> str:
+        """The backend's name."""
+        return "torch"
+
+    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+        """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
+        inputs: list[_Input] = []
+
+        def watch(array: Any) -> Any:
+            watched = _Input(array)
+            inputs.append(watched)
+            return watched.tensor
+
+        is_inner = DIFFERENTIATING.get()
+        token = DIFFERENTIATING.set(True)
+        try:
+            with torch.inference_mode(mode=False), torch.enable_grad():
+                result = fn(watch)
+                total = result.total if isinstance(result, Weighted) else result
+                require_scalar_loss(total)
+                keep = is_inner or any(watched.is_traced for watched in inputs)
+                gradients = _gradients(total, [watched.tensor for watched in inputs], keep)
+        finally:
+            DIFFERENTIATING.reset(token)
+        is_numpy = not any(watched.is_tensor for watched in inputs) and not keep
+        value = _number(total, keep, is_numpy)
+        if isinstance(result, Weighted):
+            value = Weighted(value, _number(result.weight, False, is_numpy))
+        pairs = zip(gradients, inputs, strict=True)
+        return value, [watched.of_its_kind(gradient, keep) for gradient, watched in pairs]
+
+    def perform(self, collective: LinearCollective, value: Any) -> Any:
+        """Send a tensor through a collective."""
+        return _Performed.apply(value, collective)
+
+
+@final
+class _Input:
+    """A watched array, and the tensor that stands in for it."""
+
+    __slots__ = ("array", "is_tensor", "is_traced", "tensor")
+
+    def __init__(self, array: Any) -> None:
+        require_floating(array)
+        self.array = array
+        self.is_tensor = isinstance(array, torch.Tensor)
+        self.is_traced = False
+        if not self.is_tensor:
+            self.tensor = torch.tensor(array)  # a copy: NumPy's may be read-only
+            self.tensor.requires_grad_()
+        elif array.requires_grad:
+            self.is_traced = True
+            self.tensor = array.view_as(array)  # of this derivative and of those around it
+        else:
+            self.tensor = array.detach().requires_grad_()
+
+    def of_its_kind(self, gradient: Any, keep: bool) -> Any:
+        """Return a gradient as what was watched: a tensor, or a NumPy array outside of others."""
+        if gradient is None:
+            gradient = torch.zeros_like(self.tensor)
+        if self.is_tensor:
+            return gradient if keep else gradient.detach()
+        if keep and gradient.requires_grad:
+            return gradient
+        return gradient.detach().numpy().astype(np.asarray(self.array).dtype, copy=False)
+
+
+def _gradients(total: Any, tensors: list[Any], keep: bool) -> list[Any]:
+    if not tensors or not isinstance(total, torch.Tensor) or not total.requires_grad:
+        return [None] * len(tensors)
+    return list(torch.autograd.grad(total, tensors, allow_unused=True, create_graph=keep))
+
+
+def _number(total: Any, keep: bool, is_numpy: bool) -> Any:
+    if not isinstance(total, torch.Tensor) or keep:
+        return total
+    total = total.detach()
+    if not is_numpy:
+        return total
+    return (total.float() if total.dtype == torch.bfloat16 else total).cpu().numpy()[()]
+
+
+@final
+class _Performed(torch.autograd.Function):  # type: ignore[misc]  # torch's own base is untyped
+    """A collective as torch sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, collective: LinearCollective) -> Any:
+        """Meet the other replicas."""
+        ctx.collective = collective
+        return collective.perform(value.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        """Meet them again, with the gradient."""
+        return _Performed.apply(gradient, ctx.collective.transposed()), None

@@ -1,0 +1,91 @@
+"""The torch backend: tensors on the host and on CUDA devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import numpy as np
+from array_api_compat import is_torch_array
+
+from ...typing import ReduceOp
+from ._backend import Array, Backend
+from ._hardware import may_have_gpu, require_installed
+from ._namespace_reduce import reduce_in_namespace
+
+
+@final
+class TorchBackend(Backend):
+    """Tensors of PyTorch, which is imported when the first one is made or asked for.
+
+    Raises:
+        ModuleNotFoundError: If torch is not installed.
+    """
+
+    def __init__(self) -> None:
+        require_installed("torch")
+
+    @property
+    def name(self) -> str:
+        """The entry point's name."""
+        return "torch"
+
+    def num_devices(self, kind: str) -> int:
+        """Return the GPUs for "cuda", 0 for other kinds: the host's CPUs are NumPy's to count."""
+        if kind != "cuda" or not may_have_gpu():
+            return 0
+        import torch
+
+        return int(torch.cuda.device_count())
+
+    def owns(self, value: object) -> bool:
+        """Tell whether `value` is a tensor."""
+        return bool(is_torch_array(value))
+
+    def put(self, value: Array, device: str) -> Array:
+        """Return `value` as a tensor on a device; read-only NumPy arrays are copied."""
+        import torch
+
+        target = _torch_device(device)
+        if is_torch_array(value):
+            return value.to(target)
+        array = np.asarray(value)
+        if not array.flags.writeable:
+            array = array.copy()  # torch has no read-only tensors and warns of such memory
+        return torch.as_tensor(array).to(target)
+
+    def get(self, array: Array) -> Array:
+        """Return a tensor's numbers as a NumPy array; bfloat16, which NumPy lacks, as float32."""
+        tensor = array.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()
+        return tensor.numpy()
+
+    def scope(self, device: str) -> AbstractContextManager[None]:
+        """Make a CUDA device torch's current one."""
+        if not device.startswith("cuda"):
+            return nullcontext()
+        import torch
+
+        scope: AbstractContextManager[None] = torch.cuda.device(device)
+        return scope
+
+    def synchronise(self, device: str) -> None:
+        """Wait for a CUDA device; ops on the host end before they return."""
+        if device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize(device)
+
+    def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:
+        """Combine tensors left to right, on the device of the first."""
+        device = arrays[0].device if arrays else None
+        return reduce_in_namespace(op, [array.detach().to(device) for array in arrays])
+
+
+def _torch_device(name: str) -> Any:
+    """Return torch's device: all logical CPU devices are its one CPU."""
+    import torch
+
+    return torch.device("cpu" if name.startswith("cpu") else name)

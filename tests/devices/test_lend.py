@@ -1,0 +1,121 @@
+"""Lending a lane: other ops run while one waits, and never two at once."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioreplica.devices import CompletionPort, Lane, Op, lend_lane, run_on_lane
+
+
+def put(lane: Lane, fn: Callable[..., Any], *args: Any) -> Op[Any]:
+    op = run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, {})
+    op.put()
+    return op
+
+
+class Waiting:
+    """An op that lends its lane until it is let go, and notes what runs when."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.gate = threading.Event()
+        self.started = threading.Event()
+
+    def __call__(self) -> str:
+        self.events.append("begins")
+        with lend_lane():
+            self.started.set()
+            assert self.gate.wait(10)
+        self.events.append("goes on")
+        return "done"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_streams", [1, 2])
+async def test_ops_put_while_one_waits_run_meanwhile(num_streams: int) -> None:
+    lane, op = Lane("test", num_streams=num_streams), Waiting()
+    waiting = put(lane, op)
+    assert op.started.wait(10)
+
+    for name in "ab":
+        await put(lane, op.events.append, name)
+    op.gate.set()
+
+    assert await waiting == "done"
+    assert op.events == ["begins", "a", "b", "goes on"]
+    assert lane.statistics().done >= 2
+    lane.stop()
+    lane.join(10)
+
+
+@pytest.mark.asyncio
+async def test_ops_queued_before_run_meanwhile_too() -> None:
+    lane, op = Lane("test"), Waiting()
+    ops = [put(lane, op), *(put(lane, op.events.append, name) for name in "ab")]
+    await ops[2]
+    op.gate.set()
+
+    await ops[0]
+
+    assert op.events == ["begins", "a", "b", "goes on"]
+    lane.stop()
+
+
+@pytest.mark.asyncio
+async def test_the_waiting_op_goes_on_only_when_the_other_has_ended() -> None:
+    lane, op = Lane("test"), Waiting()
+    is_over, inside = threading.Event(), threading.Event()
+
+    def other() -> None:
+        op.events.append("other begins")
+        op.gate.set()  # the first one wants its lane back now
+        inside.set()
+        assert is_over.wait(10)
+        op.events.append("other ends")
+
+    both = asyncio.gather(put(lane, op), put(lane, other))
+    await asyncio.to_thread(inside.wait, 10)
+    is_over.set()
+    await both
+
+    assert op.events == ["begins", "other begins", "other ends", "goes on"]
+    lane.stop()
+
+
+@pytest.mark.asyncio
+async def test_threads_do_not_add_up() -> None:
+    lane = Lane("test")
+    before = threading.active_count()
+
+    for _ in range(20):
+        op = Waiting()
+        waiting = put(lane, op)
+        await put(lane, op.gate.set)
+        await waiting
+
+    await put(lane, int)
+    lane.stop()
+    lane.join(10)
+    assert threading.active_count() <= before
+    assert lane.statistics().done == 41
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_lane_lets_the_waiting_op_end() -> None:
+    lane, op = Lane("test"), Waiting()
+    waiting = put(lane, op)
+    await put(lane, int)
+
+    lane.stop()
+    op.gate.set()
+
+    assert await waiting == "done"
+    lane.join(10)
+
+
+def test_elsewhere_there_is_nothing_to_lend() -> None:
+    with lend_lane():
+        pass
