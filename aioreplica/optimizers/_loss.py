@@ -16,7 +16,7 @@ Pairs = list[tuple[Any, Variable]]
 
 
 async def differentiate_loss(
-    loss: Callable[[], Any], var_list: Sequence[Variable] | None
+    loss: Callable[[], Any], var_list: Sequence[Variable] | None, backend: str = "autograd"
 ) -> tuple[Any, Pairs]:
     """Return the value of a loss and its (gradient, variable) pairs.
 
@@ -37,9 +37,11 @@ async def differentiate_loss(
         _require_variables(var_list)
     place = PLACE.get()
     if isinstance(place.replica, ReplicaContext):
-        value, pairs = await place.replica.run_on_device(differentiate_variables, loss, var_list)
+        value, pairs = await place.replica.run_on_device(
+            differentiate_variables, loss, var_list, backend
+        )
     else:
-        value, pairs = await run_on_host(differentiate_variables, loss, var_list)
+        value, pairs = await run_on_host(differentiate_variables, loss, var_list, backend)
     if not pairs:
         raise ValueError(
             "There are no variables to minimize over: the loss read no trainable variable through "

@@ -115,16 +115,21 @@ class Optimizer(ABC):
     # ---- training ------------------------------------------------------------------------
 
     async def compute_gradients(
-        self, loss: Callable[[], Any], var_list: Sequence[Variable] | None = None
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        *,
+        backend: str = "autograd",
     ) -> Pairs:
         """Differentiate a loss on this replica's device, or on the host outside every replica.
 
         Args:
             loss: A plain function without arguments that returns a scalar, or a
-                `Weighted(total, weight)`; written with `autograd.numpy`, reading variables through
-                `variable.value`.
+                `Weighted(total, weight)`; written in the backend's library, reading variables
+                through `variable.value`.
             var_list: The variables to differentiate with respect to; None means the trainable
                 ones that the loss reads.
+            backend: The library that differentiates: "autograd", "torch" or "jax".
 
         Returns:
             `(gradient, variable)` pairs; for a weighted loss `Weighted(gradient of the total,
@@ -134,12 +139,12 @@ class Optimizer(ABC):
             TypeError: If `loss` is not a plain function or returns no number, or an entry of
                 `var_list` is not a floating-point variable.
             ValueError: If there are no variables, or the loss does not return a scalar.
-            ImportError: If autograd is not installed.
+            ImportError: If the backend is not installed.
 
         Cancellation:
             As for a device op.
         """
-        return (await differentiate_loss(loss, var_list))[1]
+        return (await differentiate_loss(loss, var_list, backend))[1]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -174,6 +179,8 @@ class Optimizer(ABC):
         loss: Callable[[], Any],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
+        *,
+        backend: str = "autograd",
     ) -> Coroutine[Any, Any, Any]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
@@ -181,6 +188,7 @@ class Optimizer(ABC):
             loss: As for `compute_gradients`.
             var_list: As for `compute_gradients`.
             global_step: As for `apply_gradients`.
+            backend: As for `compute_gradients`.
 
         Returns:
             What the loss returned before the update, with plain numbers.
@@ -192,7 +200,7 @@ class Optimizer(ABC):
             As for `apply_gradients`.
         """
         require_replica_context("minimize")
-        return self._minimize(loss, var_list, global_step, sys._getframe(1))
+        return self._minimize(loss, var_list, global_step, sys._getframe(1), backend)
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -228,8 +236,9 @@ class Optimizer(ABC):
         var_list: Sequence[Variable] | None,
         global_step: Variable | None,
         frame: FrameType,
+        backend: str,
     ) -> Any:
-        value, pairs = await differentiate_loss(loss, var_list)
+        value, pairs = await differentiate_loss(loss, var_list, backend)
         await self._meet(pairs, global_step, frame)
         return value
 
