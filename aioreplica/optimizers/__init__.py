@@ -8,6 +8,8 @@ from ._adam import Adam as Adam
 from ._adamw import AdamW as AdamW
 from ._block import Block as Block
 from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
+from ._from_optax import from_optax as from_optax
+from ._from_torch import from_torch as from_torch
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import LossScaling as LossScaling
@@ -30,6 +32,8 @@ __all__ = [
     "OptimizerOptions",
     "RMSprop",
     "SGD",
+    "from_optax",
+    "from_torch",
     "schedules",
 ]
 

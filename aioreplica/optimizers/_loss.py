@@ -17,7 +17,10 @@ Pairs = list[tuple[Any, Variable]]
 
 
 async def differentiate_loss(
-    loss: Callable[[], Any], var_list: Sequence[Variable] | None, scale: float | None
+    loss: Callable[[], Any],
+    var_list: Sequence[Variable] | None,
+    scale: float | None,
+    backend: str = "autograd",
 ) -> tuple[Any, Pairs]:
     """Return the value of a loss and its (gradient, variable) pairs.
 
@@ -40,9 +43,11 @@ async def differentiate_loss(
     place = PLACE.get()
     scaled = loss if scale is None else partial(_scaled, loss, scale)
     if isinstance(place.replica, ReplicaContext):
-        value, pairs = await place.replica.run_on_device(differentiate_variables, scaled, var_list)
+        value, pairs = await place.replica.run_on_device(
+            differentiate_variables, scaled, var_list, backend
+        )
     else:
-        value, pairs = await run_on_host(differentiate_variables, scaled, var_list)
+        value, pairs = await run_on_host(differentiate_variables, scaled, var_list, backend)
     if scale is not None:
         value = _times(value, 1 / scale)
     if not pairs:

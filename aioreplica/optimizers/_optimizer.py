@@ -146,16 +146,21 @@ class Optimizer(UpdateRule):
     # ---- training ------------------------------------------------------------------------
 
     async def compute_gradients(
-        self, loss: Callable[[], Any], var_list: Sequence[Variable] | None = None
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        *,
+        backend: str = "autograd",
     ) -> Pairs:
         """Differentiate a loss on this replica's device, or on the host outside every replica.
 
         Args:
             loss: A plain function without arguments that returns a scalar, or a
-                `Weighted(total, weight)`; written with `autograd.numpy`, reading variables through
-                `variable.value`.
+                `Weighted(total, weight)`; written in the backend's library, reading variables
+                through `variable.value`.
             var_list: The variables to differentiate with respect to; None means the trainable
                 ones that the loss reads.
+            backend: The library that differentiates: "autograd", "torch" or "jax".
 
         Returns:
             `(gradient, variable)` pairs; for a weighted loss `Weighted(gradient of the total,
@@ -165,12 +170,12 @@ class Optimizer(UpdateRule):
             TypeError: If `loss` is not a plain function or returns no number, or an entry of
                 `var_list` is not a floating-point variable.
             ValueError: If there are no variables, or the loss does not return a scalar.
-            ImportError: If autograd is not installed.
+            ImportError: If the backend is not installed.
 
         Cancellation:
             As for a device op.
         """
-        return (await differentiate_loss(loss, var_list, self._scale))[1]
+        return (await differentiate_loss(loss, var_list, self._scale, backend))[1]
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -210,6 +215,8 @@ class Optimizer(UpdateRule):
         loss: Callable[[], Any],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
+        *,
+        backend: str = "autograd",
     ) -> Coroutine[Any, Any, Any]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
@@ -217,6 +224,7 @@ class Optimizer(UpdateRule):
             loss: As for `compute_gradients`.
             var_list: As for `compute_gradients`.
             global_step: As for `apply_gradients`.
+            backend: As for `compute_gradients`.
 
         Returns:
             What the loss returned before the update, with plain numbers.
@@ -228,7 +236,7 @@ class Optimizer(UpdateRule):
             As for `apply_gradients`.
         """
         require_replica_context("minimize")
-        return self._minimize(loss, var_list, global_step, sys._getframe(1))
+        return self._minimize(loss, var_list, global_step, sys._getframe(1), backend)
 
     async def distributed_apply(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -350,9 +358,10 @@ class Optimizer(UpdateRule):
         var_list: Sequence[Variable] | None,
         global_step: Variable | None,
         frame: FrameType,
+        backend: str,
     ) -> Any:
         scale = self._scale
-        value, pairs = await differentiate_loss(loss, var_list, scale)
+        value, pairs = await differentiate_loss(loss, var_list, scale, backend)
         await self._meet(pairs, global_step, scale, frame)
         return value
 

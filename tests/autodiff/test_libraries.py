@@ -184,3 +184,19 @@ def test_jax_may_differentiate_and_compile_around_it() -> None:
 
     assert float(jax.grad(slope)(3.0)) == 18.0
     assert float(jax.jit(slope)(3.0)) == 27.0
+
+
+@pytest.mark.asyncio
+async def test_the_optimizer_differentiates_with_any_library(
+    lib: Library, pair: ar.MirroredStrategy
+) -> None:
+    with pair.scope():
+        w, adam = ar.Variable([3.0, 1.0], name="w"), ar.optimizers.Adam(0.5)
+
+    async def step() -> Any:
+        return await adam.minimize(lambda: lib.sum((w.value - 1.0) ** 2), backend=lib.name)
+
+    losses = [float((await pair.run(step)).values[0]) for _ in range(5)]
+
+    assert losses[0] == 4.0
+    assert losses == sorted(losses, reverse=True)
