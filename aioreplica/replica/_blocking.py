@@ -40,9 +40,13 @@ class CallSite(NamedTuple):
         return CallSite(frame.f_code, frame.f_lasti)
 
 
-@lru_cache(maxsize=256)
 def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
     """Return the one collective of a kind that tables show as `name`."""
+    return _collective_named(kind, name)
+
+
+@lru_cache(maxsize=256)
+def _collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
     return kind(name)
 
 
