@@ -29,9 +29,9 @@ from ..replica import (
     Broadcast,
     CallSite,
     ReduceScatter,
+    Reduction,
     ReplicaContext,
     collective_named,
-    parse_reduction,
     payload_along,
     payload_of,
     payload_of_numbers,
@@ -64,7 +64,7 @@ class Caller:
             return _copy(value)
         args = payload_of_numbers(value, op, self.name)
         collective = collective_named(AllReduce, self.name)
-        return self.replica.meet_blocking(collective, parse_reduction(op, None), args, self.site)
+        return self.replica.meet_blocking(collective, Reduction(op), args, self.site)
 
     def scatter(self, op: ReduceOp, value: Any, axis: int) -> Any:
         """Sum or average over the replicas and take this one's part along an axis."""
@@ -73,9 +73,7 @@ class Caller:
         payload_along(value, axis, self.name)
         args = payload_of_numbers(value, op, self.name)
         collective = collective_named(ReduceScatter, self.name)
-        return self.replica.meet_blocking(
-            collective, parse_reduction(op, None, axis), args, self.site
-        )
+        return self.replica.meet_blocking(collective, Reduction(op, None, axis), args, self.site)
 
     def gather(self, value: Any, axis: int) -> tuple[Any, int]:
         """Join along an axis; tell where in the result this replica's part begins."""

@@ -49,7 +49,7 @@ class _Rule:
         except ModuleNotFoundError as missing:
             raise ImportError(
                 f"from_optax needs the {missing.name} package, which is not installed. Run: "
-                'pip install "aioreplica[jax]" optax',
+                'pip install "aioreplica[optax]"',
                 name=missing.name,
             ) from missing
         self._transformation = transformation

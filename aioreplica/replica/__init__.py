@@ -19,7 +19,7 @@ from ._payload import payload_of as payload_of
 from ._payload import payload_of_numbers as payload_of_numbers
 from ._reductions import AllReduce as AllReduce
 from ._reductions import ReduceScatter as ReduceScatter
-from ._reductions import parse_reduction as parse_reduction
+from ._reductions import Reduction as Reduction
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
@@ -43,6 +43,7 @@ __all__ = [
     "Mismatch",
     "Rendezvous",
     "ReduceScatter",
+    "Reduction",
     "ReplicaContext",
     "ReplicaGroup",
     "ReplicaState",
@@ -51,7 +52,6 @@ __all__ = [
     "payload_along",
     "payload_of",
     "payload_of_numbers",
-    "parse_reduction",
     "update_variable",
 ]
 
