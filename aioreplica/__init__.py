@@ -3,6 +3,7 @@
 from . import autodiff as autodiff
 from . import collectives as collectives
 from . import errors as errors
+from . import metrics as metrics
 from . import optimizers as optimizers
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
@@ -89,6 +90,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "list_devices",
+    "metrics",
     "optimizers",
     "run_on_host",
     "set_logical_devices",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..values import IndexedSlices, Variable
 from ._block import BLOCK_BYTES, Block, BlockRange
+from ._scratch import ScratchPool
 from ._total import Total
 from ._touched import TouchedRows
 from ._update import Column, Update
@@ -45,6 +46,7 @@ class Application:
     Args:
         optimizer: Whose hooks are called.
         touched: What sparse updates remember, for an `ElementwiseOptimizer`; else None.
+        scratch: Lends memory for blocks.
         rate: The learning rate of this step.
         rates: That of each variable.
         groups: Each variable with its slots.
@@ -63,6 +65,7 @@ class Application:
         "_of_step",
         "_optimizer",
         "_prepared",
+        "_scratch",
         "_totals",
         "_touched",
         "_update",
@@ -72,6 +75,7 @@ class Application:
         self,
         optimizer: Optimizer,
         touched: TouchedRows | None,
+        scratch: ScratchPool,
         rate: float,
         rates: Sequence[float],
         groups: Sequence[tuple[Variable, ...]],
@@ -81,6 +85,7 @@ class Application:
     ) -> None:
         self._optimizer = optimizer
         self._touched = touched
+        self._scratch = scratch
         self._groups = groups
         self._totals = totals
         self._counters = counters
@@ -153,7 +158,7 @@ class Application:
             stop = min(start + step, size)
             part = BlockRange(variable, old, new, total, start, stop)
             num_bytes = (stop - start) * itemsize * (2 * len(group) + 1)
-            pieces.append(Piece(num_bytes, partial(part.run, self._rule, prepared)))
+            pieces.append(Piece(num_bytes, partial(part.run, self._rule, prepared, self._scratch)))
         return pieces
 
     def _run_rows(
@@ -181,7 +186,7 @@ class Application:
             flat_old = [array.reshape(-1) for array in old_rows]
             flat_new = [array.reshape(-1) for array in new_rows]
             BlockRange(group[0], flat_old, flat_new, chosen, 0, chosen.values.size).run(
-                self._rule, prepared
+                self._rule, prepared, self._scratch
             )
             total.is_finite &= chosen.is_finite
             for array, changed in zip(column.new, new_rows, strict=True):

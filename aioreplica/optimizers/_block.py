@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
+from ._scratch import ScratchPool
 from ._total import Total
 
 Array = npt.NDArray[Any]
@@ -86,26 +87,28 @@ class BlockRange:
         self._start = start
         self._stop = stop
 
-    def run(self, update: Any, prepared: Any) -> None:
-        """Call `update(prepared, block)` for every block; gradients are checked on the way."""
+    def run(self, update: Any, prepared: Any, pool: ScratchPool) -> None:
+        """Call `update(prepared, block)` for every block; gradients are checked on the way.
+
+        Args:
+            update: The rule.
+            prepared: What it needs to know of the step.
+            pool: Lends pieces of `BLOCK_BYTES`.
+        """
         dtype = self._variable.dtype
-        step = min(self._stop - self._start, BLOCK_BYTES // dtype.itemsize)
-        scratch = np.empty(step, dtype)
-        spare = np.empty(step, dtype) if self._total.needs_work else scratch
-        flat = self._total.values
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is
-            for begin in range(self._start, self._stop, step):  # told by the check
-                part = slice(begin, min(begin + step, self._stop))
-                size = part.stop - begin
-                gradient = flat[part]
-                self._total.check(gradient)
-                if self._total.needs_work:
-                    gradient = self._total.ready(gradient, spare[:size])
-                block = Block(
-                    self._variable,
-                    [array[part] for array in self._old],
-                    [array[part] for array in self._new],
-                    gradient,
-                    scratch[:size],
-                )
-                update(prepared, block)
+        # What is not finite is found by the check, so NumPy need not warn of it.
+        quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+        with quiet, pool.lend(dtype) as scratch, pool.lend(dtype) as spare:
+            for start in range(self._start, self._stop, scratch.size):
+                part = slice(start, min(start + scratch.size, self._stop))
+                update(prepared, self._block(part, scratch, spare))
+
+    def _block(self, part: slice, scratch: Array, spare: Array) -> Block:
+        total, size = self._total, part.stop - part.start
+        gradient = total.values[part]
+        total.check(gradient)
+        if total.needs_work:
+            gradient = total.ready(gradient, spare[:size])
+        old = [array[part] for array in self._old]
+        new = [array[part] for array in self._new]
+        return Block(self._variable, old, new, gradient, scratch[:size])

@@ -16,6 +16,7 @@ import numpy as np
 from ..context import PLACE
 from ..values import Variable
 from ._application import Application
+from ._block import BLOCK_BYTES
 from ._clipping import Clipping
 from ._finite import OnNonFinite
 from ._gradient import checked_pairs, merged_pairs
@@ -29,6 +30,7 @@ from ._hyperparameter import (
 from ._loss import Pairs, differentiate_loss
 from ._loss_scale import LossScaling
 from ._rule import UpdateRule
+from ._scratch import ScratchPool
 from ._slots import SlotTable, new_variable
 from ._step import take_step
 from ._total import Total
@@ -141,6 +143,7 @@ class Optimizer(UpdateRule):
         self._multiplier_of = checked_multipliers(learning_rate_multipliers)
         self._slots = SlotTable(slot_names)
         self._touched = TouchedRows() if self.is_elementwise else None
+        self._scratch = ScratchPool(BLOCK_BYTES)
         self._iterations = new_variable(strategy, np.int64(0), "iterations")
 
     # ---- training ------------------------------------------------------------------------
@@ -403,7 +406,8 @@ class Optimizer(UpdateRule):
         rate = learning_rate_at(self._learning_rate, int(self._iterations.components[0]))
         rates = [rate * self._multiplier_of(total.variable) for total in totals]
         counters = [self._iterations] if global_step is None else [self._iterations, global_step]
-        return Application(self, self._touched, rate, rates, groups, totals, counters, extra)
+        memory = (self._touched, self._scratch)
+        return Application(self, *memory, rate, rates, groups, totals, counters, extra)
 
 
 def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:

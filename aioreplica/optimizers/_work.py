@@ -8,12 +8,13 @@ from functools import partial
 from ..devices import num_collective_streams, run_together
 from ._application import Piece
 
-INLINE_BYTES = 2 * 1024 * 1024
-"""A step that reads and writes no more than this runs on the event loop, which takes it a quarter
-of a millisecond; a thread would have it done 0.1 ms later."""
+INLINE_BYTES = 8 * 1024 * 1024
+"""A step that reads and writes no more than this runs on the event loop, which takes it about half
+a millisecond, as for reductions; a thread would have it done 0.1 ms later."""
 
-THREAD_BYTES = 4 * 1024 * 1024
-"""What a further thread has to read and write to be worth waking."""
+THREAD_BYTES = 64 * 1024 * 1024
+"""What a further thread has to read and write to be worth waking: two threads of short NumPy calls
+wait for each other's lock, and up to here that costs more than the second core brings."""
 
 Work = Iterator[Sequence[Piece]]
 """Arithmetic in stages: a stage is complete before the next one is asked for."""

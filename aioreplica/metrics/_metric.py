@@ -1,0 +1,178 @@
+"""The metric interface: local updates without communication, an exact result over all replicas."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import PLACE
+from ..errors import ContextError
+from ..typing import VariableAggregation, VariableSynchronization
+from ..values import Variable
+
+Array = npt.NDArray[Any]
+
+
+class Metric(ABC):
+    """Totals in float64 sync-on-read variables; subclasses say what is added and what comes out.
+
+    Make one in `strategy.scope()`, update it in the step (async or plain), read it outside. An
+    update is local to its replica: no collective, nothing to await. `result()` outside the
+    replicas adds their totals up first, so it is exact however examples are divided; in a replica
+    it is that of the replica alone. Updates outside the replicas count once.
+
+    Args:
+        name: Names it in variables and errors.
+        totals: Names of the totals.
+
+    Source:
+        tf.keras.metrics.Metric.
+    """
+
+    def __init__(self, name: str, totals: tuple[str, ...]) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"The name of a metric must be a str, got {name!r}.")
+        self._name = name
+        self._totals = tuple(
+            Variable(
+                np.float64(0),
+                trainable=False,
+                name=_free_name(f"{name}/{total}"),
+                synchronization=VariableSynchronization.ON_READ,
+                aggregation=VariableAggregation.SUM,
+            )
+            for total in totals
+        )
+
+    @property
+    def name(self) -> str:
+        """Name, as given."""
+        return self._name
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The totals."""
+        return self._totals
+
+    @abstractmethod
+    def result(self) -> float:
+        """Return the metric over everything since the last reset."""
+
+    def reset_state(self) -> None:
+        """Start anew: on all replicas, or, inside a replica, on that one."""
+        self._write(dict.fromkeys(self._totals, 0.0), is_added=False)
+
+    def totals(self) -> tuple[float, ...]:
+        """Return the totals of one version: in a replica its own, elsewhere over all replicas.
+
+        Determinism:
+            Added up in ascending replica id.
+        """
+        index = self._own_index()
+        while True:
+            version = self._totals[0].store.version
+            columns = [variable.components for variable in self._totals]
+            if self._totals[0].store.version == version:
+                break
+        if index is not None:
+            return tuple(float(parts[index]) for parts in columns)
+        return tuple(float(sum(float(part) for part in parts)) for parts in columns)
+
+    def add(self, *amounts: float) -> None:
+        """Add to the totals, all in one write."""
+        self._write(dict(zip(self._totals, amounts, strict=True)), is_added=True)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name} | {self.result():g}>"
+
+    def _write(self, amounts: Mapping[Variable, float], *, is_added: bool) -> None:
+        index = self._own_index()
+        store = self._totals[0].store
+        while True:  # replicas of a plain step function write from several threads
+            bases = {variable: variable.components for variable in amounts}
+            changes = {
+                variable: _changed(parts, index, amounts[variable], is_added=is_added)
+                for variable, parts in bases.items()
+            }
+            if store.write(changes, bases):
+                return
+
+    def _own_index(self) -> int | None:
+        """Return the component of the replica that runs here; None outside."""
+        place = PLACE.get()
+        strategy = self._totals[0].strategy
+        is_plain = strategy is None and (place.strategy is None or place.strategy.has_plain_values)
+        if place.replica is not None and (is_plain or place.strategy is strategy):
+            return place.replica.replica_id_in_sync_group
+        if place.update_replica_id is not None or not (
+            is_plain or place.strategy is None or place.strategy is strategy
+        ):
+            raise ContextError(
+                f"Metric {self._name!r} belongs to {strategy!r} but was used in "
+                f"{place.describe()}. Make it in that strategy's scope."
+            )
+        return None
+
+
+def _changed(
+    parts: tuple[Array, ...], index: int | None, amount: float, *, is_added: bool
+) -> tuple[Array, ...]:
+    new = list(parts)
+    for i in range(len(parts)) if index is None else (index,):
+        counts = index is not None or i == 0  # what is added outside counts once
+        if not counts and is_added:
+            continue
+        value = np.array(parts[i] + amount if is_added else amount)
+        value.flags.writeable = False
+        new[i] = value
+    return tuple(new)
+
+
+def _free_name(name: str) -> str | None:
+    """Return the name, or one with a number: variables must have names of their own."""
+    strategy = PLACE.get().strategy
+    free, number = name, 0
+    while strategy is not None and strategy.variable_table.has(free):
+        number += 1
+        free = f"{name}_{number}"
+    return free
+
+
+def weighted_total(name: str, values: Any, sample_weight: Any) -> tuple[float, float]:
+    """Return the sum of values times weights, and the sum of weights.
+
+    Raises:
+        TypeError: If something is no number.
+        ValueError: If the weights cannot be broadcast to the values.
+    """
+    array = _numbers(name, "values", values)
+    if sample_weight is None:
+        return float(np.sum(array)), float(array.size)
+    weights = _numbers(name, "sample_weight", sample_weight)
+    try:
+        weights = np.broadcast_to(weights.reshape(_aligned(weights, array)), array.shape)
+    except ValueError:
+        raise ValueError(
+            f"Metric {name!r} got values of shape {array.shape} and sample_weight of shape "
+            f"{np.shape(sample_weight)}, which cannot be broadcast to that."
+        ) from None
+    is_counted = weights != 0  # what has no weight may hold anything
+    return float(np.sum(array[is_counted] * weights[is_counted])), float(np.sum(weights))
+
+
+def _aligned(weights: Array, array: Array) -> tuple[int, ...]:
+    """Weights belong to the leading axes: one per example of a batch."""
+    return (*weights.shape, *(1,) * (array.ndim - weights.ndim))
+
+
+def _numbers(name: str, what: str, value: Any) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(
+            f"Metric {name!r} needs numbers as {what}, got {value!r} (dtype {array.dtype})."
+        )
+    return array.astype(np.float64, copy=False)

@@ -1,0 +1,106 @@
+"""The training benchmark as a command, and the programs that it compares."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import _mlp
+from benchmarks._training import Speed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """What a quick run on asyncio prints, and what it writes."""
+    output = tmp_path_factory.mktemp("benchmarks") / "result.json"
+    options = ["--quick", "--loops", "asyncio", "--output", str(output)]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "train", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout, json.loads(output.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
+    _, written = quick
+    threads = f"NumPy, {written['num_blas_threads']} BLAS threads"
+    expected = []
+    for size in (1, 2):
+        for name in ("SGD", "Adam"):
+            for batch in (32, 256):
+                title = f"{name}, batch {batch}"
+                expected += [(title, "NumPy, 1 BLAS thread", size), (title, threads, size)]
+            expected += [
+                (f"{name}, batch 256", "bare array updates", size),
+                (f"{name}, apply_gradients alone", "bare array updates", size),
+            ]
+
+    assert (written["benchmark"], written["is_quick"]) == ("train", True)
+    found = [(row["name"], row["against"], row["num_replicas"]) for row in written["rows"]]
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str, Any]]) -> None:
+    printed, written = quick
+
+    for row in written["rows"]:
+        numbers = [row[name] for name in ("ours", "floor", "lowest", "ratio", "highest")]
+        assert all(math.isfinite(number) and number > 0 for number in numbers), row
+    promised = {
+        (row["against"], row["target"]["limit"], row["num_replicas"])
+        for row in written["rows"]
+        if row["target"]
+    }
+    assert promised == {
+        ("NumPy, 1 BLAS thread", 1 / 1.4, 2),
+        ("bare array updates", 1.15, 1),
+        ("bare array updates", 1.15, 2),
+    }
+    assert printed.count("steps/s; sequential") == 8
+
+
+def test_gradients_by_hand_are_those_of_the_loss() -> None:
+    parameters = [array.astype(np.float64) for array in _mlp.initial_parameters()]
+    images, labels = _mlp.made_up_batch(5)
+
+    def loss() -> float:
+        w1, b1, w2, b2, w3, b3 = parameters
+        hidden = np.maximum(np.maximum(images @ w1 + b1, 0) @ w2 + b2, 0)
+        scores = hidden @ w3 + b3
+        return float(np.sum(np.log(np.exp(scores).sum(axis=1)) - scores[range(5), labels]))
+
+    found = _mlp.gradients(parameters, images, labels)
+
+    for array, gradient in zip(parameters, found, strict=True):
+        assert gradient.shape == array.shape
+        where = np.unravel_index(int(np.abs(gradient).argmax()), array.shape)
+        before, step = array[where], 1e-5
+        array[where] = before + step
+        above = loss()
+        array[where] = before - step
+        slope = (above - loss()) / (2 * step)
+        array[where] = before
+        assert slope == pytest.approx(gradient[where], rel=1e-5)
+
+
+def test_a_line_tells_both_speeds() -> None:
+    text = str(Speed("SGD, batch 256", 2, 280.0, 200.0, 140.0, 2))
+
+    assert text == (
+        "SGD, batch 256, 2 replicas: 280 steps/s; sequential 200 with 1 BLAS thread (1.40x), "
+        "140 with 2 (2.00x)"
+    )

@@ -1,0 +1,153 @@
+"""GradientAccumulator: several batches are one, whatever their sizes and numbers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError, NonFiniteError
+from aioreplica.optimizers import SGD, Adam
+from aioreplica.optimizers._work import INLINE_BYTES
+from tests.conftest import mirrored
+from tests.optimizers.rules import made
+
+
+def window_in(strategy: ar.Strategy, **options: Any) -> tuple[ar.Variable, ar.GradientAccumulator]:
+    with strategy.scope():
+        w = ar.Variable(np.zeros(2), name="w")
+        return w, ar.GradientAccumulator(SGD(1.0, **options))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+async def test_unequal_counts_and_a_partial_window_are_exact(num_replicas: int) -> None:
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=2) * n, n) for n in (3, 1, 5, 2, 0, 4, 1, 1, 2)]  # (sum, size)
+    windows = [batches[:4], batches[4:8], batches[8:]]  # the last one is shorter
+    alone, adam = ar.Variable(np.zeros(2)), Adam(0.1)
+    for window in windows:
+        total, weight = sum(t for t, _ in window), sum(n for _, n in window)
+        await adam.apply_gradients([(total / weight, alone)])
+
+    async with mirrored(num_replicas) as strategy:
+        with strategy.scope():
+            w, accumulator = ar.Variable(np.zeros(2)), ar.GradientAccumulator(Adam(0.1))
+
+        async def step(window: Any) -> None:
+            me = ar.get_replica_context().replica_id_in_sync_group
+            for total, weight in window[me::num_replicas]:  # unequal numbers, some none
+                value = total if weight else np.full(2, np.nan)
+                await accumulator.add([(ar.Weighted(value, weight), w)])
+            await accumulator.apply()
+
+        for window in windows:
+            await strategy.run(step, args=(window,))
+
+        np.testing.assert_allclose(w.value, alone.value, rtol=1e-12)
+        assert accumulator.num_added == 0
+
+
+@pytest.mark.asyncio
+async def test_gradients_without_weights_are_added_up_or_averaged(
+    pair: ar.MirroredStrategy,
+) -> None:
+    for reduction, expected in (("sum", -6.0), ("mean", -2.0)):
+        with pair.scope():
+            w, window = ar.Variable(0.0), ar.GradientAccumulator(SGD(1.0, loss_reduction=reduction))
+
+        async def step(count: Any, w: Any = w, window: Any = window) -> None:
+            for _ in range(count):
+                await window.add([(2.0, w)])
+            await window.apply()
+
+        await pair.run(step, args=(ar.PerReplica([2, 1]),))
+        assert w.value == expected
+
+
+@pytest.mark.asyncio
+async def test_the_last_window_can_be_applied_outside_the_step(
+    pair: ar.MirroredStrategy,
+) -> None:
+    w, window = window_in(pair)
+    global_step = made(pair, 0, "global_step")
+
+    async def step() -> None:
+        await window.add([(np.ones(2), w)])
+
+    await pair.run(step)
+    assert repr(window) == "<GradientAccumulator | 2 added for 1 variables>"
+    await window.apply(global_step)
+
+    assert (w.value.tolist(), global_step.value) == ([-2.0, -2.0], 1)
+
+
+@pytest.mark.asyncio
+async def test_what_fails_keeps_the_sums(pair: ar.MirroredStrategy) -> None:
+    w, window = window_in(pair)
+
+    async def step(gradient: Any) -> None:
+        await window.add([(np.full(2, gradient), w)])
+        await window.apply()
+
+    with pytest.raises(NonFiniteError, match="replica 1"):
+        await pair.run(step, args=(ar.PerReplica([1.0, np.nan]),))
+    assert (w.version, window.num_added) == (0, 2)
+
+    window.discard()
+    await pair.run(step, args=(1.0,))
+    assert w.value.tolist() == [-2.0, -2.0]
+
+
+@pytest.mark.asyncio
+async def test_rows_are_joined(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        table, window = ar.Variable(np.zeros((4, 1))), ar.GradientAccumulator(SGD(1.0))
+
+    async def step(indices: Any) -> None:
+        for index in indices:
+            await window.add([(ar.IndexedSlices([[1.0]], [index], (4, 1)), table)])
+        await window.apply()
+
+    await pair.run(step, args=(ar.PerReplica([[0, 3, 3], []]),))
+
+    assert table.value[:, 0].tolist() == [-1.0, 0.0, 0.0, -2.0]
+
+
+@pytest.mark.asyncio
+async def test_large_sums_are_built_on_the_device(pair: ar.MirroredStrategy) -> None:
+    size = INLINE_BYTES // 8 + 1
+    with pair.scope():
+        w, window = ar.Variable(np.zeros(size)), ar.GradientAccumulator(SGD(1.0))
+    before = pair.statistics().lanes
+
+    async def step() -> None:
+        await window.add([(np.ones(size), w)])
+        await window.add([(np.ones(size), w)])
+
+    await pair.run(step)
+    await window.apply()
+
+    assert (before, set(pair.statistics().lanes)) == ({}, {"cpu:0", "cpu:1"})
+    assert w.value[-1] == -4.0
+
+
+@pytest.mark.asyncio
+async def test_misuse_is_told(pair: ar.MirroredStrategy) -> None:
+    w, window = window_in(pair)
+    rows = ar.IndexedSlices(np.ones(1), [0], (2,))
+
+    async def mixed(second: Any) -> None:
+        await window.add([(np.ones(2), w)])
+        await window.add([(second, w)])
+
+    with pytest.raises(ValueError, match="nothing to apply"):
+        await window.apply()
+    with pair.scope(), pytest.raises(ContextError, match="gradients belong to replicas"):
+        await window.add([(np.ones(2), w)])
+    for second, said in ((ar.Weighted(np.ones(2), 1), "with and without"), (rows, "dense and")):
+        window.discard()
+        with pytest.raises(ValueError, match=said):
+            await pair.run(mixed, args=(second,))
+    with pytest.raises(TypeError, match=r"needs an optimizer, got 0\.1"):
+        ar.GradientAccumulator(0.1)
