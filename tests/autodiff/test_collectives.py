@@ -324,6 +324,27 @@ async def test_two_runs_that_wait_on_each_others_devices_both_end(
 
 
 @pytest.mark.asyncio
+async def test_two_losses_of_one_replica_never_mix_their_collectives(
+    gang: ar.MirroredStrategy,
+) -> None:
+    def losses_of(kind: float) -> list[float]:
+        return [float(autodiff.all_reduce("sum", np.array(kind + i))) for i in range(20)]
+
+    async def step() -> Any:
+        ctx = me()
+        return await asyncio.gather(
+            *(ctx.run_on_device(losses_of, 100.0 * kind) for kind in range(3))
+        )
+
+    result = await gang.run(step)
+
+    count = gang.num_replicas_in_sync
+    for kind in range(3):
+        for i in range(20):
+            assert set(result[kind][i].values) == {count * (100.0 * kind + i)}
+
+
+@pytest.mark.asyncio
 async def test_the_event_loop_is_not_blocked(pair: ar.MirroredStrategy) -> None:
     async def step() -> Any:
         return autodiff.all_reduce("sum", np.ones(2))
