@@ -140,7 +140,7 @@ def _send(
     value: Any, name: str, frame: FrameType, new_call: Callable[[Caller], LinearCollective]
 ) -> Any:
     """Send each leaf through a collective of its own."""
-    caller = Caller(_current_replica(name), CallSite.of(frame), name)
+    caller = Caller(_current_replica(name), CallSite.of(frame), f"autodiff.{name}")
 
     def send_leaf(leaf: Any) -> Any:
         require_dense(leaf, f"ar.autodiff.{name}")

@@ -56,7 +56,7 @@ class Caller:
 
     def back(self) -> Caller:
         """Return the caller of the transposed collective."""
-        return replace(self, name=f"gradient of {self.name}")
+        return replace(self, name=f"gradient of {self.name.removeprefix('autodiff.')}")
 
     def sum(self, op: ReduceOp, value: Any) -> Any:
         """Sum or average over the replicas; arrays that can be written are this replica's own."""

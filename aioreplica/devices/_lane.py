@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, final
 from ..context import REGISTRY
 from ..errors import DeviceError
 from ._op import Op
+from ._tracker import OpTracker
 
 STOPPED_S = 0.1  # how often a thread that wants its lane back looks whether it was stopped
 
@@ -61,6 +63,8 @@ class Lane:
         self._stopped = False
         self._serving = 0  # threads that take ops; those that lend the lane do not count
         self._past = _Stream()  # what threads did that have ended
+        self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
+        self._held_back: deque[Op[Any]] = deque()  # ops of those runs, until that op has ended
 
     def put(self, op: Op[Any]) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
@@ -81,10 +85,14 @@ class Lane:
         """Let other ops run while the calling thread, which runs one, waits for something.
 
         Another thread takes over if there is an op to run. The caller goes on once the lane is
-        free again: after the op that runs by then and those put before the wait was over.
+        free again: after the op that runs by then and those put before the wait was over. Ops of
+        the caller's own run are held back until its op has ended, so their order stays.
         """
+        tracker = self._serving_stream().tracker
         with self._lock:
             self._serving -= 1
+            if tracker is not None:
+                self._lenders.append(tracker)
             has_queued = not self._queue.empty()
         if has_queued:
             self._start_thread(None)
@@ -92,6 +100,12 @@ class Lane:
             yield
         finally:
             self._take_back()
+            if tracker is not None:
+                with self._lock:
+                    self._lenders.remove(tracker)
+
+    def _serving_stream(self) -> _Stream:
+        return _serving_threads()[threading.get_ident()][1]
 
     def _take_back(self) -> None:
         with self._lock:
@@ -121,7 +135,7 @@ class Lane:
         """Return counts of queued, running and finished ops, and the busy time."""
         streams = self._streams
         return LaneStatistics(
-            queued=self._queue.qsize(),
+            queued=self._queue.qsize() + len(self._held_back),
             running=sum(stream.is_running for stream in streams),
             done=self._past.num_done + sum(stream.num_done for stream in streams),
             busy_s=self._past.busy_s + sum(stream.busy_s for stream in streams),
@@ -158,12 +172,17 @@ class Lane:
 
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice)
-        _serving_threads()[threading.get_ident()] = self
+        _serving_threads()[threading.get_ident()] = self, stream
         while True:
             op = self._next_op()
             if type(op) is not Op:
                 self._end(stream, op)
                 return
+            tracker = op.tracker
+            if self._lenders and tracker in self._lenders:
+                self._held_back.append(op)
+                continue
+            stream.tracker = tracker
             stream.is_running = True
             started = op.perform()
             stream.is_running = False
@@ -189,8 +208,21 @@ class Lane:
             self._past.busy_s += stream.busy_s
         handover.is_done.set()  # the one that takes over counts in its place
 
+    def _held_back_op(self) -> Op[Any] | None:
+        """Take the first op whose run lends the lane no longer, if there is one."""
+        with self._lock:
+            for op in self._held_back:
+                if op.tracker not in self._lenders:
+                    self._held_back.remove(op)
+                    return op
+        return None
+
     def _next_op(self) -> Op[Any] | _Handover | None:
         """Wait for an op; a thread about to wait says so first, if there can be several."""
+        if self._held_back:
+            op = self._held_back_op()
+            if op is not None:
+                return op
         if self._num_streams > 1:
             try:
                 return self._queue.get_nowait()
@@ -213,9 +245,10 @@ class _Handover:
 class _Stream:
     """The counts of one thread, written by that thread alone, so without a lock."""
 
-    __slots__ = ("busy_s", "is_running", "num_done")
+    __slots__ = ("busy_s", "is_running", "num_done", "tracker")
 
     def __init__(self) -> None:
+        self.tracker: OpTracker | None = None  # of the run whose op it runs, or ran last
         self.is_running = False
         self.num_done = 0
         self.busy_s = 0.0
@@ -223,13 +256,13 @@ class _Stream:
 
 def lend_lane() -> AbstractContextManager[None]:
     """Lend the lane whose op the calling thread runs, see `Lane.lend`; nothing elsewhere."""
-    lane = _serving_threads().get(threading.get_ident())
+    lane, _ = _serving_threads().get(threading.get_ident(), (None, None))
     return nullcontext() if lane is None else lane.lend()
 
 
-def _serving_threads() -> dict[int, Lane]:
+def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:
     """Return which lane each thread serves, by thread id; each entry is its thread's own."""
-    return REGISTRY.once("serving_threads", dict[int, Lane])
+    return REGISTRY.once("serving_threads", dict[int, tuple[Lane, _Stream]])
 
 
 def _lower_priority(nice: int) -> None:

@@ -94,6 +94,11 @@ class Op(asyncio.Future[T]):
         self.is_done = False
         self.seconds = 0.0
 
+    @property
+    def tracker(self) -> OpTracker | None:
+        """What counts the ops of the run that this one belongs to."""
+        return self._tracker
+
     # ---- on the lane's thread ------------------------------------------------------------
 
     def perform(self) -> bool:

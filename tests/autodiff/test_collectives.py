@@ -12,7 +12,7 @@ import aioreplica as ar
 from aioreplica import autodiff
 from aioreplica.autodiff import differentiate_variables, value_and_grad
 from aioreplica.devices import lane_table
-from aioreplica.errors import ContextError, MergeMismatchError
+from aioreplica.errors import ContextError, MergeMismatchError, StallError
 from tests.autodiff.libraries import NAMES, Library, library
 from tests.conftest import mirrored
 from tests.replica.gated import me, my_id
@@ -90,9 +90,11 @@ async def test_all_reduce(lib: Library, count: int, op: str) -> None:
 
 @pytest.mark.asyncio
 @COUNTS
-async def test_all_gather_of_uneven_sizes(lib: Library, count: int) -> None:
-    inputs = [np.linspace(0.1, 1.0, 2 * (i + 1)).reshape(2, i + 1) for i in range(count)]
-    scale = lib.array(np.arange(1.0, 1 + count * (count + 1) // 2))
+@pytest.mark.parametrize("smallest", [0, 1])
+async def test_all_gather_of_uneven_sizes(lib: Library, count: int, smallest: int) -> None:
+    sizes = [smallest + i for i in range(count)]
+    inputs = [np.linspace(0.1, 1.0, 2 * size).reshape(2, size) for size in sizes]
+    scale = lib.array(np.arange(1.0, 1 + sum(sizes)))
 
     def loss(x: Any, i: int) -> Any:
         joined = autodiff.all_gather(lib.sin(x).T, 0)[:, 0]
@@ -267,6 +269,33 @@ async def test_cancelling_the_run_wakes_threads_that_wait(
 
 
 @pytest.mark.asyncio
+async def test_a_stall_wakes_the_waiting_thread(
+    pair: ar.MirroredStrategy, no_task_left: None
+) -> None:
+    async def step() -> None:
+        if my_id():
+            await asyncio.Event().wait()
+        await me().run_on_device(autodiff.all_reduce, "sum", np.ones(2))
+
+    with pytest.raises(StallError, match=r"autodiff\.all_reduce #1"):
+        await pair.run(step, options=ar.RunOptions(stall_timeout=0.02))
+    assert (await pair.run(lambda: 1)).values == (1, 1)
+
+
+@pytest.mark.asyncio
+async def test_awaited_and_blocking_collectives_do_not_meet(
+    pair: ar.MirroredStrategy, no_task_left: None
+) -> None:
+    async def step() -> Any:
+        if my_id():
+            return await me().all_reduce("sum", np.ones(2))
+        return await me().run_on_device(autodiff.all_reduce, "sum", np.ones(2))
+
+    with pytest.raises(MergeMismatchError, match=r"is in autodiff\.all_reduce #1"):
+        await pair.run(step)
+
+
+@pytest.mark.asyncio
 async def test_two_runs_that_wait_on_each_others_devices_both_end(
     pair: ar.MirroredStrategy,
 ) -> None:
@@ -292,6 +321,27 @@ async def test_two_runs_that_wait_on_each_others_devices_both_end(
     assert [[float(part) for part in result.values] for result in results] == [[2, 2], [4, 4]]
     for name in ("cpu:0", "cpu:1"):
         assert lane_table().lane(name).statistics().running == 0
+
+
+@pytest.mark.asyncio
+async def test_two_losses_of_one_replica_never_mix_their_collectives(
+    gang: ar.MirroredStrategy,
+) -> None:
+    def losses_of(kind: float) -> list[float]:
+        return [float(autodiff.all_reduce("sum", np.array(kind + i))) for i in range(20)]
+
+    async def step() -> Any:
+        ctx = me()
+        return await asyncio.gather(
+            *(ctx.run_on_device(losses_of, 100.0 * kind) for kind in range(3))
+        )
+
+    result = await gang.run(step)
+
+    count = gang.num_replicas_in_sync
+    for kind in range(3):
+        for i in range(20):
+            assert set(result[kind][i].values) == {count * (100.0 * kind + i)}
 
 
 @pytest.mark.asyncio

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from aioreplica.devices import CompletionPort, Lane, Op, lend_lane, run_on_lane
+from aioreplica.devices import CompletionPort, Lane, Op, OpTracker, lend_lane, run_on_lane
 
 
-def put(lane: Lane, fn: Callable[..., Any], *args: Any) -> Op[Any]:
-    op = run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, {})
+def put(lane: Lane, fn: Callable[..., Any], *args: Any, run: OpTracker | None = None) -> Op[Any]:
+    op = run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, {}, run)
     op.put()
     return op
 
@@ -83,6 +83,36 @@ async def test_the_waiting_op_goes_on_only_when_the_other_has_ended() -> None:
 
     assert op.events == ["begins", "other begins", "other ends", "goes on"]
     lane.stop()
+
+
+@pytest.mark.asyncio
+async def test_ops_of_the_same_run_keep_their_order() -> None:
+    lane, op, own, other = Lane("test"), Waiting(), OpTracker(), OpTracker()
+    first = put(lane, op, run=own)
+    later = [put(lane, op.events.append, f"own {i}", run=own) for i in range(2)]
+    await put(lane, op.events.append, "other", run=other)
+    assert lane.statistics().queued == 2
+    op.gate.set()
+
+    await asyncio.gather(first, *later)
+
+    assert op.events == ["begins", "other", "goes on", "own 0", "own 1"]
+    lane.stop()
+    lane.join(10)
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_lane_runs_what_was_held_back() -> None:
+    lane, op, own = Lane("test"), Waiting(), OpTracker()
+    first, later = put(lane, op, run=own), put(lane, op.events.append, "own", run=own)
+    assert op.started.wait(10)
+    lane.stop()
+    op.gate.set()
+
+    await asyncio.gather(first, later)
+
+    assert op.events == ["begins", "goes on", "own"]
+    lane.join(10)
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ from pathlib import Path
 
 GPU_NODES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg")
 TPU_NODES = ("/dev/accel0", "/dev/vfio/0")
+TPU_NAMES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE", "COLAB_TPU_ADDR")
 
 
 def require_installed(package: str) -> None:
@@ -35,8 +36,7 @@ def may_have_gpu() -> bool:
 
 def may_have_tpu() -> bool:
     """Tell whether there may be a TPU, by its device files or what its machines have set."""
-    named = any(name.startswith(("TPU_", "COLAB_TPU")) for name in os.environ)
-    return named or any(map(_exists, TPU_NODES))
+    return any(name in os.environ for name in TPU_NAMES) or any(map(_exists, TPU_NODES))
 
 
 def _exists(node: str) -> bool:
