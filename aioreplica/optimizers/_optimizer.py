@@ -287,7 +287,7 @@ class Optimizer(UpdateRule):
         require_owner(_written(variables, global_step), strategy)
         if strategy is not None:
             strategy.open()
-        await self._take(strategy, gradients, variables, global_step, self._scale)
+        await _take(self, strategy, gradients, variables, global_step, self._scale)
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class Optimizer(UpdateRule):
         gradients, variables = checked_pairs(grads_and_vars)
         require_owner(_written(variables, global_step))
         if replica is None:
-            return self._take(None, gradients, variables, global_step, scale)
+            return _take(self, None, gradients, variables, global_step, scale)
         # What must be equal on all replicas: names, which tables can show; the variables; and
         # `iterations`, which tells optimizers apart.
         names = f"gradients for {', '.join([variable.name for variable in variables])}"
@@ -390,11 +390,6 @@ class Optimizer(UpdateRule):
         self, strategy: Any, _names: str, _iterations: Variable, *merged: Any
     ) -> Awaitable[None] | None:
         return take_step(self, strategy, *merged)
-
-    async def _take(self, strategy: Any, *merged: Any) -> None:
-        pending = take_step(self, strategy, *merged)
-        if pending is not None:
-            await pending
 
     def new_application(
         self, totals: Sequence[Total], global_step: Variable | None, extra: Mapping[Variable, Any]
@@ -416,3 +411,9 @@ def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
     if not isinstance(global_step, Variable):
         raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
     return [*variables, global_step]
+
+
+async def _take(optimizer: Optimizer, strategy: Any, *merged: Any) -> None:
+    pending = take_step(optimizer, strategy, *merged)
+    if pending is not None:
+        await pending
