@@ -27,22 +27,41 @@ def made_up_batch(size: int) -> tuple[Array, Any]:
     return rng.random((size, SIZES[0]), np.float32), rng.integers(0, SIZES[-1], size)
 
 
-def gradients(parameters: list[Any], images: Array, labels: Any) -> list[Array]:
-    """Differentiate the sum of the cross entropies, by hand."""
-    w1, b1, w2, b2, w3, b3 = parameters
-    first = np.maximum(images @ w1 + b1, 0)
-    second = np.maximum(first @ w2 + b2, 0)
-    scores = second @ w3 + b3
-    scores -= scores.max(axis=1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=1, keepdims=True)
-    scores[np.arange(len(labels)), labels] -= 1
-    d_second = (scores @ w3.T) * (second > 0)
-    d_first = (d_second @ w2.T) * (first > 0)
-    return [
-        images.T @ d_first, d_first.sum(axis=0), first.T @ d_second, d_second.sum(axis=0),
-        second.T @ scores, scores.sum(axis=0),
-    ]  # fmt: skip
+@final
+class Backprop:
+    """Differentiates the sum of the cross entropies, by hand, in memory of its own.
+
+    The gradients it returns hold until the next call.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._layers = [np.empty((batch_size, size), np.float32) for size in SIZES[1:]]
+        self._slopes = [np.empty_like(layer) for layer in self._layers[:-1]]
+        self._active = [np.empty(layer.shape, bool) for layer in self._layers[:-1]]
+        self._gradients = [np.empty_like(array) for array in initial_parameters()]
+
+    def __call__(self, parameters: list[Any], images: Array, labels: Any) -> list[Array]:
+        weights, biases = parameters[::2], parameters[1::2]
+        first, second, scores = self._layers
+        inputs = [images, first, second]
+        for before, after, weight, bias in zip(inputs, self._layers, weights, biases, strict=True):
+            np.matmul(before, weight, out=after)
+            np.add(after, bias, out=after)
+            if after is not scores:
+                np.maximum(after, 0, out=after)
+        scores -= scores.max(axis=1, keepdims=True)
+        np.exp(scores, out=scores)
+        scores /= scores.sum(axis=1, keepdims=True)
+        scores[np.arange(len(labels)), labels] -= 1
+        slopes = [*self._slopes, scores]
+        for index in (1, 0):
+            np.matmul(slopes[index + 1], weights[index + 1].T, out=slopes[index])
+            np.greater(inputs[index + 1], 0, out=self._active[index])
+            np.multiply(slopes[index], self._active[index], out=slopes[index])
+        for index, (before, slope) in enumerate(zip(inputs, slopes, strict=True)):
+            np.matmul(before.T, slope, out=self._gradients[2 * index])
+            np.sum(slope, axis=0, out=self._gradients[2 * index + 1])
+        return self._gradients
 
 
 @final

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import aioreplica as ar
 
 from ._measure import Contender, take_turns
-from ._mlp import SEQUENTIAL, gradients, initial_parameters, made_up_batch
+from ._mlp import SEQUENTIAL, Backprop, initial_parameters, made_up_batch
 from ._row import Row, Target, compared_row
 
 SPEEDUP = 1.4  # promised for two replicas and a batch of 256
@@ -72,7 +72,7 @@ async def measure_steps(
     images, labels = made_up_batch(batch_size)
     batch = _parts(batch_size, count)
     variables, optimizer = _made(strategy, name)
-    sequential = SEQUENTIAL[name](initial_parameters())
+    sequential, backprop = SEQUENTIAL[name](initial_parameters()), Backprop(batch_size)
 
     async def ours() -> float:
         start = perf_counter()
@@ -81,7 +81,7 @@ async def measure_steps(
         return (perf_counter() - start) / num_steps * 1e6
 
     def one_by_one() -> None:
-        found = gradients(sequential.parameters, images, labels)
+        found = backprop(sequential.parameters, images, labels)
         sequential.apply(found, batch_size)
 
     contenders = {
@@ -180,20 +180,24 @@ class _BareUpdate:
         self._sequential.apply(found, 256.0)
 
 
-async def _step(variables: list[ar.Variable], optimizer: Any, images: Any, labels: Any) -> None:
+async def _step(
+    variables: list[ar.Variable], optimizer: Any, backprop: Any, images: Any, labels: Any
+) -> None:
     ctx = ar.get_replica_context()
     assert ctx is not None
     values = [variable.value for variable in variables]
-    found = await ctx.run_on_device(gradients, values, images, labels)
+    found = await ctx.run_on_device(backprop, values, images, labels)
     del values  # so that the next value can be built in the buffer of the last one
     weighted = [ar.Weighted(gradient, len(labels)) for gradient in found]
     await optimizer.apply_gradients(zip(weighted, variables, strict=True))
 
 
-async def _gradients_only(parameters: list[Any], images: Any, labels: Any) -> list[Any]:
+async def _gradients_only(
+    parameters: list[Any], backprop: Any, images: Any, labels: Any
+) -> list[Any]:
     ctx = ar.get_replica_context()
     assert ctx is not None
-    return await ctx.run_on_device(gradients, parameters, images, labels)
+    return await ctx.run_on_device(backprop, parameters, images, labels)
 
 
 async def _updates(variables: list[ar.Variable], optimizer: Any, part: Any, count: int) -> None:
@@ -202,10 +206,12 @@ async def _updates(variables: list[ar.Variable], optimizer: Any, part: Any, coun
         await optimizer.apply_gradients(pairs)
 
 
-def _parts(batch_size: int, count: int) -> tuple[ar.PerReplica, ar.PerReplica]:
+def _parts(batch_size: int, count: int) -> tuple[ar.PerReplica, ar.PerReplica, ar.PerReplica]:
+    """Return what differentiates, the images and the labels of each replica."""
     images, labels = made_up_batch(batch_size)
-    split = [ar.PerReplica(np.array_split(part, count)) for part in (images, labels)]
-    return split[0], split[1]
+    split = [np.array_split(part, count) for part in (images, labels)]
+    backprops = [Backprop(len(part)) for part in split[0]]
+    return ar.PerReplica(backprops), ar.PerReplica(split[0]), ar.PerReplica(split[1])
 
 
 def _made(strategy: ar.Strategy, name: str) -> tuple[list[ar.Variable], Any]:

@@ -67,7 +67,11 @@ async def differentiate_loss(
 
 
 def _scaled(loss: Callable[[], Any], scale: float) -> Any:
-    return _times(loss(), scale)
+    value = loss()
+    try:
+        return _times(value, scale)
+    except TypeError:
+        return value  # no number at all, which the adapter tells better
 
 
 def _times(value: Any, factor: float) -> Any:

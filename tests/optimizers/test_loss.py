@@ -120,3 +120,15 @@ async def test_an_error_of_the_loss_is_the_error_of_the_run(pair: ar.MirroredStr
 
     with pytest.raises(KeyError, match="no such label"):
         await pair.run(step)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("scale", [None, 8.0])
+async def test_a_loss_must_be_a_number_or_weighted_and_scalar(scale: Any) -> None:
+    w, adam = ar.Variable([1.0, 2.0]), Adam(loss_scale=scale)
+
+    with pytest.raises(TypeError, match=r"real number or ar\.Weighted.*None"):
+        await adam.minimize(lambda: None, [w])
+    with pytest.raises(ValueError, match=r"returns a scalar, got shape \(2,\)"):
+        await adam.minimize(lambda: w.value * 2.0)
+    assert w.version == 0
