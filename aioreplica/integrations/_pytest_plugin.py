@@ -52,7 +52,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
-    function = pyfuncitem.obj
+    function = _async_function(pyfuncitem.obj)
     if not inspect.iscoroutinefunction(function):
         raise pytest.UsageError(
             f"{pyfuncitem.name} is marked `explore` but is not an async function."
@@ -71,6 +71,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     del main.__wrapped__  # its signature has arguments
     _run(main, dict(marker.kwargs), pyfuncitem)
     return True
+
+
+def _async_function(function: Any) -> Any:
+    """Return the test function itself where another plugin has wrapped it into a plain one."""
+    if inspect.iscoroutinefunction(function):
+        return function
+    owner = getattr(function, "__self__", None)
+    inner = inspect.unwrap(getattr(function, "__func__", function))
+    return inner if owner is None else inner.__get__(owner)
 
 
 def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, final
 
-from ._execute import Main
+from ._execute import Main, Outcome
 from ._explain import explain
 from ._explore import MIN_LENGTH
 from ._mix import mix
@@ -24,6 +24,7 @@ from ._report import Report
 from ._runner import Runner, check_main, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CHOICES, Ranks, Schedule, is_preemptible
+from ._story import Story
 from ._strategies import FIFO, maker_of
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class Explorer:
         self.was_cut |= spins
         could_go_on = ranked[0].index == self._ranks.last and not spins
         for option in range(1, len(ranked)):
+            if spins and ranked[option].index == self._ranks.last:
+                continue  # to spin on is not tried: there is no end to it
             preempts = could_go_on and is_preemptible(ranked[option])
             count = branch.preemptions + preempts
             if count <= self._bound:
@@ -100,8 +103,8 @@ class Explorer:
 def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) -> Report:
     """Run a program under every schedule with at most `max_preemptions` preemptions.
 
-    Schedules with fewer preemptions come first. When all have passed, a sample of the portfolio,
-    which knows no bound, has to pass too before the report calls the program clean.
+    Schedules with fewer preemptions come first. A sample of the portfolio, which knows no bound,
+    has to pass too before the report calls the program clean.
 
     Args:
         main: An async callable without arguments that builds its own state.
@@ -148,6 +151,7 @@ class _Search:
         self._was_cut = False
 
     def run(self) -> Report:
+        """Run everything within the bound, or up to the first failure or the limit."""
         base = Schedule(FIFO, self._seed)
         first, told = self._runner.tell(base)
         if first.has_failed or not same_end(first, self._runner.run(base)):
@@ -165,10 +169,28 @@ class _Search:
                 if outcome.has_failed:
                     report = self._report(is_complete=False)
                     return explain(self._runner, schedule, outcome, report, base, told)
-                for found in explorer.found:
-                    self._waiting[found.preemptions].append(found)
-        if any(self._waiting) or self._was_cut:
-            return self._report(is_complete=False)
+                self._add(explorer.found)
+                if self._num_run == CROSS_CHECK:
+                    failed = self._cross_check(base, first, told)
+                    if failed is not None:
+                        return failed
+        if self._num_run < CROSS_CHECK:
+            failed = self._cross_check(base, first, told)
+            if failed is not None:
+                return failed
+        return self._report(is_complete=not (any(self._waiting) or self._was_cut))
+
+    def _add(self, found: list[Branch]) -> None:
+        """Queue branches, as long as there is a chance that they will be run."""
+        for branch in found:
+            waiting = self._waiting[branch.preemptions]
+            if len(waiting) < self._limit:
+                waiting.append(branch)
+            else:
+                self._was_cut = True
+
+    def _cross_check(self, base: Schedule, first: Outcome, told: Story) -> Report | None:
+        """Run a sample that knows no bound; return the report if it fails."""
         length = max(MIN_LENGTH, len(first.order))
         for at in range(1, CROSS_CHECK):
             schedule = Schedule(maker_of("portfolio", at), mix(0, at), length)
@@ -176,7 +198,7 @@ class _Search:
             if outcome.has_failed:
                 report = self._report(is_complete=False)
                 return explain(self._runner, schedule, outcome, report, base, told)
-        return self._report(is_complete=True)
+        return None
 
     def _report(self, *, is_complete: bool) -> Report:
         rate = self._num_run / (perf_counter() - self._start)

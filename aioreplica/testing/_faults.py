@@ -97,7 +97,7 @@ class Faults:
         """Let an op raise instead of running.
 
         Args:
-            device: A device, or the name of a pool; None for any.
+            device: A device, its name or the index of a CPU, or the name of a pool; None for any.
             fn: The function that the op runs, or its name; None for any.
             at: Which of the ops that match, from 0; None leaves it to the schedule.
             times: How many ops may fail.
@@ -240,6 +240,8 @@ def _error(fault: Fault, op: PoolOp) -> BaseException:
 
 
 def _name(device: Any) -> str | None:
+    if isinstance(device, int):
+        return f"cpu:{device}"
     return None if device is None else str(device)
 
 

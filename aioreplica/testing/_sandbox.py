@@ -55,6 +55,7 @@ class Sandbox:
         self.loop: SimLoop = None  # type: ignore[assignment]  # set by begin, for each schedule
         self._is_running = False
         self._thread = threading.get_ident()
+        self._gate = REGISTRY.once("testing_gate", threading.RLock)
         self._undo: list[tuple[Any, str, Any]] = []
         self._bytes: Random | None = None
         self._seed = 0
@@ -71,6 +72,7 @@ class Sandbox:
     # ---- around all schedules ----------------------------------------------------------------
 
     def __enter__(self) -> Sandbox:
+        self._gate.acquire()  # what is replaced belongs to the whole process
         self._collects = gc.isenabled()
         gc.disable()  # what a finaliser does must not depend on when the collector runs
         self._random_state = random.getstate()
@@ -98,6 +100,7 @@ class Sandbox:
         random.setstate(self._random_state)
         if self._collects:
             gc.enable()
+        self._gate.release()
 
     # ---- around each schedule ----------------------------------------------------------------
 

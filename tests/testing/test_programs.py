@@ -66,12 +66,20 @@ def test_correct_program_passes_a_thousand_times(program: Callable[[], Any], fid
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", programs.BUGGY, ids=named)
-def test_exhaustive_never_calls_a_bug_clean(program: Callable[[], Any]) -> None:
-    report = art.exhaustive(program, limit=1000)
+def test_exhaustive_finds_every_bug(program: Callable[[], Any]) -> None:
+    report = art.exhaustive(program)
 
-    assert report.failed or not report.complete
-    if program is not programs.polite_pair:
-        assert report.failed
+    assert report.failed
+    assert not report.complete
+
+
+@pytest.mark.slow
+def test_exhaustive_of_a_program_that_spins_ends_and_claims_nothing() -> None:
+    report = art.exhaustive(programs.spins_with_patience)
+
+    assert not report.failed
+    assert not report.complete
+    assert report.schedules_run < 5000
 
 
 @pytest.mark.parametrize(

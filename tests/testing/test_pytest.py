@@ -42,11 +42,32 @@ def test_plain():
 """
 
 
+METHODS = """
+import asyncio
+import pytest
+
+class TestCases:
+    value = 1
+
+    @pytest.mark.explore(schedules=5)
+    async def test_method(self):
+        await asyncio.sleep(self.value)
+
+    @pytest.mark.explore(schedules=5)
+    @pytest.mark.parametrize("number", [1, 2])
+    async def test_numbers(self, number):
+        await asyncio.sleep(number)
+        assert number == 1
+"""
+
+
 def run_pytest(folder: Path, *options: str) -> str:
     (folder / "test_it.py").write_text(TESTS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    if not any(option.startswith("--asyncio-mode") for option in options):
+        command.append("--asyncio-mode=strict")
     result = subprocess.run(
-        [*command, "--asyncio-mode=strict", str(folder)],
+        [*command, str(folder)],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -66,6 +87,21 @@ def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
 
     replayed = run_pytest(tmp_path, f"--ar-replay={token}")
     assert "1 failed, 2 passed, 1 skipped" in replayed
+
+
+@pytest.mark.slow
+def test_it_explores_in_auto_mode_too(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, "--asyncio-mode=auto")
+
+    assert "1 failed, 3 passed" in output
+    assert "is held at" in output
+
+
+@pytest.mark.slow
+def test_methods_are_explored(tmp_path: Path) -> None:
+    (tmp_path / "test_class.py").write_text(METHODS, encoding="utf-8")
+
+    assert "1 failed, 3 passed" in run_pytest(tmp_path, "--ar-schedules=5", "-k", "Cases or fine")
 
 
 @pytest.mark.slow

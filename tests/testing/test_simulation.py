@@ -265,6 +265,49 @@ def test_other_threads_are_left_alone() -> None:
     assert abs(seen[0] - time.monotonic()) < 1000
 
 
+# --- fidelity, and several explorations -------------------------------------------------------
+
+
+async def relies_on_call_soon() -> None:
+    out: list[int] = []
+    loop = asyncio.get_running_loop()
+    loop.call_soon(out.append, 1)
+    loop.call_soon(out.append, 2)
+    await asyncio.sleep(1)
+    assert out == [1, 2]
+
+
+def test_adversarial_keeps_no_order() -> None:
+    art.explore(relies_on_call_soon, schedules=200).check()
+
+    assert art.explore(relies_on_call_soon, schedules=200, fidelity="adversarial").failed
+
+
+def test_an_interrupted_exploration_puts_everything_back() -> None:
+    async def main() -> None:
+        raise KeyboardInterrupt
+
+    before = time.monotonic, asyncio.Task, random.getstate()
+    with pytest.raises(KeyboardInterrupt):
+        art.explore(main)
+
+    assert (time.monotonic, asyncio.Task, random.getstate()) == before
+
+
+def test_threads_explore_one_after_the_other() -> None:
+    reports: list[art.Report] = []
+    threads = [
+        threading.Thread(target=lambda: reports.append(art.explore(sleeper, schedules=30)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [report.failed for report in reports] == [False] * 3
+
+
 # --- bad input --------------------------------------------------------------------------------
 
 
