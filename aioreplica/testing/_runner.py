@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -88,6 +89,16 @@ class Runner:
         if schedule.maker == CANCELLED:
             story.canceller = Canceller(schedule.cancel_step)
         return self._told(self._with_story(schedule, story, schedule.chooser(), max_steps), story)
+
+    def tell_first(self, schedule: Schedule) -> tuple[Outcome, Story]:
+        """Run the first schedule; once more if it has imported something.
+
+        Modules are imported once, and what they do then, such as taking random numbers, is part of
+        no other run.
+        """
+        num_modules = len(sys.modules)
+        told = self.tell(schedule)
+        return told if len(sys.modules) == num_modules else self.tell(schedule)
 
     def run_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None

@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import importlib
 import multiprocessing
 import os
 import random
 import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
@@ -331,6 +334,23 @@ def test_all_randomness_is_seeded() -> None:
     assert art.run(main) != art.run(main, seed=1)
     assert random.getstate() == state
     assert random.Random().random() != random.Random().random()
+
+
+def test_what_an_import_does_is_part_of_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "imported_by_a_run"
+    (tmp_path / f"{module}.py").write_text("import random\nrandom.random()\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main() -> None:
+        importlib.import_module(module)
+        for _ in range(random.randrange(100)):
+            await asyncio.sleep(0)
+
+    for call in (art.explore, art.exhaustive, art.cancel_everywhere):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        call(main).check()
 
 
 def test_an_interrupted_run_leaves_no_task_behind(caplog: pytest.LogCaptureFixture) -> None:
