@@ -49,7 +49,7 @@ def cancel_everywhere(main: Main) -> Report:
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox)
         base = Schedule(FIFO, mix(0, 0))
-        first, told = runner.tell(base)
+        first, told = runner.tell_first(base)
         num_run = 1
         report = Report(False, None, num_run, False, 0.0, 0, "cancel_everywhere", "reorder")
         if first.has_failed or not same_end(first, runner.run(base)):

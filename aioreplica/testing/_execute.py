@@ -138,6 +138,9 @@ def execute(
             order = loop.order
             _abandon(loop)
             return Outcome("raised", None, error, order)
+        except KeyboardInterrupt:
+            _abandon(loop)
+            raise
         order = loop.order
         loop.order = []
         if kind != "done":

@@ -153,7 +153,7 @@ class _Search:
     def run(self) -> Report:
         """Run everything within the bound, or up to the first failure or the limit."""
         base = Schedule(FIFO, self._seed)
-        first, told = self._runner.tell(base)
+        first, told = self._runner.tell_first(base)
         if first.has_failed or not same_end(first, self._runner.run(base)):
             report = self._report(is_complete=False)
             return explain(self._runner, base, first, report, base, told)

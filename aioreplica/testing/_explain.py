@@ -20,7 +20,7 @@ from ._strategies import maker_of
 from ._token import TokenTooLongError, encode
 
 STORY_STEPS: Final = 2_500
-"""How much of an endless schedule is told."""
+"""How much of an endless schedule is told, at least."""
 SEARCH: Final = 600
 """How many schedules to search for one that fits into a token."""
 
@@ -43,7 +43,10 @@ def explain(
         base: asyncio's own schedule.
         told: Its story, from before.
     """
-    limit = STORY_STEPS if outcome.kind == "endless" else None
+    limit = None
+    if outcome.kind == "endless":  # more than asyncio's own order takes, or that would count too
+        own = 0 if told.ending == "endless" else told.num_steps
+        limit = min(len(outcome.order), max(STORY_STEPS, 2 * own))
     again, story = runner.tell(schedule, limit)
     if not same_end(outcome, again):
         return _differs(runner, schedule, story, report)
@@ -64,7 +67,7 @@ def explain(
     assert again.error is not None
     failure = Failure(
         again.error,
-        token_of(runner, schedule, found.holds if found.is_certain else (), again),
+        token_of(runner, schedule, found.holds, again),
         describe(found.holds, steps, known),
         tuple(outcome.order),
         tuple(steps),

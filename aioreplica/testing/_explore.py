@@ -82,7 +82,7 @@ def explore(
 def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
     """Run schedule after schedule until one fails."""
     start = perf_counter()
-    first, told = runner.tell(base)
+    first, told = runner.tell_first(base)
     length = max(MIN_LENGTH, len(first.order))
     schedule, outcome, num_run = base, first, 1
     if not first.has_failed and not same_end(first, runner.run(base)):

@@ -88,6 +88,7 @@ class SimTimer(events.TimerHandle):
         """Become an option."""
         self._scheduled = False
         self.is_due = True
+        loop.num_due += 1
         loop.enabled.append(self)
 
     def fire(self) -> None:
@@ -98,6 +99,7 @@ class SimTimer(events.TimerHandle):
             loop.put_due(self)
         elif not self._cancelled:
             self._run()
+        loop.no_longer_due()
 
 
 @final

@@ -98,6 +98,9 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
         self._timers: list[tuple[float, int, Any]] = []
+        self.num_due = 0  # timers that are due and have neither fired nor been cancelled
+        self._due_at = 0.0
+        self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
         self.num_indices = FIRST_INDEX
         self._callbacks = CallbackQueue(self)
         self._clock = Clock(self)
@@ -162,10 +165,16 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     ) -> Any:
         """Register a callback for a moment of virtual time."""
         timer = SimTimer(when, callback, args, self, context)
-        index = timer.index
         timer._scheduled = True
-        heappush(self._timers, (when, index, timer))
+        if when <= self.now:  # due at once: a real loop looks for it when the queue is done
+            self.call_soon(self._add_timer, timer)
+        else:
+            heappush(self._timers, (when, timer.index, timer))
         return timer
+
+    def _add_timer(self, timer: SimTimer) -> None:
+        heappush(self._timers, (timer.when(), timer.index, timer))
+        self.jump(self.now)
 
     def call_when_due(self, when: float, participant: Any) -> None:
         """Let a participant's `become_due` be called at a moment of virtual time."""
@@ -267,14 +276,36 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         return True
 
     def jump(self, when: float) -> None:
-        """Move the clock, and make every timer an option that is due then."""
+        """Move the clock, and make what is due then an option.
+
+        Timers fire in the order of their times, also where the clock has passed several at once:
+        those of a later instant have to wait for those of an earlier one.
+        """
         self.now = max(self.now, when)
         limit = self.now + SAME_INSTANT_S
         timers = self._timers
         while timers and timers[0][0] <= limit:
             timer = heappop(timers)[2]
-            if not timer.is_off():
+            if type(timer) is SimTimer:
+                self._overdue.append(timer)
+            else:
                 timer.become_due(self)
+        self._release()
+
+    def _release(self) -> None:
+        """Make options of the overdue timers of the first instant."""
+        overdue = self._overdue
+        while overdue and (not self.num_due or overdue[0].when() <= self._due_at + SAME_INSTANT_S):
+            timer = overdue.popleft()
+            if not timer.is_off():
+                if not self.num_due:
+                    self._due_at = timer.when()
+                timer.become_due(self)
+
+    def no_longer_due(self) -> None:
+        """Note that a due timer has fired or was cancelled."""
+        self.num_due -= 1
+        self._release()
 
     # ---- what asyncio asks of a loop -------------------------------------------------------
 
@@ -297,6 +328,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.external.clear()
         self.waiting.clear()
         self._timers.clear()
+        self._overdue.clear()
         self._closed = True
         self.sim_tasks = []  # these close cycles, which only the collector could free
         self.pools = self._callbacks = self._clock = None  # type: ignore[assignment]
@@ -325,7 +357,9 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def _timer_handle_cancelled(self, handle: Any) -> None:
         if handle.is_due:
+            handle.is_due = False
             self.enabled[:] = [each for each in self.enabled if each is not handle]
+            self.no_longer_due()
 
     def _write_to_self(self) -> None:
         """Nothing sleeps that would have to be woken."""

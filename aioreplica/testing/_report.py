@@ -19,7 +19,8 @@ class Failure:
         error: What it raised, or what was found: `DeadlockError`, `StarvationError`, `LeakError`
             or `NondeterminismError`.
         token: Replays the schedule: `art.replay(main, token)`. Empty if it has too many decisions.
-        constraints: What makes it fail, in words; empty if asyncio's own order does.
+        constraints: What makes it fail, in words; empty if asyncio's own order does, or if no
+            constraints were seen to make it fail.
         schedule: Who took each step, by number.
         steps: A failing schedule, step by step: the shrunk one where there is one.
         schedule_number: How many schedules had passed before.

@@ -27,6 +27,7 @@ from ._anyio import anyio_patches
 from ._clock import clock_functions
 from ._device_lanes import SimLaneTable
 from ._forbidden import refuse
+from ._locks import lock_class
 from ._ordered import all_tasks, as_completed, wait
 from ._task import SimTask
 from ._thread_pools import executor_patches
@@ -134,7 +135,11 @@ class Sandbox:
             self, {name: getattr(time, name) for name in CLOCK_NAMES}
         ).items():
             self._patch(time, name, value)
-        self._patch(os, "urandom", self._random_bytes(os.urandom))
+        urandom = self._random_bytes(os.urandom)
+        self._patch(os, "urandom", urandom)
+        self._patch(random, "_urandom", urandom)  # of SystemRandom, and so of `secrets`
+        self._patch(random.Random, "seed", self._seeding(random.Random.seed))
+        self._patch(threading, "Lock", lock_class(self))
         self._patch(uuid, "uuid1", self._uuid1(uuid.uuid1))
         for module in (asyncio, asyncio.tasks):
             self._patch(module, "Task", SimTask)
@@ -159,9 +164,11 @@ class Sandbox:
             "There is no other thread that could end the wait: await something instead.",
         )
         self._refuse(socket.socket, "__init__", "A socket made", "")
+        for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
+            self._refuse(socket, name, "A name looked up", "")
         self._refuse(subprocess.Popen, "__init__", "A process started", "")
-        if hasattr(os, "fork"):
-            self._refuse(os, "fork", "A fork made", "")
+        for owner, name in process_starters():
+            self._refuse(owner, name, "A process started", "")
         if "concurrent.futures.process" in sys.modules:  # else the import alone takes a while
             self._refuse(
                 futures.ProcessPoolExecutor,
@@ -190,6 +197,14 @@ class Sandbox:
 
         return urandom
 
+    def _seeding(self, real: Callable[..., None]) -> Callable[..., None]:
+        def seed(generator: Random, a: Any = None, version: int = 2) -> None:
+            if a is None and self.is_here():
+                a = int.from_bytes(os.urandom(16))
+            real(generator, a, version)
+
+        return seed
+
     def _uuid1(self, real: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
         def uuid1(node: int | None = None, clock_seq: int | None = None) -> uuid.UUID:
             if not self.is_here():
@@ -197,6 +212,13 @@ class Sandbox:
             return uuid.UUID(bytes=os.urandom(16), version=1)
 
         return uuid1
+
+
+def process_starters() -> list[tuple[Any, str]]:
+    """Return what starts processes, besides `subprocess`: where it is, and its name."""
+    owners = [os, sys.modules.get("_posixsubprocess")]  # the latter serves multiprocessing
+    names = ("fork", "forkpty", "system", "posix_spawn", "posix_spawnp", "fork_exec")
+    return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
 CLOCK_NAMES: Final = (

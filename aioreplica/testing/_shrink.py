@@ -26,7 +26,7 @@ class Shrunk:
     """What shrinking found.
 
     Attributes:
-        holds: The constraints; empty if the program fails without any.
+        holds: The constraints; empty if the program fails without any, or if none are certain.
         num_runs: How many schedules were run.
         is_certain: Whether these constraints were seen to fail.
     """
@@ -77,7 +77,7 @@ def shrink(story: Story, fails: Fails, max_runs: int = MAX_RUNS) -> Shrunk:
         if trial((hold,)):
             return Shrunk((_loosen(hold, trial),), trial.num_runs, is_certain=True)
     if not trial(holds):
-        return Shrunk(tuple(holds[:1]), trial.num_runs, is_certain=False)
+        return Shrunk((), trial.num_runs, is_certain=False)
     kept = _minimise(holds, trial)
     if len(kept) > 1:
         for hold in stronger(kept, story.steps):

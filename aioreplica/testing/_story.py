@@ -117,6 +117,7 @@ class Story:
         if self.num_steps > MAX_STORY_STEPS:
             return
         index = chosen.index
+        self._note_options(self._options_now(), by_time=True)
         self.order.begin_step(index)
         since = self._since.pop(index, self._num_possible)
         nth = self._nth.get(index, 0)
@@ -230,12 +231,12 @@ class Story:
     def _options_now(self) -> list[Participant]:
         return self._loop.enabled + self._loop.external
 
-    def _note_options(self, options: list[Participant]) -> None:
+    def _note_options(self, options: list[Participant], *, by_time: bool = False) -> None:
         for option in options:
             if option.index not in self._since:
                 self._since[option.index] = self._num_possible
                 self._num_possible += 1
-                if not isinstance(option, SimTimer):  # time alone makes those possible
+                if not (by_time or isinstance(option, SimTimer)):  # a step has made it possible
                     self.order.became_possible(option.index)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import crc32
@@ -17,7 +18,9 @@ from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Schedule
 from ._strategies import MAKERS
 
 PREFIX: Final = "ar1-"
+VERSIONED: Final = re.compile(r"ar\d+-")
 MAX_LENGTH: Final = 40
+SHOWN: Final = 60
 ROOM: Final = (MAX_LENGTH - len(PREFIX)) * 6 // 8
 CRC_BYTES: Final = 4
 SEED_BYTES: Final = SEED_BITS // 8
@@ -89,6 +92,14 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
             f"Token {token!r} is of another program than {_name(main)!r}. Replay it with the "
             "program that was explored; what counts is the function's name."
         )
+    try:
+        return _schedule_of(body, token, faults)
+    except (StopIteration, RuntimeError, OverflowError):  # of a generator that met its end
+        raise ValueError(_damaged(token)) from None
+
+
+def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
+    """Read the content of a token."""
     maker, fidelity = body[0] >> 2, FIDELITIES[body[0] & 3]
     seed = int.from_bytes(body[3 : 3 + SEED_BYTES])
     rest = iter(body[3 + SEED_BYTES :])
@@ -135,11 +146,24 @@ def _open(token: Any) -> tuple[int, bytes]:
         and PREFIX + urlsafe_b64encode(body).decode().rstrip("=") == token
     )
     if not is_whole or not _is_known(content):
-        raise ValueError(
-            f"{token!r} is no schedule token, or a damaged one: tokens begin with {PREFIX!r} and "
-            "carry a checksum. Nothing was run; copy it again from the report."
-        )
+        raise ValueError(_damaged(token))
     return int.from_bytes(content[1:3]), content
+
+
+def _damaged(token: str) -> str:
+    """Say what is wrong with what is no token of this version."""
+    shown = token if len(token) <= SHOWN else f"{token[:SHOWN]}..."
+    other = VERSIONED.match(token)
+    if other is not None and other[0] != PREFIX:
+        return (
+            f"{shown!r} is a schedule token of another version: it begins with {other[0]!r}, those "
+            f"of this one with {PREFIX!r}. Nothing was run; explore again, or replay it with the "
+            "version it is from."
+        )
+    return (
+        f"{shown!r} is no schedule token, or a damaged one: tokens begin with {PREFIX!r} and "
+        "carry a checksum. Nothing was run; copy it again from the report."
+    )
 
 
 def _is_known(content: bytes) -> bool:

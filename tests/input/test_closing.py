@@ -405,7 +405,7 @@ async def test_a_loop_whose_iterator_is_gone_is_closed_soon(
         break
     gc.collect()
     async with asyncio.timeout(10):
-        while source.num_closed == 0:  # noqa: ASYNC110 - it is some cycles away
+        while source.num_closed == 0:
             await asyncio.sleep(0)
     await batches.aclose()
 

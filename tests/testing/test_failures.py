@@ -10,6 +10,13 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
+from aioreplica.testing._execute import Main, Outcome
+from aioreplica.testing._runner import Runner
+from aioreplica.testing._sandbox import Sandbox
+from aioreplica.testing._schedule import Schedule
+from aioreplica.testing._shrink import shrink
+from aioreplica.testing._story import Story
+from aioreplica.testing._strategies import RANDOM
 from tests.testing import programs
 from tests.testing.programs import step
 
@@ -297,3 +304,83 @@ def test_a_program_that_hangs_when_cancelled_is_found_and_replayed() -> None:
     assert report.failure.constraints[0].startswith("main is cancelled at ")
     with pytest.raises(art.DeadlockError):
         art.replay(main, report.failure.token)
+
+
+# --- what counts as the same failure ----------------------------------------------------------
+
+
+async def raises_a_class_of_its_own() -> None:
+    class OrderError(Exception):
+        pass
+
+    order: list[int] = []
+
+    async def add(number: int) -> None:
+        await step(3 * number)
+        order.append(number)
+
+    await asyncio.gather(add(0), add(1))
+    if order != [0, 1]:
+        raise OrderError(order)
+
+
+def test_an_exception_class_that_the_program_defines_is_the_same_in_each_run() -> None:
+    failure = failure_of(raises_a_class_of_its_own)
+
+    assert type(failure.error).__name__ == "OrderError"
+    assert len(failure.constraints) == 1
+    with pytest.raises(Exception, match=r"\[1, 0\]") as caught:
+        art.replay(raises_a_class_of_its_own, failure.token)
+    assert type(caught.value).__name__ == "OrderError"
+
+
+async def spins_if_late() -> None:
+    flag = False
+
+    async def set_flag() -> None:
+        nonlocal flag
+        flag = True
+
+    async def check() -> None:
+        await step(10)
+        seen = flag
+        while not seen:
+            await step()
+
+    await asyncio.gather(step(3000), set_flag(), check())
+
+
+@pytest.mark.slow
+def test_a_long_program_is_not_taken_for_an_endless_one() -> None:
+    failure = failure_of(spins_if_late, schedules=100, max_steps=20_000)
+
+    assert isinstance(failure.error, art.StarvationError)
+    assert failure.error.running == ("check (Task-3)",)
+    assert failure.constraints, "asyncio's own order ends, so something has to be held"
+
+
+def test_only_tasks_are_said_to_go_round() -> None:
+    async def main() -> None:
+        while True:
+            await asyncio.sleep(1)
+
+    failure = failure_of(main, max_steps=500)
+
+    assert isinstance(failure.error, art.StarvationError)
+    assert failure.error.running == ("main",)
+    assert failure.error.steps == 500
+
+
+def test_constraints_that_were_not_seen_to_fail_are_not_told() -> None:
+    _, story = told(programs.lost_update)
+
+    found = shrink(story, lambda holds: False)
+
+    assert found.holds == ()
+    assert not found.is_certain
+
+
+def told(program: Main) -> tuple[Outcome, Story]:
+    """Run one schedule that is not asyncio's own, with its story."""
+    with Sandbox() as sandbox:
+        return Runner(program, sandbox).tell(Schedule(RANDOM, 5))

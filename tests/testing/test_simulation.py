@@ -1,10 +1,15 @@
 """The simulated loop: virtual time, documented orders, pools with latency, nothing real."""
 
 import asyncio
+import gc
+import importlib
+import multiprocessing
 import os
 import random
+import secrets
 import socket
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -12,9 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import numpy as np
 import pytest
 
 import aioreplica.testing as art
@@ -226,11 +233,33 @@ def start_process() -> None:
     subprocess.Popen(["true"])
 
 
+def start_shell() -> None:
+    os.system("true")
+
+
+def spawn_process() -> None:
+    os.posix_spawn("/bin/true", ["true"], {})
+
+
+def spawn_python() -> None:
+    multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+def look_up_a_name() -> None:
+    socket.getaddrinfo("localhost", 80)
+
+
 def watch_descriptor() -> None:
     asyncio.get_running_loop().add_reader(0, print)
 
 
-@pytest.mark.parametrize("reach_out", [start_thread, open_socket, start_process, watch_descriptor])
+@pytest.mark.parametrize(
+    "reach_out",
+    [
+        start_thread, open_socket, look_up_a_name, start_process, start_shell, spawn_process,
+        spawn_python, watch_descriptor,
+    ],
+)  # fmt: skip
 def test_real_io_raises_with_its_call_site(reach_out: Any) -> None:
     async def main() -> None:
         reach_out()
@@ -240,6 +269,111 @@ def test_real_io_raises_with_its_call_site(reach_out: Any) -> None:
 
     line = reach_out.__code__.co_firstlineno + 1
     assert caught.value.site.endswith(f"test_simulation.py:{line}")
+
+
+# --- locks of threads -------------------------------------------------------------------------
+
+
+async def holds_a_thread_lock_across_an_await() -> None:
+    lock = threading.Lock()
+
+    async def work(delay: int) -> None:
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        with lock:
+            await asyncio.sleep(0)
+
+    await asyncio.gather(work(0), work(4))
+
+
+def test_a_thread_lock_that_blocks_for_ever_is_an_error() -> None:
+    failure = art.explore(holds_a_thread_lock_across_an_await).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.RealIOError)
+    assert "blocked on a lock" in str(failure.error)
+    assert len(failure.constraints) == 1
+
+
+def test_thread_locks_that_do_not_block_work() -> None:
+    async def main() -> float:
+        lock, count = threading.Lock(), 0
+
+        def add() -> None:
+            nonlocal count
+            with lock:
+                count += 1
+
+        await asyncio.gather(*[asyncio.to_thread(add) for _ in range(3)])
+        assert lock.acquire()
+        assert lock.locked()
+        assert not lock.acquire(blocking=False)
+        before = time.monotonic()
+        assert not lock.acquire(timeout=3)
+        lock.release()
+        assert count == 3
+        return time.monotonic() - before
+
+    real = threading.Lock
+    assert art.run(main) == 3
+    assert threading.Lock is real
+
+
+def test_all_randomness_is_seeded() -> None:
+    async def main() -> list[object]:
+        return [
+            secrets.token_hex(),
+            random.SystemRandom().random(),
+            random.Random().random(),
+            np.random.default_rng().random(),
+            str(uuid.uuid4()),
+        ]
+
+    state = random.getstate()
+    assert art.run(main) == art.run(main)
+    assert art.run(main) != art.run(main, seed=1)
+    assert random.getstate() == state
+    assert random.Random().random() != random.Random().random()
+
+
+def test_what_an_import_does_is_part_of_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "imported_by_a_run"
+    (tmp_path / f"{module}.py").write_text("import random\nrandom.random()\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main() -> None:
+        importlib.import_module(module)
+        for _ in range(random.randrange(100)):
+            await asyncio.sleep(0)
+
+    for call in (art.explore, art.exhaustive, art.cancel_everywhere):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        call(main).check()
+
+
+def test_an_interrupted_run_leaves_no_task_behind(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[str] = []
+
+    async def other() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("other")
+
+    async def main() -> None:
+        task = asyncio.create_task(other())
+        await asyncio.sleep(1)
+        assert not task.done()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        art.run(main)
+
+    gc.collect()
+    assert ended == ["other"]
+    assert not caplog.records
 
 
 def test_a_connection_is_refused() -> None:

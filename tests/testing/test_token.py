@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from base64 import urlsafe_b64encode
+from binascii import crc32
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 import aioreplica.testing as art
 from aioreplica.testing._holds import Hold
 from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Schedule
-from aioreplica.testing._strategies import MAKERS
+from aioreplica.testing._strategies import FIFO, MAKERS
 from aioreplica.testing._token import TokenTooLongError, decode, encode
 from tests.testing import programs
 
@@ -70,6 +72,20 @@ def test_what_is_no_token_is_refused(text: str) -> None:
 def test_a_token_of_another_program_is_refused() -> None:
     with pytest.raises(ValueError, match="of another program than 'never_run'"):
         art.replay(never_run, found_token())
+
+
+def test_a_token_of_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="of another version: it begins with 'ar2-'"):
+        art.replay(never_run, found_token().replace("ar1-", "ar2-"))
+
+
+@pytest.mark.parametrize("maker", [FIFO, HELD, CHOICES, CANCELLED])
+def test_a_token_that_ends_too_early_is_refused(maker: int) -> None:
+    body = bytes([maker << 2 | 1]) + bytes(7) + b"\x80"  # whole, but its last number is not
+    text = urlsafe_b64encode(body + crc32(body).to_bytes(4)).decode().rstrip("=")
+
+    with pytest.raises(ValueError, match="Nothing was run"):
+        art.replay(never_run, f"ar1-{text}")
 
 
 def test_a_token_must_be_a_string() -> None:

@@ -1,0 +1,96 @@
+"""Timers of a simulated loop: in the order of their times, whatever moves the clock."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import aioreplica.testing as art
+
+FIDELITIES = ["asyncio", "reorder"]
+
+
+def virtual_sleep() -> Callable[[float], None]:
+    """Return `time.sleep` as it is while a program runs: it takes no real time."""
+    return vars(time)["sleep"]  # type: ignore[no-any-return]
+
+
+def block_the_loop() -> None:
+    virtual_sleep()(0.5)
+
+
+def block_on_a_pool() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(virtual_sleep(), 0.5).result()
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("block", [block_the_loop, block_on_a_pool])
+def test_timers_that_a_blocked_loop_has_missed_keep_their_order(
+    block: Callable[[], None], fidelity: str
+) -> None:
+    async def main() -> None:
+        loop, out = asyncio.get_running_loop(), list[float]()
+        for delay in (0.3, 0.1, 0.2):
+            loop.call_later(delay, out.append, delay)
+        block()
+        await asyncio.sleep(1)
+        assert out == [0.1, 0.2, 0.3]
+
+    art.explore(main, schedules=100, fidelity=fidelity).check()
+
+
+def test_a_missed_timer_that_is_cancelled_lets_the_next_one_go() -> None:
+    async def main() -> list[int]:
+        loop, out = asyncio.get_running_loop(), list[int]()
+        first = loop.call_later(0.1, out.append, 1)
+        loop.call_later(0.2, out.append, 2)
+        loop.call_soon(first.cancel)
+        block_the_loop()
+        loop.call_later(0, out.append, 3)
+        await asyncio.sleep(1)
+        return out
+
+    assert art.run(main) == [2, 3]
+    assert [art.run(main, seed=seed)[-2:] for seed in range(20)] == [[2, 3]] * 20
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_a_timer_without_delay_fires_while_tasks_go_on(fidelity: str) -> None:
+    async def main() -> None:
+        fired = asyncio.Event()
+        asyncio.get_running_loop().call_later(0, fired.set)
+        while not fired.is_set():
+            await asyncio.sleep(0)
+
+    report = art.explore(main, schedules=60, fidelity=fidelity).check()
+
+    assert report.schedules_run == 60
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_a_timer_without_delay_does_not_overtake_a_callback(fidelity: str) -> None:
+    async def main() -> None:
+        loop, out = asyncio.get_running_loop(), list[int]()
+        loop.call_soon(out.append, 1)
+        loop.call_later(0, out.append, 2)
+        await asyncio.sleep(0.1)
+        assert out == [1, 2]
+
+    art.explore(main, schedules=60, fidelity=fidelity).check()
+
+
+def test_timers_of_one_instant_are_told_apart() -> None:
+    async def main() -> None:
+        loop, out = asyncio.get_running_loop(), list[int]()
+        for number in range(2):
+            loop.call_later(1, out.append, number)
+        await asyncio.sleep(2)
+        assert out == [0, 1]
+
+    for seed in range(10):
+        failure = art.explore(main, seed=seed).failure
+        assert failure is not None
+        assert "timer" in failure.constraints[0]
