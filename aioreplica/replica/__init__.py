@@ -1,8 +1,8 @@
 """Replicas: the rendezvous they meet in, the group that runs them, the context they see."""
 
 from .._export import export_public
-from ._blocking import CallSite as CallSite
-from ._blocking import collective_named as collective_named
+from ._bridge import CallSite as CallSite
+from ._bridge import collective_named as collective_named
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
 from ._collectives import Collectives as Collectives

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..telemetry import source_line
 
 if TYPE_CHECKING:
-    from ._blocking import CallSite
+    from ._bridge import CallSite
     from ._collective import Collective
     from ._sync_group import SyncGroup
 

@@ -14,7 +14,7 @@ import numpy as np
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort, Device, Lane, Op, OpTracker, lane_table
 from ..values import Variable
-from ._blocking import BlockingCall, CallSite, require_no_loop
+from ._bridge import BlockingCall, CallSite, require_no_loop
 from ._call import new_call
 from ._collective import Collective
 from ._collectives import Collectives
