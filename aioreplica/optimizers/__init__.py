@@ -2,8 +2,9 @@
 
 from .._export import export_public
 from ._adam import Adam as Adam
+from ._blocking import BlockingOptimizer as BlockingOptimizer
 from ._optimizer import Optimizer as Optimizer
 
-__all__ = ["Adam", "Optimizer"]
+__all__ = ["Adam", "BlockingOptimizer", "Optimizer"]
 
 export_public(__name__, __all__, globals())

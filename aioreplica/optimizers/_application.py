@@ -59,15 +59,11 @@ class Application:
         for counter in self._counters:
             self._update.compute((counter,), _count)
 
-    def is_current(self) -> bool:
-        """Tell whether what was computed still builds on the newest values."""
-        return self._update.is_current()
-
-    def commit(self) -> None:
-        """Finish, then write everything."""
+    def commit_if_current(self) -> bool:
+        """Finish, then write everything, unless somebody has written meanwhile."""
         for variable, value in self._optimizer.finish(self._prepared).items():
             self._update.replace(variable, value)
-        self._update.commit()
+        return self._update.commit_if_current()
 
     def _new_component(self, gradient: Array, old: tuple[Array, ...]) -> tuple[Array, ...]:
         names = self._optimizer.slot_names

@@ -18,6 +18,7 @@ from ..context import PLACE
 from ..devices import INLINE_BYTES, run_on_host
 from ..values import Variable
 from ._application import Application
+from ._blocking import BlockingOptimizer
 from ._gradient import checked_pairs, gradient_bytes
 from ._hyperparameter import LearningRate, checked_learning_rate, learning_rate_at
 from ._loss import Pairs, differentiate_loss
@@ -194,6 +195,11 @@ class Optimizer(ABC):
         require_replica_context("minimize")
         return self._minimize(loss, var_list, global_step, sys._getframe(1))
 
+    @property
+    def blocking(self) -> BlockingOptimizer:
+        """The same methods for plain step functions: they wait on the device thread."""
+        return BlockingOptimizer(self)
+
     # ---- state ---------------------------------------------------------------------------
 
     @property
@@ -271,10 +277,11 @@ class Optimizer(ABC):
         """Aggregate and apply, once for all replicas; off the event loop if that takes long."""
         if gradient_bytes(gradients) >= INLINE_BYTES:
             return self._merge_on_host(gradients, variables, global_step)
-        application = self._begin(variables, global_step)
-        application.compute(gradients)
-        application.commit()
-        return None
+        while True:
+            application = self._begin(variables, global_step)
+            application.compute(gradients)
+            if application.commit_if_current():  # else a device thread has written: build on that
+                return None
 
     async def _merge_on_host(
         self, gradients: list[Any], variables: list[Variable], global_step: Variable | None
@@ -282,9 +289,8 @@ class Optimizer(ABC):
         while True:
             application = self._begin(variables, global_step)
             await run_on_host(application.compute, gradients)
-            if application.is_current():  # else another run has written: build on that
-                break
-        application.commit()
+            if application.commit_if_current():  # else another run has written: build on that
+                return
 
     def _begin(self, variables: list[Variable], global_step: Variable | None) -> Application:
         groups = [(variable, *self._slots.of(variable, self.new_slot)) for variable in variables]

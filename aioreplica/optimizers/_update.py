@@ -64,6 +64,15 @@ class Update:
         """Tell whether nobody has written the variables since they were captured."""
         return all(variable.version == seen for variable, seen in self._versions.items())
 
+    def commit_if_current(self) -> bool:
+        """Swap everything in, unless somebody has written; from any thread.
+
+        The variables must be of one strategy.
+        """
+        first = next(iter(self._new))
+        bases = {v: self._old.get(v, v.components) for v in self._new}
+        return bool(first.store.write(self._new, bases))
+
     def commit(self) -> None:
         """Swap everything in."""
         for store in {variable.store: None for variable in self._new}:

@@ -1,10 +1,15 @@
 """Replicas: the rendezvous they meet in, the group that runs them, the context they see."""
 
 from .._export import export_public
+from ._blocking import BlockingCollectives as BlockingCollectives
+from ._blocking import BlockingContext as BlockingContext
+from ._blocking import BlockingGroup as BlockingGroup
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
 from ._collectives import Collectives as Collectives
 from ._context import ReplicaContext as ReplicaContext
+from ._device_program import run_device_program as run_device_program
+from ._driven import drive as drive
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group_context import GroupContext as GroupContext
 from ._handle import Handle as Handle
@@ -16,6 +21,9 @@ from ._sync_group import SyncGroup as SyncGroup
 from ._variables import update_variable as update_variable
 
 __all__ = [
+    "BlockingCollectives",
+    "BlockingContext",
+    "BlockingGroup",
     "Collective",
     "Collectives",
     "Generation",
@@ -28,6 +36,8 @@ __all__ = [
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
+    "drive",
+    "run_device_program",
     "update_variable",
 ]
 

@@ -62,6 +62,8 @@ def payload_along(value: Any, axis: int, where: str) -> Payload:
 def payload_bytes(call: Call) -> int:
     """Return the size of a call's leaves, in bytes."""
     leaves, _, signature = call.args
+    if len(leaves) == 1:
+        return leaf_bytes(leaves[0])
     return sum(map(leaf_bytes if signature is None else _nbytes_of, leaves))
 
 

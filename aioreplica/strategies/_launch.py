@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..context import Place
 from ..devices import HOST
-from ..replica import ReplicaContext, ReplicaGroup
+from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
@@ -34,6 +34,7 @@ async def launch(
     num_replicas = strategy.num_replicas_in_sync
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
+    runs_on_loop = is_async(fn)
     group = ReplicaGroup(
         strategy,
         strategy.merge_place,
@@ -44,6 +45,7 @@ async def launch(
         lifecycle.new_step(),
         getattr(fn, "__qualname__", None) or repr(fn),
         has_plain_values=strategy.has_plain_values,
+        is_blocking=not runs_on_loop,
     )
     seed = options.seed or 0
     contexts = [
@@ -53,15 +55,17 @@ async def launch(
     places = [Place(strategy, context) for context in contexts]
     lifecycle.started(group)
     try:
-        if is_async(fn):
+        if runs_on_loop:
             coroutines = _make_coroutines(fn, all_args, all_kwargs)
             for context, place in zip(contexts, places, strict=True):
                 context.open(place)
             group.start_tasks(places, coroutines)
         else:
             calls = [
-                (_call_plain, (fn, *own_args), own_kwargs)
-                for own_args, own_kwargs in zip(all_args, all_kwargs, strict=True)
+                (run_device_program, (context, fn, *own_args), own_kwargs)
+                for context, own_args, own_kwargs in zip(
+                    contexts, all_args, all_kwargs, strict=True
+                )
             ]
             lanes = [HOST if device is None else str(device) for device in strategy.replica_devices]
             group.start_ops(places, lanes, port, calls)
@@ -101,14 +105,3 @@ def _make_coroutines(
             coroutine.close()
         raise
     return made
-
-
-def _call_plain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    result = fn(*args, **kwargs)
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError(
-            f"The plain step function {fn!r} returned a coroutine. Declare it with `async def`, "
-            "so that run knows it is asynchronous."
-        )
-    return result

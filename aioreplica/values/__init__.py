@@ -1,6 +1,7 @@
 """Distributed values and variables: what a strategy's users hold between and inside steps."""
 
 from .._export import export_public
+from ._blocking import BlockingVariable as BlockingVariable
 from ._buffers import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
@@ -24,6 +25,7 @@ from ._variable import VariableOptions as VariableOptions
 from ._weighted import Weighted as Weighted
 
 __all__ = [
+    "BlockingVariable",
     "CAN_COUNT_REFERENCES",
     "DistributedValues",
     "IndexedSlices",
