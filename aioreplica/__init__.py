@@ -4,9 +4,11 @@ from . import autodiff as autodiff
 from . import collectives as collectives
 from . import errors as errors
 from . import optimizers as optimizers
+from . import telemetry as telemetry
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
+from .device_loop import MultiStepContext as MultiStepContext
 from .devices import Device as Device
 from .devices import DeviceSpec as DeviceSpec
 from .devices import current_device as current_device
@@ -60,6 +62,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "Mirrored",
+    "MultiStepContext",
     "MirroredStrategy",
     "MirroredVariable",
     "OneDeviceStrategy",
@@ -90,4 +93,5 @@ __all__ = [
     "optimizers",
     "run_on_host",
     "set_logical_devices",
+    "telemetry",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from threading import get_ident
 from types import FrameType
@@ -199,12 +200,27 @@ class BlockingContext(BlockingCollectives):
         point = self.require_here(name)
         context = copy_context()
         context.run(PLACE.set, place)
-        seat = self._seat
-        seat.activity = name
-        try:
+        with self.waiting(name):
             return point.call_on_host(HostCall(fn, args, context, f"aioreplica {name}"))
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show the replica as waiting for `what` in stall reports, inside a `with` block."""
+        self._seat.activity = what
+        try:
+            yield
         finally:
-            seat.activity = None
+            self._seat.activity = None
+
+    def look(self) -> None:
+        """Raise CancelledError if the run was aborted, or its event loop is closed."""
+        if self._point is not None:
+            self._point.look()
+
+    def step_ended(self) -> None:
+        """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
+        self._seat.steps_done += 1
+        self.check_running()
 
     def require_here(self, name: str) -> ThreadPoint:
         """Check that the code runs on the replica's device thread, for a call of `name`.

@@ -313,5 +313,5 @@ class ReplicaGroup(RunControl):
         self.point.restart()
 
     def _progress(self) -> tuple[int, int, int]:
-        done = self.ops.num_done + sum(seat.sequence for seat in self.seats)
+        done = self.ops.num_done + sum(seat.sequence + seat.steps_done for seat in self.seats)
         return self.point.num_merges, self._num_left, done

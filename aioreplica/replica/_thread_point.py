@@ -74,6 +74,7 @@ class ThreadPoint:
         self._gates = [_closed_gate() for _ in point.everyone.members]
         self._parked: set[int] = set()
         self._host_calls: set[HostCall] = set()
+        self._wakers: list[Callable[[], None]] = []
 
     # ---- on device threads ---------------------------------------------------------------
 
@@ -135,12 +136,22 @@ class ThreadPoint:
             raise asyncio.CancelledError
         return call.result()
 
+    def look(self) -> None:
+        """Raise CancelledError if the run was aborted or nobody is left to end it."""
+        if self._loop.is_closed():
+            self._abandon()
+        self.check_running()
+
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
         if self._point.is_aborted:
             raise asyncio.CancelledError
 
     # ---- on the event loop ---------------------------------------------------------------
+
+    def when_aborted(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when the run is aborted, from any thread and perhaps repeatedly."""
+        self._wakers.append(wake)
 
     def leave(
         self, replica_id: int, state: ReplicaState, call: Call | None = None
@@ -271,6 +282,9 @@ class ThreadPoint:
             for replica_id in self._parked:
                 self._gates[replica_id].release()
             self._parked.clear()
+        if self._point.is_aborted:
+            for wake in self._wakers:
+                wake()
 
     def _end_run(self, fn: Callable[..., None], *args: Any) -> bool:
         """Have the event loop call something; False if there is none any more."""

@@ -11,7 +11,7 @@ from ..context import PLACE, Place
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
-from ..telemetry import Recorder
+from ..telemetry import EventLog, Recorder
 from ..typing import ReduceOp
 from ..values import (
     Variable,
@@ -19,6 +19,7 @@ from ..values import (
     default_store,
 )
 from ._combine import Axis, gather_tree, local_results, reduce_tree
+from ._device_loops import DeviceLoops
 from ._distribute import Distribution
 from ._extended import Extended
 from ._in_sync import check_in_sync
@@ -29,7 +30,7 @@ from ._scope import Scope
 from ._variable_owner import VariableOwner
 
 
-class Strategy(VariableOwner, Distribution):
+class Strategy(VariableOwner, Distribution, DeviceLoops):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -47,6 +48,7 @@ class Strategy(VariableOwner, Distribution):
         self._devices = devices
         self._reducer = Reducer(options)
         self._recorder = Recorder()
+        self._events = EventLog()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
         super().__init__(default_store() if devices is None else VariableStore())
@@ -301,6 +303,9 @@ class Strategy(VariableOwner, Distribution):
             raise ContextError(
                 f"{what} of {self!r} was called in {place.describe()}. Leave that scope first."
             )
+
+    def _as_strategy(self) -> Strategy:
+        return self
 
     def __copy__(self) -> NoReturn:
         raise TypeError(

@@ -1,0 +1,26 @@
+"""Device loops: many steps on the device threads, fed by queues, left only on purpose."""
+
+from .._export import export_public
+from ._context import MultiStepContext as MultiStepContext
+from ._elements import Elements as Elements
+from ._elements import open_source as open_source
+from ._filler import Filler as Filler
+from ._filler import new_filler as new_filler
+from ._infeed import Infeed as Infeed
+from ._outputs import combine_outputs as combine_outputs
+from ._program import run_loop as run_loop
+from ._static_shapes import StaticShapes as StaticShapes
+
+__all__ = [
+    "Elements",
+    "Filler",
+    "Infeed",
+    "MultiStepContext",
+    "StaticShapes",
+    "combine_outputs",
+    "new_filler",
+    "open_source",
+    "run_loop",
+]
+
+export_public(__name__, __all__, globals())
