@@ -2,6 +2,7 @@
 
 from . import autodiff as autodiff
 from . import collectives as collectives
+from . import device_loop as device_loop
 from . import errors as errors
 from . import optimizers as optimizers
 from . import telemetry as telemetry
@@ -9,6 +10,7 @@ from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
 from .device_loop import MultiStepContext as MultiStepContext
+from .device_loop import outside_compilation as outside_compilation
 from .devices import Device as Device
 from .devices import DeviceSpec as DeviceSpec
 from .devices import current_device as current_device
@@ -82,6 +84,7 @@ __all__ = [
     "collectives",
     "current_device",
     "device",
+    "device_loop",
     "device_op",
     "errors",
     "get_replica_context",
@@ -91,6 +94,7 @@ __all__ = [
     "in_cross_replica_context",
     "list_devices",
     "optimizers",
+    "outside_compilation",
     "run_on_host",
     "set_logical_devices",
     "telemetry",

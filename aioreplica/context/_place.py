@@ -93,6 +93,10 @@ OVERRIDES: ContextVar[Any] = ContextVar("aioreplica_overrides", default=None)
 """Values that stand in for variables while a loss is differentiated (see autodiff)."""
 
 
+CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
+"""Name of the outside call that runs here (see device_loop)."""
+
+
 def in_cross_replica_context() -> bool:
     """Tell whether the code runs in a strategy's scope or merge function, outside any replica.
 

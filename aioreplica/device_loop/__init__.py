@@ -8,6 +8,8 @@ from ._filler import Filler as Filler
 from ._filler import new_filler as new_filler
 from ._infeed import Infeed as Infeed
 from ._outputs import combine_outputs as combine_outputs
+from ._outside import current_cluster as current_cluster
+from ._outside import outside_compilation as outside_compilation
 from ._program import run_loop as run_loop
 from ._static_shapes import StaticShapes as StaticShapes
 
@@ -18,8 +20,10 @@ __all__ = [
     "MultiStepContext",
     "StaticShapes",
     "combine_outputs",
+    "current_cluster",
     "new_filler",
     "open_source",
+    "outside_compilation",
     "run_loop",
 ]
 

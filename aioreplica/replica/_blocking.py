@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from ..context import PLACE, Place
 from ..values import Variable
 from ._call import new_call
+from ._clusters import ClusterNames
 from ._collective import Collective
 from ._collectives import Collectives
 from ._group_context import require_members
@@ -81,15 +82,19 @@ class BlockingContext(BlockingCollectives):
 
     Usable on the device thread of its replica only, during the run of a plain step function or a
     device loop (ContextError elsewhere).
+
+    Attributes:
+        clusters: Names the calls that leave the device program.
     """
 
-    __slots__ = ("_live", "_num_replicas", "_point", "_seat", "_step", "_thread_id")
+    __slots__ = ("_live", "_num_replicas", "_point", "_seat", "_step", "_thread_id", "clusters")
 
     def __init__(self, seat: Seat, num_replicas: int, step: int, point: ThreadPoint | None) -> None:
         self._seat = seat
         self._num_replicas = num_replicas
         self._step = step
         self._point = point
+        self.clusters = ClusterNames()
         self._live: Place | None = None
         self._thread_id = 0
 
@@ -111,6 +116,11 @@ class BlockingContext(BlockingCollectives):
     def num_replicas_in_sync(self) -> int:
         """How many replicas meet in a collective."""
         return self._num_replicas
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps of a device loop are complete."""
+        return self._seat.steps_done
 
     @property
     def is_here(self) -> bool:
@@ -191,13 +201,15 @@ class BlockingContext(BlockingCollectives):
     ) -> Any:
         """Run a plain or async function on the event loop, where `place` is current, and wait.
 
+        Stall reports show the replica as waiting for `name`.
+
         Raises:
             Exception: What the function raises.
 
         Cancellation:
             An async function is cancelled where it waits; the thread is let go at its end.
         """
-        point = self.require_here(name)
+        point = self.require_here("outside_compilation")
         context = copy_context()
         context.run(PLACE.set, place)
         with self.waiting(name):
@@ -220,6 +232,7 @@ class BlockingContext(BlockingCollectives):
     def step_ended(self) -> None:
         """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
         self._seat.steps_done += 1
+        self.clusters.restart()
         self.check_running()
 
     def require_here(self, name: str) -> ThreadPoint:

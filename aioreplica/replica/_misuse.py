@@ -115,6 +115,8 @@ def no_blocking_handle_error() -> ContextError:
 
 
 def _blocking_name(what: str) -> str:
+    if what == "outside_compilation":
+        return f"ar.{what}"
     if what == "start_all_reduce":
         what = "all_reduce"
     return f"{_OWNERS.get(what, 'ctx')}.blocking.{what}"
