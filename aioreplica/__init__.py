@@ -10,6 +10,7 @@ from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
 from .device_loop import MultiStepContext as MultiStepContext
+from .device_loop import TPUClusterResolver as TPUClusterResolver
 from .device_loop import outside_compilation as outside_compilation
 from .devices import Device as Device
 from .devices import DeviceSpec as DeviceSpec
@@ -32,6 +33,7 @@ from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy
 from .strategies import RunOptions as RunOptions
 from .strategies import Strategy as Strategy
+from .strategies import TPUStrategy as TPUStrategy
 from .strategies import ValueContext as ValueContext
 from .strategies import get_replica_context as get_replica_context
 from .strategies import get_strategy as get_strategy
@@ -75,6 +77,8 @@ __all__ = [
     "Snapshot",
     "Strategy",
     "SyncOnReadVariable",
+    "TPUClusterResolver",
+    "TPUStrategy",
     "ValueContext",
     "Variable",
     "VariableAggregation",

@@ -1,12 +1,11 @@
-"""Outside calls in functions that torch differentiates."""
+"""Outside calls in functions that torch differentiates; torch is imported at use."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, final
-
-import torch
 
 from ..tree import flatten, unflatten
 from ._outside import NameGradients, OutsideAdapter, RunOutside
@@ -14,6 +13,8 @@ from ._outside import NameGradients, OutsideAdapter, RunOutside
 
 def needs_gradient(leaf: Any) -> bool:
     """Tell whether torch tracks a value."""
+    import torch
+
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
@@ -67,6 +68,8 @@ class _Outside:
 
     def at(self, args: Sequence[Any]) -> Any:
         """Run the call outside; the result is tracked like the arguments."""
+        import torch
+
         self._inputs = [arg.detach().requires_grad_() for arg in args]
         forward = self._forward_async if self._is_async else self._forward
         self._made = self._run(self._name, forward, tuple(self._inputs))
@@ -76,14 +79,16 @@ class _Outside:
             self.value = tuple(made.detach() for made in self._made)
         else:
             return self._made  # nothing that has a gradient, such as None
-        return _Call.apply(self, *args)
+        return _function().apply(self, *args)
 
     def gradient(self, cotangents: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
+        import torch
+
         name = self._names.gradient_of(self._name, torch._C._current_graph_task_id())
-        count = len(cotangents)
         if not torch.is_grad_enabled():  # no gradient of the gradient is wanted
             return self._run(name, self._pull_back_kept, (cotangents,))
+        count = len(cotangents)
 
         def pull_back(*values: Any) -> Any:
             given, inputs = values[:count], values[count:]
@@ -94,36 +99,49 @@ class _Outside:
         return _Outside(self._run, self._names, name, pull_back).at([*cotangents, *args])
 
     def _forward(self, *inputs: Any) -> Any:
+        import torch
+
         with torch.enable_grad():
             return self._fn(*inputs)
 
     async def _forward_async(self, *inputs: Any) -> Any:
+        import torch
+
         with torch.enable_grad():
             return await self._fn(*inputs)
 
     def _pull_back_kept(self, cotangents: Sequence[Any]) -> Any:
+        import torch
+
         found = torch.autograd.grad(
             self._made, self._inputs, cotangents, retain_graph=True, allow_unused=True
         )
         return _filled(found, self._inputs)
 
 
-class _Call(torch.autograd.Function):  # type: ignore[misc]  # torch may not be installed
-    """What the device program sees of an outside call."""
+@functools.cache
+def _function() -> Any:
+    """Return what the device program sees of an outside call."""
+    import torch
 
-    @staticmethod
-    def forward(ctx: Any, outside: _Outside, *args: Any) -> Any:
-        ctx.outside = outside
-        ctx.save_for_backward(*args)
-        return outside.value
+    class OutsideFunction(torch.autograd.Function):  # type: ignore[misc]  # torch may be missing
+        @staticmethod
+        def forward(ctx: Any, outside: _Outside, *args: Any) -> Any:
+            ctx.outside = outside
+            ctx.save_for_backward(*args)
+            return outside.value
 
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        parts = ctx.outside.gradient(cotangents, ctx.saved_tensors)
-        return (None, *parts)
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            parts = ctx.outside.gradient(cotangents, ctx.saved_tensors)
+            return (None, *parts)
+
+    return OutsideFunction
 
 
 def _filled(found: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
     """Replace the gradients of inputs that the result does not depend on."""
+    import torch
+
     pairs = zip(found, inputs, strict=True)
     return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs)

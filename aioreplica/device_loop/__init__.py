@@ -12,15 +12,23 @@ from ._outside import current_cluster as current_cluster
 from ._outside import outside_compilation as outside_compilation
 from ._program import run_loop as run_loop
 from ._static_shapes import StaticShapes as StaticShapes
+from ._topology import HasTopology as HasTopology
+from ._topology import Topology as Topology
+from ._topology import TPUClusterResolver as TPUClusterResolver
+from ._topology import find_topology as find_topology
 
 __all__ = [
     "Elements",
     "Filler",
+    "HasTopology",
     "Infeed",
     "MultiStepContext",
     "StaticShapes",
+    "TPUClusterResolver",
+    "Topology",
     "combine_outputs",
     "current_cluster",
+    "find_topology",
     "new_filler",
     "open_source",
     "outside_compilation",

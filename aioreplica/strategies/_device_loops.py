@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..device_loop import MultiStepContext
+from ..device_loop import MultiStepContext, Topology
 from ..telemetry import EventLog
 from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
@@ -21,6 +21,8 @@ class DeviceLoops(ABC):
 
     _lifecycle: Lifecycle
     _events: EventLog
+    _steps_per_run: int
+    _topology: Topology | None
 
     @property
     @abstractmethod
@@ -89,14 +91,21 @@ class DeviceLoops(ABC):
         return self._events
 
     @property
+    def needs_static_shapes(self) -> bool:
+        """Whether programs are made for one set of shapes (a TPU's are)."""
+        return self._topology is not None
+
+    @property
     def steps_per_run(self) -> int:
         """How many steps `run_steps` runs unless a call says otherwise."""
-        return 1
+        return self._steps_per_run
 
     @property
     def host_replicas(self) -> tuple[tuple[int, ...], ...]:
         """The replica ids of each host; every host has an infeed of its own."""
-        return (tuple(range(self.num_replicas_in_sync)),)
+        if self._topology is None:
+            return (tuple(range(self.num_replicas_in_sync)),)
+        return self._topology.host_replicas
 
     @abstractmethod
     def _as_strategy(self) -> Strategy:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Self
 
 from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
+from ..device_loop import Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
@@ -39,13 +40,25 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     Args:
         devices: One device per replica, or None for the default strategy.
         options: How collectives are carried out unless a call says otherwise.
+        topology: Which replica is on which host; None is one host.
+        steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
+        resolver: What said how many replicas there are, if something did.
     """
 
     def __init__(
-        self, devices: tuple[Device, ...] | None, options: CommunicationOptions | None = None
+        self,
+        devices: tuple[Device, ...] | None,
+        options: CommunicationOptions | None = None,
+        *,
+        topology: Topology | None = None,
+        steps_per_run: int = 1,
+        resolver: Any = None,  # Any: the cluster layer may say more than the topology
     ) -> None:
         require_options(options, type(self).__name__)
         self._devices = devices
+        self._topology = topology
+        self._steps_per_run = steps_per_run
+        self._resolver = resolver
         self._reducer = Reducer(options)
         self._recorder = Recorder()
         self._events = EventLog()
@@ -200,9 +213,9 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         return len(self._device_names)
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: this strategy has one worker."""
-        return None
+    def cluster_resolver(self) -> Any:
+        """What said which hosts and workers there are; None for a strategy that needs none."""
+        return self._resolver
 
     @property
     def extended(self) -> Extended:
@@ -318,7 +331,8 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
             return NotImplemented
         if type(self) is not type(other) or self._devices != other._devices:
             return False
-        return self._reducer.options == other._reducer.options
+        ours = (self._topology, self._steps_per_run, self._reducer.options)
+        return ours == (other._topology, other._steps_per_run, other._reducer.options)
 
     def __hash__(self) -> int:
         return hash((type(self), self._devices))

@@ -7,6 +7,7 @@ from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
 from ._distributed import new_per_replica as new_per_replica
+from ._done import Done as Done
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._plain import PlainVariable as PlainVariable
@@ -28,6 +29,7 @@ __all__ = [
     "BlockingVariable",
     "CAN_COUNT_REFERENCES",
     "DistributedValues",
+    "Done",
     "IndexedSlices",
     "Mirrored",
     "MirroredVariable",
