@@ -27,6 +27,9 @@ have the result 60 to 100 µs later at any size up to 16 MiB."""
 THREAD_BYTES = 16 * 1024 * 1024
 """What a further thread has to read to be worth waking: it starts 0.1 ms after the first."""
 
+FEW_LEAVES, FEW_BYTES = 8, 16 * 1024
+"""So few small leaves are reduced one by one: planning packs would take longer."""
+
 Signature: TypeAlias = tuple[list[Any], list[tuple[int, ...]]] | None  # dtypes and shapes
 
 
@@ -110,8 +113,8 @@ class Reducer:
         chosen = options or self.options
         first = rows[0]
         if chosen.compression is None:
-            if len(first) == 1 and leaf_bytes(first[0]) < MIN_BYTES:
-                return [reduce_leaves(op, [row[0] for row in rows])]
+            if len(first) <= FEW_LEAVES and all(leaf_bytes(leaf) <= FEW_BYTES for leaf in first):
+                return [reduce_leaves(op, column) for column in zip(*rows, strict=True)]
             self._pool.next_call()
             layout = self._layout(first, signature, chosen.bytes_per_pack)
             return Plan(op, rows, layout, self._pool).run()

@@ -232,7 +232,8 @@ class BlockingContext(BlockingCollectives):
     def step_ended(self) -> None:
         """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
         self._seat.steps_done += 1
-        self.clusters.restart()
+        if self.clusters.num_roots:
+            self.clusters.restart()
         self.check_running()
 
     def require_here(self, name: str) -> ThreadPoint:

@@ -25,11 +25,14 @@ class ClusterNames:
         >>> names.gradient_of("0.uid", second)
         '0.uid.uid_1'
 
+    Attributes:
+        num_roots: How many calls of the step have a name.
+
     Source:
         tf.tpu's gradient_uid of outside compilation clusters.
     """
 
-    __slots__ = ("_gradient_calls", "_num_gradient_calls", "_num_roots")
+    __slots__ = ("_gradient_calls", "_num_gradient_calls", "num_roots")
 
     def __init__(self) -> None:
         self._gradient_calls: deque[tuple[object, str]] = deque(maxlen=KEPT_CALLS)
@@ -37,14 +40,14 @@ class ClusterNames:
 
     def restart(self) -> None:
         """Begin a step: number from 0 again."""
-        self._num_roots = 0
+        self.num_roots = 0
         self._num_gradient_calls = 0
         self._gradient_calls.clear()
 
     def new_root(self) -> str:
         """Name a call of the step."""
-        name = str(self._num_roots)
-        self._num_roots += 1
+        name = str(self.num_roots)
+        self.num_roots += 1
         return name
 
     def gradient_of(self, name: str, gradient_call: object) -> str:

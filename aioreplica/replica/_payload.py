@@ -82,7 +82,7 @@ def are_like(first: Call, call: Call) -> bool:
         return False
     (a,), (b,) = leaves, others
     if type(a) is np.ndarray and type(b) is np.ndarray:
-        return bool(a.dtype == b.dtype) and a.shape == b.shape
+        return (a.dtype is b.dtype or bool(a.dtype == b.dtype)) and a.shape == b.shape
     return type(a) is type(b) and type(a) in _NUMBERS
 
 

@@ -70,6 +70,7 @@ class ThreadPoint:
         self._record = recorder.record
         self._step = step
         self._run: RunControl = proxy(run)  # the run holds this: no circle
+        self._timeout_s = point.everyone.meeting.timeout_s
         self._lock = Lock()
         self._gates = [_closed_gate() for _ in point.everyone.members]
         self._parked: set[int] = set()
@@ -91,22 +92,25 @@ class ThreadPoint:
             is_complete = type(generation) is Generation and not generation.missing
             if not is_complete:
                 self._parked.add(replica_id)
-        if type(generation) is not Generation:
+        if is_complete:
+            parts = self._merge(replica_id, generation)  # type: ignore[arg-type]  # it is one
+            if type(parts) is not Pending:
+                return _take(parts, call.position)
+            self._hand_over(replica_id, generation, parts)  # type: ignore[arg-type]
+        elif type(generation) is not Generation:
             self._end_run(self._run.abort_mismatch, generation)
             self._park(replica_id)
             raise asyncio.CancelledError
-        if is_complete:
-            parts = self._merge(replica_id, generation)
-            if type(parts) is not Pending:
-                return _take(parts, call.position)
-            self._hand_over(replica_id, generation, parts)
-        self._wait(replica_id, call, generation)
+        own = call.collective.options(call.argument)
+        timeout_s = self._timeout_s if own is None else own.timeout_seconds
+        if timeout_s is not None or not self._gates[replica_id].acquire(True, LOOK_S):
+            self._wait(replica_id, call, generation, timeout_s)  # type: ignore[arg-type]
         if point.is_aborted:
             raise asyncio.CancelledError
-        error = generation.error
+        error = generation.error  # type: ignore[union-attr]
         if error is not None:
             raise error
-        return _take(generation.parts, call.position)
+        return _take(generation.parts, call.position)  # type: ignore[union-attr]
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""
@@ -257,10 +261,10 @@ class ThreadPoint:
 
     # ---- waiting -------------------------------------------------------------------------
 
-    def _wait(self, replica_id: int, call: Call, generation: Generation) -> None:
+    def _wait(
+        self, replica_id: int, call: Call, generation: Generation, timeout_s: float | None
+    ) -> None:
         """Park until the generation is merged or the run ended, or for as long as allowed."""
-        own = call.collective.options(call.argument)
-        timeout_s = generation.group.meeting.timeout_s if own is None else own.timeout_seconds
         if timeout_s is None or not generation.missing:
             self._park(replica_id)
         elif not self._gates[replica_id].acquire(timeout=timeout_s):

@@ -42,18 +42,14 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
     """
     first = arrays[0]
     dtype = first.dtype
-    if (dtype is _F8 or dtype is _F4) and first.nbytes <= SMALL_BYTES and _is_simple(op, arrays):
-        return _sum_small(op, arrays)
+    is_float = dtype is _F8 or dtype is _F4
+    if is_float and first.nbytes <= SMALL_BYTES and len(arrays) > 1:
+        is_sum = op is ReduceOp.SUM or op is ReduceOp.MEAN
+        if is_sum and first.ndim and first.flags.c_contiguous:
+            return _sum_small(op, arrays)
     total = np.empty(first.shape, result_dtype(op, dtype))
     reduce_into(op, total, arrays)
     return total
-
-
-def _is_simple(op: ReduceOp, arrays: Sequence[Any]) -> bool:
-    first = arrays[0]
-    if len(arrays) < 2 or not first.ndim or not first.flags.c_contiguous:
-        return False
-    return op is ReduceOp.SUM or op is ReduceOp.MEAN
 
 
 def _sum_small(op: ReduceOp, arrays: Sequence[Any]) -> Any:
