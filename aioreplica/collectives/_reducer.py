@@ -113,6 +113,8 @@ class Reducer:
         chosen = options or self.options
         first = rows[0]
         if chosen.compression is None:
+            if len(first) == 1 and leaf_bytes(first[0]) <= FEW_BYTES:
+                return [reduce_leaves(op, [row[0] for row in rows])]
             if len(first) <= FEW_LEAVES and all(leaf_bytes(leaf) <= FEW_BYTES for leaf in first):
                 return [reduce_leaves(op, column) for column in zip(*rows, strict=True)]
             self._pool.next_call()

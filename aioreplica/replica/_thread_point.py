@@ -93,9 +93,12 @@ class ThreadPoint:
             if not is_complete:
                 self._parked.add(replica_id)
         if is_complete:
-            parts = self._merge(replica_id, generation)  # type: ignore[arg-type]  # it is one
+            parts = self._merge(generation)  # type: ignore[arg-type]  # it is one
+            if type(parts) is list:
+                part, parts[call.position] = parts[call.position], None  # free once it is let go
+                return part
             if type(parts) is not Pending:
-                return _take(parts, call.position)
+                return parts[call.position]
             self._hand_over(replica_id, generation, parts)  # type: ignore[arg-type]
         elif type(generation) is not Generation:
             self._end_run(self._run.abort_mismatch, generation)
@@ -110,7 +113,11 @@ class ThreadPoint:
         error = generation.error  # type: ignore[union-attr]
         if error is not None:
             raise error
-        return _take(generation.parts, call.position)  # type: ignore[union-attr]
+        parts = generation.parts  # type: ignore[union-attr]
+        part = parts[call.position]
+        if type(parts) is list:
+            parts[call.position] = None
+        return part
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""
@@ -186,15 +193,15 @@ class ThreadPoint:
 
     # ---- merging -------------------------------------------------------------------------
 
-    def _merge(self, replica_id: int, generation: Generation) -> Parts | Pending:
+    def _merge(self, generation: Generation) -> Parts | Pending:
         """Merge a complete generation in this thread; return the parts, or what is to await."""
         try:
             parts = generation.first.collective.perform(generation.group.meeting, generation.calls)
         except Exception as error:
-            self._release(generation, (), _noted(error, generation), replica_id)
+            self._release(generation, (), _noted(error, generation))
             raise
         if type(parts) is not Pending:
-            self._release(generation, parts, None, replica_id)
+            self._release(generation, parts, None)
         return parts
 
     def _release(
@@ -202,33 +209,33 @@ class ThreadPoint:
         generation: Generation,
         parts: Parts,
         error: BaseException | None,
-        replica_id: int | None = None,
     ) -> None:
-        """Hand out a merge's result, and open the gates of all but the caller."""
+        """Hand out a merge's result, and open the gates of those who wait for it."""
         generation.parts = parts
         generation.error = error
-        gates, parked = self._gates, self._parked
+        gates, parked, group = self._gates, self._parked, generation.group
         with self._lock:
             generation.is_merged = True
             self._point.num_merges += 1
-            for member in generation.group.members:
-                if member != replica_id and member in parked:
-                    parked.remove(member)
-                    gates[member].release()
+            if group.is_partial:
+                woken = [member for member in group.members if member in parked]
+                parked.difference_update(woken)
+            else:  # all others wait for this merge
+                woken = list(parked)
+                parked.clear()
+            for member in woken:
+                gates[member].release()
         if error is None:  # recorded while the others wake up, which takes them longer
-            self._note(generation)
-
-    def _note(self, generation: Generation) -> None:
-        calls = generation.calls
-        first: Call = calls[0]
-        collective = first.collective
-        if collective.is_uneven:
-            sizes = tuple(map(collective.num_bytes, calls))
-        else:
-            sizes = (collective.num_bytes(first),)
-        self._record(self._now(), self._step, first.sequence, collective.name,
-                     collective.op_name(first.argument), sizes, generation.group.members,
-                     generation.visits)  # fmt: skip
+            calls = generation.calls
+            first: Call = calls[0]
+            collective = first.collective
+            if collective.is_uneven:
+                sizes = tuple(map(collective.num_bytes, calls))
+            else:
+                sizes = (collective.num_bytes(first),)
+            self._record(self._now(), self._step, first.sequence, collective.name,
+                         collective.op_name(first.argument), sizes, generation.group.members,
+                         generation.visits)  # fmt: skip
 
     def _hand_over(self, replica_id: int, generation: Generation, pending: Pending) -> None:
         """Let the event loop await the rest of a merge."""
@@ -315,11 +322,3 @@ def _noted(error: BaseException, generation: Generation) -> BaseException:
     first = generation.calls[0]
     add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
     return error
-
-
-def _take(parts: Parts, position: int) -> Any:
-    """Take a part out, so that its memory is free as soon as the replica lets go of it."""
-    part = parts[position]
-    if type(parts) is list:
-        parts[position] = None
-    return part
