@@ -2,12 +2,17 @@
 
 from . import autodiff as autodiff
 from . import collectives as collectives
+from . import device_loop as device_loop
 from . import errors as errors
 from . import metrics as metrics
 from . import optimizers as optimizers
+from . import telemetry as telemetry
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
+from .device_loop import MultiStepContext as MultiStepContext
+from .device_loop import TPUClusterResolver as TPUClusterResolver
+from .device_loop import outside_compilation as outside_compilation
 from .devices import Device as Device
 from .devices import DeviceSpec as DeviceSpec
 from .devices import current_device as current_device
@@ -30,6 +35,7 @@ from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy
 from .strategies import RunOptions as RunOptions
 from .strategies import Strategy as Strategy
+from .strategies import TPUStrategy as TPUStrategy
 from .strategies import ValueContext as ValueContext
 from .strategies import get_replica_context as get_replica_context
 from .strategies import get_strategy as get_strategy
@@ -63,6 +69,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "Mirrored",
+    "MultiStepContext",
     "MirroredStrategy",
     "MirroredVariable",
     "OneDeviceStrategy",
@@ -73,6 +80,8 @@ __all__ = [
     "Snapshot",
     "Strategy",
     "SyncOnReadVariable",
+    "TPUClusterResolver",
+    "TPUStrategy",
     "ValueContext",
     "Variable",
     "VariableAggregation",
@@ -82,6 +91,7 @@ __all__ = [
     "collectives",
     "current_device",
     "device",
+    "device_loop",
     "device_op",
     "errors",
     "get_replica_context",
@@ -92,6 +102,8 @@ __all__ = [
     "list_devices",
     "metrics",
     "optimizers",
+    "outside_compilation",
     "run_on_host",
     "set_logical_devices",
+    "telemetry",
 ]

@@ -39,8 +39,8 @@ async def measure_lag(
     arrays = replica_arrays(size, NUM_BYTES)
     with ThreadPoolExecutor(num_collective_streams()) as executor:
         contenders = {
-            "ours": _lag_during(reducing(strategy, arrays, num_times)),
-            "floor": _lag_during(_in_threads(executor, arrays, num_times)),
+            "ours": lag_during(reducing(strategy, arrays, num_times)),
+            "floor": lag_during(_in_threads(executor, arrays, num_times)),
         }
         samples = await take_turns(contenders, num_rounds=num_rounds)
     return [
@@ -69,7 +69,7 @@ def _in_threads(
     )
 
 
-def _lag_during(action: Callable[[], Awaitable[object]]) -> Contender:
+def lag_during(action: Callable[[], Awaitable[object]]) -> Contender:
     """Return a contender for how many ms late a sleep ends during `action`, 99th percentile."""
 
     async def sample() -> float:

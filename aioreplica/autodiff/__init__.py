@@ -9,6 +9,8 @@ from ._collectives import broadcast as broadcast
 from ._collectives import reduce_scatter as reduce_scatter
 from ._find import find_adapter as find_adapter
 from ._linear import LinearCollective as LinearCollective
+from ._outside import OutsideAdapter as OutsideAdapter
+from ._outside import find_outside_adapter as find_outside_adapter
 from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables
@@ -16,6 +18,7 @@ from ._variables import differentiate_variables as differentiate_variables
 __all__ = [
     "Adapter",
     "LinearCollective",
+    "OutsideAdapter",
     "VariableReads",
     "Watch",
     "all_gather",
@@ -24,6 +27,7 @@ __all__ = [
     "differentiate_variables",
     "find_adapter",
     "reduce_scatter",
+    "find_outside_adapter",
     "value_and_grad",
 ]
 

@@ -64,7 +64,7 @@ class Caller:
             return _copy(value)
         args = payload_of_numbers(value, op, self.name)
         collective = collective_named(AllReduce, self.name)
-        return self.replica.meet_blocking(collective, Reduction(op), args, self.site)
+        return self.replica.blocking.meet(collective, Reduction(op), args, self.site)
 
     def scatter(self, op: ReduceOp, value: Any, axis: int) -> Any:
         """Sum or average over the replicas and take this one's part along an axis."""
@@ -73,7 +73,7 @@ class Caller:
         payload_along(value, axis, self.name)
         args = payload_of_numbers(value, op, self.name)
         collective = collective_named(ReduceScatter, self.name)
-        return self.replica.meet_blocking(collective, Reduction(op, None, axis), args, self.site)
+        return self.replica.blocking.meet(collective, Reduction(op, None, axis), args, self.site)
 
     def gather(self, value: Any, axis: int) -> tuple[Any, int]:
         """Join along an axis; tell where in the result this replica's part begins."""
@@ -84,7 +84,7 @@ class Caller:
         size = np.full((1,) * value.ndim, value.shape[along])
         args = payload_along((value, size), axis, self.name)
         collective = collective_named(AllGather, self.name)
-        joined, sizes = self.replica.meet_blocking(collective, Along(axis), args, self.site)
+        joined, sizes = self.replica.blocking.meet(collective, Along(axis), args, self.site)
         before = sizes.reshape(-1)[: self.replica.replica_id_in_sync_group]
         return joined, int(before.sum())
 
@@ -93,7 +93,7 @@ class Caller:
         if self.replica is None:
             return _copy(value)
         collective = collective_named(Broadcast, self.name)
-        return self.replica.meet_blocking(collective, source, payload_of(value), self.site)
+        return self.replica.blocking.meet(collective, source, payload_of(value), self.site)
 
 
 class LinearCollective(ABC):

@@ -20,6 +20,8 @@ _PYTHON_NUMBERS = (bool, int, float, complex)
 
 def leaf_bytes(leaf: Any) -> int:
     """Return the size of a leaf in bytes, 0 for what is no array."""
+    if type(leaf) is np.ndarray:
+        return leaf.nbytes
     size = getattr(leaf, "nbytes", 0)
     return size if isinstance(size, int) else 0  # that of a class is a descriptor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeAlias, final
@@ -26,6 +27,9 @@ have the result 60 to 100 µs later at any size up to 16 MiB."""
 THREAD_BYTES = 16 * 1024 * 1024
 """What a further thread has to read to be worth waking: it starts 0.1 ms after the first."""
 
+FEW_LEAVES, FEW_BYTES = 8, 16 * 1024
+"""So few small leaves are reduced one by one: planning packs would take longer."""
+
 Signature: TypeAlias = tuple[list[Any], list[tuple[int, ...]]] | None  # dtypes and shapes
 
 
@@ -40,12 +44,13 @@ class Reducer:
         Bitwise the same for every number of threads and every pack size.
     """
 
-    __slots__ = ("_layouts", "_pool", "options")
+    __slots__ = ("_layouts", "_lock", "_pool", "options")
 
     def __init__(self, options: CommunicationOptions | None = None) -> None:
         self.options = options or DEFAULT_OPTIONS
         self._pool = BufferPool()
         self._layouts: deque[tuple[Signature, int, Layout]] = deque(maxlen=KEPT_LAYOUTS)
+        self._lock = threading.Lock()  # of the layouts: device threads reduce too
 
     def reduce(
         self,
@@ -85,15 +90,57 @@ class Reducer:
         plan = Plan(op, rows, self._layout(first, signature, chosen.bytes_per_pack), self._pool)
         return plan.run() if plan.num_bytes <= INLINE_SUM_BYTES else _run_in_threads(plan)
 
+    def reduce_here(
+        self,
+        op: ReduceOp,
+        rows: Sequence[Row],
+        options: CommunicationOptions | None = None,
+        members: Sequence[int] | None = None,
+        signature: Signature = None,
+    ) -> list[Any]:
+        """Combine rows of leaves in the calling thread, whatever their size.
+
+        For device threads, which wait for each other without the event loop. Bitwise the same as
+        `reduce`.
+
+        Args:
+            op: As for `reduce`.
+            rows: As for `reduce`.
+            options: As for `reduce`.
+            members: As for `reduce`.
+            signature: As for `reduce`.
+        """
+        chosen = options or self.options
+        first = rows[0]
+        if chosen.compression is None:
+            if len(first) == 1 and leaf_bytes(first[0]) <= FEW_BYTES:
+                return [reduce_leaves(op, [row[0] for row in rows])]
+            if len(first) <= FEW_LEAVES and all(leaf_bytes(leaf) <= FEW_BYTES for leaf in first):
+                return [reduce_leaves(op, column) for column in zip(*rows, strict=True)]
+            self._pool.next_call()
+            layout = self._layout(first, signature, chosen.bytes_per_pack)
+            return Plan(op, rows, layout, self._pool).run()
+        code = Compressed(chosen.compression, op, rows, members or range(len(rows)))
+        try:
+            coded = code.encode()
+            plan = Plan(op, coded, Layout(coded[0], chosen.bytes_per_pack), self._pool)
+            results = code.decode(plan.run())
+        except BaseException:
+            code.roll_back()
+            raise
+        code.commit()
+        return results
+
     def _layout(self, leaves: Row, signature: Signature, bytes_per_pack: int) -> Layout:
         if signature is None:
             return Layout(leaves, bytes_per_pack)
-        for known, pack, layout in self._layouts:
-            if pack == bytes_per_pack and known == signature:
-                return layout
-        layout = Layout(leaves, bytes_per_pack)
-        self._layouts.appendleft((signature, bytes_per_pack, layout))
-        return layout
+        with self._lock:
+            for known, pack, layout in self._layouts:
+                if pack == bytes_per_pack and known == signature:
+                    return layout
+            layout = Layout(leaves, bytes_per_pack)
+            self._layouts.appendleft((signature, bytes_per_pack, layout))
+            return layout
 
     async def _reduce_compressed(
         self, code: Compressed, op: ReduceOp, options: CommunicationOptions

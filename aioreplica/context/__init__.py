@@ -1,6 +1,7 @@
 """Where code runs: the context variables, and the one registry of the process."""
 
 from .._export import export_public
+from ._place import CLUSTER as CLUSTER
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
 from ._place import DIFFERENTIATING as DIFFERENTIATING
@@ -14,6 +15,7 @@ from ._registry import REGISTRY as REGISTRY
 from ._registry import Registry as Registry
 
 __all__ = [
+    "CLUSTER",
     "DEFAULT_PLACE",
     "DEVICE",
     "DIFFERENTIATING",

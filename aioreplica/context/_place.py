@@ -23,6 +23,10 @@ class CurrentReplica(Protocol):
         """Name of this replica's device, or None without one."""
 
     @property
+    def blocking(self) -> Any:  # Any: the replica layer lies above this one
+        """The calls that wait on the device thread of a plain step function."""
+
+    @property
     def op_tracker(self) -> Any:  # Any: the devices layer lies above this one
         """What counts the ops of this replica's run that are in flight."""
 
@@ -43,9 +47,10 @@ class Place:
         update_replica_id: The component being updated, in the update context only.
         in_merge: True inside a merge function.
         staging: Holds the components written so far, in the update context only.
+        is_outside: True in a host function that a device program waits for.
     """
 
-    __slots__ = ("in_merge", "replica", "staging", "strategy", "update_replica_id")
+    __slots__ = ("in_merge", "is_outside", "replica", "staging", "strategy", "update_replica_id")
 
     def __init__(
         self,
@@ -55,12 +60,14 @@ class Place:
         *,
         in_merge: bool = False,
         staging: Any = None,  # Any: so does the values layer
+        is_outside: bool = False,
     ) -> None:
         self.strategy = strategy
         self.replica = replica
         self.update_replica_id = update_replica_id
         self.in_merge = in_merge
         self.staging = staging
+        self.is_outside = is_outside
 
     def describe(self) -> str:
         """Say where this is, for error messages.
@@ -87,6 +94,10 @@ OVERRIDES: ContextVar[Any] = ContextVar("aioreplica_overrides", default=None)
 
 DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", default=False)
 """Whether a derivative is being taken, so that one inside it keeps its trace (see autodiff)."""
+
+
+CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
+"""Name of the outside call that runs here (see device_loop)."""
 
 
 def in_cross_replica_context() -> bool:

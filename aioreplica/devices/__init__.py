@@ -9,6 +9,7 @@ from ._drain import wait_shielded as wait_shielded
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
 from ._lane import lend_lane as lend_lane
+from ._lane import name_of_served_lane as name_of_served_lane
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable
 from ._lane_table import lane_table as lane_table
@@ -48,6 +49,7 @@ __all__ = [
     "is_interrupted",
     "lane_table",
     "lend_lane",
+    "name_of_served_lane",
     "list_devices",
     "num_collective_streams",
     "require_device",

@@ -260,6 +260,12 @@ def lend_lane() -> AbstractContextManager[None]:
     return nullcontext() if lane is None else lane.lend()
 
 
+def name_of_served_lane() -> str | None:
+    """Return the name of the lane whose ops the calling thread runs, None elsewhere."""
+    lane, _ = _serving_threads().get(threading.get_ident(), (None, None))
+    return None if lane is None else lane.name
+
+
 def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:
     """Return which lane each thread serves, by thread id; each entry is its thread's own."""
     return REGISTRY.once("serving_threads", dict[int, tuple[Lane, _Stream]])

@@ -17,6 +17,7 @@ from ._options import InputReplicationMode as InputReplicationMode
 from ._sharding import local_replicas as local_replicas
 from ._sharding import shard_items as shard_items
 from ._shuffle import KeyedPermutation as KeyedPermutation
+from ._source_lane import SourceLane as SourceLane
 from ._spec import ArraySpec as ArraySpec
 from ._split import num_examples as num_examples
 from ._split import split_batch as split_batch
@@ -36,6 +37,7 @@ __all__ = [
     "InputTarget",
     "KeyedPermutation",
     "OpenLoops",
+    "SourceLane",
     "distribute_dataset",
     "distribute_from_function",
     "local_replicas",

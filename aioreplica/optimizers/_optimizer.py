@@ -17,6 +17,7 @@ from ..context import PLACE
 from ..values import Variable
 from ._application import Application
 from ._block import BLOCK_BYTES
+from ._blocking import BlockingOptimizer
 from ._clipping import Clipping
 from ._finite import OnNonFinite
 from ._gradient import checked_pairs, merged_pairs
@@ -289,6 +290,11 @@ class Optimizer(UpdateRule):
             strategy.open()
         await _take(self, strategy, gradients, variables, global_step, self._scale)
 
+    @property
+    def blocking(self) -> BlockingOptimizer:
+        """The same methods for plain step functions: they wait on the device thread."""
+        return BlockingOptimizer(self)
+
     # ---- state ---------------------------------------------------------------------------
 
     @property
@@ -344,10 +350,8 @@ class Optimizer(UpdateRule):
         return self._treatment
 
     def __repr__(self) -> str:
-        return (
-            f"<{type(self).__name__} | {self._iterations.components[0]} iterations, slots of "
-            f"{len(self._slots)} variables>"
-        )
+        done, size = self._iterations.components[0], len(self._slots)
+        return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
 
     # ---- one step ------------------------------------------------------------------------
 

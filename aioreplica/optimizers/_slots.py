@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any, final
 
 import numpy as np
@@ -19,11 +20,12 @@ class SlotTable:
         names: Names of the slots that every variable has.
     """
 
-    __slots__ = ("_slots", "names")
+    __slots__ = ("_lock", "_slots", "names")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self._slots: dict[Variable, tuple[Variable, ...]] = {}
+        self._lock = Lock()
 
     def __len__(self) -> int:
         """How many variables have slots."""
@@ -55,13 +57,19 @@ class SlotTable:
             initial: Called as `initial(name, variable)`, gives a new slot's value.
         """
         slots = self._slots.get(variable)
-        if slots is None:
-            slots = tuple(
-                new_variable(variable.strategy, initial(name, variable), f"{variable.name}/{name}")
-                for name in self.names
-            )
-            self._slots[variable] = slots
-        return slots
+        return self._make(variable, initial) if slots is None else slots
+
+    def _make(
+        self, variable: Variable, initial: Callable[[str, Variable], Any]
+    ) -> tuple[Variable, ...]:
+        with self._lock:  # two blocking runs may take the first step at the same time
+            if variable not in self._slots:
+                owner, prefix = variable.strategy, variable.name
+                self._slots[variable] = tuple(
+                    new_variable(owner, initial(name, variable), f"{prefix}/{name}")
+                    for name in self.names
+                )
+            return self._slots[variable]
 
 
 def new_variable(strategy: Any, value: Any, name: str) -> Variable:

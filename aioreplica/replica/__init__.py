@@ -1,12 +1,17 @@
 """Replicas: the rendezvous they meet in, the group that runs them, the context they see."""
 
 from .._export import export_public
+from ._blocking import BlockingCollectives as BlockingCollectives
+from ._blocking import BlockingContext as BlockingContext
+from ._blocking import BlockingGroup as BlockingGroup
 from ._bridge import CallSite as CallSite
 from ._bridge import collective_named as collective_named
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
 from ._collectives import Collectives as Collectives
 from ._context import ReplicaContext as ReplicaContext
+from ._device_program import run_device_program as run_device_program
+from ._driven import drive as drive
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
@@ -33,6 +38,9 @@ __all__ = [
     "Along",
     "Broadcast",
     "CallSite",
+    "BlockingCollectives",
+    "BlockingContext",
+    "BlockingGroup",
     "Collective",
     "Collectives",
     "Generation",
@@ -52,6 +60,8 @@ __all__ = [
     "payload_along",
     "payload_of",
     "payload_of_numbers",
+    "drive",
+    "run_device_program",
     "update_variable",
 ]
 

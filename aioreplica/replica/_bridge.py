@@ -51,7 +51,7 @@ def _named(kind: Callable[[str], Collective], name: str) -> Collective:
 
 
 @final
-class BlockingCall:
+class BridgedCall:
     """One call on its way from a device thread to the rendezvous and back.
 
     Args:

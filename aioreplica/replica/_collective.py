@@ -49,6 +49,7 @@ class Meeting:
         members: The replica ids.
         num_replicas: How many there are.
         timeout_s: How long they wait for each other unless a call says otherwise, in seconds.
+        is_blocking: Whether they meet on their device threads, where all work is done at once.
     """
 
     strategy: Any  # Any: the strategies layer lies above this one
@@ -60,6 +61,7 @@ class Meeting:
     members: Sequence[int]
     num_replicas: int
     timeout_s: float | None
+    is_blocking: bool = False
 
     def of(self, members: Sequence[int]) -> Meeting:
         """Return the meeting of some of the members."""

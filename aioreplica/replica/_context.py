@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -14,10 +15,11 @@ import numpy as np
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort, Device, Lane, Op, OpTracker, lane_table
 from ..values import Variable
-from ._bridge import BlockingCall, CallSite, require_no_loop
+from ._blocking import BlockingContext
 from ._call import new_call
 from ._collective import Collective
 from ._collectives import Collectives
+from ._driven import Ready
 from ._group import ReplicaGroup
 from ._group_context import GroupContext, require_members
 from ._handle import Handle
@@ -25,7 +27,7 @@ from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._random import random_stream
 from ._seat import Seat
-from ._sync_group import Generation, SyncGroup
+from ._sync_group import SyncGroup
 from ._variables import create_variable, update_variable
 
 P = ParamSpec("P")
@@ -47,7 +49,8 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_device", "_group", "_lane", "_live", "_point", "_port", "_seat", "_seed", "_strategy"
+        "_blocking", "_device", "_group", "_is_driven", "_is_outside", "_lane", "_live", "_point",
+        "_port", "_seat", "_seed", "_strategy",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +71,9 @@ class ReplicaContext(Collectives):
         self._seed = seed
         self._lane: Lane | None = None
         self._live: Place | None = None
+        self._blocking: BlockingContext | None = None
+        self._is_outside = False
+        self._is_driven = False
 
     def open(self, place: Place) -> None:
         """Allow collectives where `place` is current; called by the strategy."""
@@ -104,8 +110,36 @@ class ReplicaContext(Collectives):
 
     @property
     def device_name(self) -> str | None:
-        """Name of the device, or None without one."""
-        return None if self._device is None else str(self._device)
+        """Name of the device where ops go, or None for the host.
+
+        In outside_compilation that is the host: the device thread waits for what runs there.
+        """
+        return None if self._device is None or self._is_outside else str(self._device)
+
+    @property
+    def blocking(self) -> BlockingContext:
+        """The same collectives for plain functions: they wait on the device thread."""
+        if self._blocking is None:
+            self._blocking = BlockingContext(self._seat, self._group)
+        return self._blocking
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Let awaitables of this context be ready at once, on the device thread; for `drive`."""
+        self._is_driven = True
+        try:
+            yield
+        finally:
+            self._is_driven = False
+
+    def outside(self) -> ReplicaContext:
+        """Return the context that a host function sees while the device program waits for it."""
+        twin = ReplicaContext(
+            self._strategy, self._group, self._seat, self._device, self._port, self._seed
+        )
+        twin._is_outside = True
+        twin._blocking = self.blocking
+        return twin
 
     @property
     def op_tracker(self) -> OpTracker:
@@ -210,6 +244,10 @@ class ReplicaContext(Collectives):
         frame: FrameType,
     ) -> Coroutine[Any, Any, Any]:
         if PLACE.get() is not self._live:
+            if self._is_driven:
+                group, me = self._point.everyone, self._seat.replica_id
+                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, frame)
+                return Ready(made)  # type: ignore[return-value]  # as good to those who await it
             raise misuse_error(collective.name, self._seat, self._group.step, self._live)
         seat, point = self._seat, self._point
         seat.sequence = sequence = seat.sequence + 1
@@ -265,29 +303,6 @@ class ReplicaContext(Collectives):
         seat.started[call] = generation
         return Handle(self._point, seat, call, generation, place)
 
-    def meet_blocking(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], site: CallSite
-    ) -> Any:
-        """Take part in a collective from a plain function on a device; for the library.
-
-        Raises:
-            ContextError: If called on an event loop.
-
-        Cancellation:
-            CancelledError once the run is aborted.
-        """
-        require_no_loop(collective.name)
-        point, seat = self._point, self._seat
-
-        def arrive() -> Generation:
-            seat.sequence = sequence = seat.sequence + 1
-            call = new_call(
-                collective, argument, args, None, point.everyone, seat.replica_id, sequence, site
-            )
-            return point.start(seat, call)
-
-        return BlockingCall(point, seat, arrive).wait(self._group.running_loop())
-
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.
 
@@ -309,6 +324,8 @@ class ReplicaContext(Collectives):
             Ops of one device run one at a time, in the order of their calls.
         """
         if PLACE.get() is not self._live:
+            if self._is_driven:
+                return Ready(fn(*args, **kwargs))  # type: ignore[return-value]  # as above
             raise misuse_error("run_on_device", self._seat, self._group.step, self._live)
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
@@ -331,12 +348,12 @@ class ReplicaContext(Collectives):
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
             one name per purpose.
         """
-        group = self._group
-        return random_stream(self._seed, group.step, self._seat.replica_id, name)
+        step = self._group.step + self._seat.steps_done
+        return random_stream(self._seed, step, self._seat.replica_id, name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
-        return random_stream(self._seed, self._group.step, None, name)
+        return random_stream(self._seed, self._group.step + self._seat.steps_done, None, name)
 
     def __repr__(self) -> str:
         state = "open" if self._live is not None else "closed"

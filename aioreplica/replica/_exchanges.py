@@ -82,7 +82,7 @@ class Exchange(Collective):
             rows = zip(*(self.exchange(column, axis) for column in columns), strict=True)
             return [unflatten(spec, row) for row in rows] if columns else self._empty(calls)
 
-        return _inline_or_not(sum(map(payload_bytes, calls)), exchange_all)
+        return _inline_or_not(meeting, sum(map(payload_bytes, calls)), exchange_all)
 
     @abstractmethod
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
@@ -171,11 +171,11 @@ class Broadcast(Collective):
             columns = [_copies(leaf, len(calls)) for leaf in leaves]
             return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
-        return _inline_or_not(sum(map(leaf_bytes, leaves)), hand_out)
+        return _inline_or_not(meeting, sum(map(leaf_bytes, leaves)), hand_out)
 
 
-def _inline_or_not(num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
-    if num_bytes <= INLINE_BYTES:
+def _inline_or_not(meeting: Meeting, num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
+    if meeting.is_blocking or num_bytes <= INLINE_BYTES:
         return work()
     return Pending(run_together([work]), lambda results: results[0])
 

@@ -27,9 +27,10 @@ from ._meeting_point import MeetingPoint, RunControl
 from ._merge_task import error_of
 from ._rendezvous import Mismatch, ReplicaState
 from ._seat import Seat, warn_never_awaited
-from ._stack import format_stack
+from ._stack import format_stack, format_thread_stack
 from ._stall import StallWatch
-from ._table import mismatch_error, never_awaited_error, stall_error
+from ._table import mismatch_error, never_awaited_error, stall_error, with_activities
+from ._thread_point import ThreadPoint
 
 RECANCEL_S = 0.25  # doubled each time
 GIVE_UP_S = 0.25
@@ -49,10 +50,12 @@ class ReplicaGroup(RunControl):
         step: Number of the run in its strategy.
         fn_name: Name of the step function, for notes.
         has_plain_values: Whether merge functions get plain values (the default strategy).
+        is_blocking: Whether the replicas are plain functions, which meet on their device threads.
 
     Attributes:
         seats: The state of each replica.
         point: Where they meet.
+        threads: Where plain functions meet, at the rendezvous of `point`; None for coroutines.
         ops: What counts the run's device ops in flight.
 
     Invariants:
@@ -73,6 +76,7 @@ class ReplicaGroup(RunControl):
         fn_name: str,
         *,
         has_plain_values: bool = False,
+        is_blocking: bool = False,
     ) -> None:
         self.num_replicas = size = len(device_names)
         self.step = step
@@ -83,6 +87,9 @@ class ReplicaGroup(RunControl):
             range(size), size, reducer.options.timeout_seconds,
         )  # fmt: skip
         self.point = MeetingPoint(self.seats, meeting, loop, recorder, step, self)
+        self.threads: ThreadPoint | None = None
+        if is_blocking and loop is not None:
+            self.threads = ThreadPoint(self.point, loop, recorder, step, self)
         self._strategy = strategy
         self._loop = loop
         self._recorder = recorder
@@ -96,6 +103,11 @@ class ReplicaGroup(RunControl):
     def is_aborted(self) -> bool:
         """Whether the run was ended early."""
         return self.point.is_aborted
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether this is a run; outside every run one replica meets itself."""
+        return self._loop is not None
 
     def running_loop(self) -> asyncio.AbstractEventLoop:
         """Return the event loop of the run."""
@@ -174,7 +186,7 @@ class ReplicaGroup(RunControl):
     def forget(self) -> None:
         """Let go of the ended tasks, so that the run's objects form no cycle."""
         self.ops.close()
-        self.point.forget()
+        (self.threads or self.point).forget()
         for seat in self.seats:
             seat.forget()
 
@@ -193,7 +205,7 @@ class ReplicaGroup(RunControl):
         return (self._num_left == 0 and not self.point.merging) or self._gave_up
 
     def _cancel_all(self) -> None:
-        self.point.cancel()
+        (self.threads or self.point).cancel()
         for seat in self.seats:
             seat.cancel()
 
@@ -212,7 +224,7 @@ class ReplicaGroup(RunControl):
         if seat.unawaited:
             self._forgotten(seat, error)
         elif error is None and not self.is_aborted:
-            mismatch = self.point.rendezvous.leave(seat.replica_id, ReplicaState.RETURNED)
+            mismatch = self._leave(seat, ReplicaState.RETURNED)
             if mismatch is not None:
                 self.abort_mismatch(mismatch)
         if error is not None:
@@ -228,7 +240,7 @@ class ReplicaGroup(RunControl):
     def _replica_failed(self, seat: Seat, error: BaseException) -> None:
         if not seat.was_cancelled:
             self._outcome.failed(seat.replica_id, error)
-            self.point.rendezvous.leave(seat.replica_id, ReplicaState.FAILED)
+            self._leave(seat, ReplicaState.FAILED)
             self.abort(None)
         elif not isinstance(error, asyncio.CancelledError):
             self._outcome.unwound(seat.replica_id, error)
@@ -242,9 +254,13 @@ class ReplicaGroup(RunControl):
         if given_up is None:
             self.abort(never_awaited_error(self.step, lines))
             return
-        mismatch = self.point.rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW, given_up)
+        mismatch = self._leave(seat, ReplicaState.WITHDREW, given_up)
         if mismatch is not None:
             self.abort_mismatch(mismatch)
+
+    def _leave(self, seat: Seat, state: ReplicaState, call: Call | None = None) -> Mismatch | None:
+        where = self.threads or self.point.rendezvous
+        return where.leave(seat.replica_id, state, call)
 
     async def _drain(self) -> asyncio.CancelledError | None:
         """Wait for all replicas and ops, or for a moment if the interpreter is interrupted.
@@ -293,8 +309,12 @@ class ReplicaGroup(RunControl):
 
     def stalled(self, timeout_s: float, call: Call | None = None) -> None:
         """End the run because nothing happened for too long, at all or in one collective."""
-        stacks = tuple(format_stack(seat.work) for seat in self.seats)
-        rows = self.point.rendezvous.rows()
+        if self.threads is None:
+            stacks = tuple(format_stack(seat.work) for seat in self.seats)
+            rows = self.point.rendezvous.rows()
+        else:
+            stacks = tuple(format_thread_stack(seat) for seat in self.seats)
+            rows = with_activities(self.threads.rows(), [seat.activity for seat in self.seats])
         self.abort(stall_error(timeout_s, self.step, rows, stacks, call, self._recorder.history()))
 
     async def restart_outside(self) -> None:
@@ -303,5 +323,5 @@ class ReplicaGroup(RunControl):
         self.point.restart()
 
     def _progress(self) -> tuple[int, int, int]:
-        done = self.ops.num_done + sum(seat.sequence for seat in self.seats)
+        done = self.ops.num_done + sum(seat.sequence + seat.steps_done for seat in self.seats)
         return self.point.num_merges, self._num_left, done

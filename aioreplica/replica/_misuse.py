@@ -14,6 +14,13 @@ _TWINS = {
     "update": "strategy.extended.update(var, fn, args)",
     "variable": "ar.Variable(initial_value)",
 }
+_OWNERS = {
+    "assign": "variable",
+    "assign_add": "variable",
+    "assign_sub": "variable",
+    "apply_gradients": "optimizer",
+    "minimize": "optimizer",
+}
 
 
 def misuse_error(what: str, seat: Seat, step: int, live: Place | None) -> ContextError:
@@ -29,10 +36,7 @@ def misuse_error(what: str, seat: Seat, step: int, live: Place | None) -> Contex
     me = f"the context of replica {seat.replica_id} (step {step})"
     if live is None:
         if place.replica is not None and seat.op is not None:
-            return ContextError(
-                f"{what} was called in a plain function, on the device thread of its replica. "
-                "Async collectives need the event loop: make the step function `async def`."
-            )
+            return _awaitable_in_thread_error(what, place)
         return ContextError(
             f"{what} was called on {me} after its run. Get a new one with "
             "ar.get_replica_context() inside each step."
@@ -43,3 +47,76 @@ def misuse_error(what: str, seat: Seat, step: int, live: Place | None) -> Contex
         f"{what} was called on {me} from {place.describe()}. A context belongs "
         f"to its own replica: call ar.get_replica_context() where you need one.{advice}"
     )
+
+
+def _awaitable_in_thread_error(what: str, place: Place) -> ContextError:
+    """Build the error of an awaitable method in a plain step function, or in its host calls."""
+    if place.is_outside:
+        return ContextError(
+            f"{what} was called in outside_compilation, while the device program waits for that. "
+            f"Return the value from the outside function, and call {_blocking_name(what)} in the "
+            "device program."
+        )
+    if what == "run_on_device":
+        return ContextError(
+            "run_on_device was called in a plain function, on the device thread of its replica. "
+            "Call the function directly: it runs on the device already."
+        )
+    return ContextError(
+        f"{what} was called in a plain function, on the device thread of its replica, where "
+        f"nothing can be awaited. Use {_blocking_name(what)}(...), which waits on the thread; or "
+        "make the step function `async def`."
+    )
+
+
+def blocking_misuse_error(
+    what: str, seat: Seat, step: int, live: Place | None, is_async: bool
+) -> ContextError:
+    """Build the error of a blocking call that was made elsewhere than on its device thread.
+
+    Args:
+        what: Name of the method.
+        seat: The context's replica.
+        step: Its run.
+        live: The place of the device program; None where none runs.
+        is_async: Whether the replica is a coroutine.
+    """
+    name, place = _blocking_name(what), PLACE.get()
+    if is_async:
+        twin = name.replace(".blocking", "")
+        return ContextError(
+            f"{name} was called under an `async def` step or outside every step, on a thread that "
+            f"others need. Use `await {twin}(...)`; blocking calls are for device threads: plain "
+            "step functions, run_steps, and functions that ctx.run_on_device runs."
+        )
+    if live is None:
+        return ContextError(
+            f"{name} was called after the step of replica {seat.replica_id} (step {step}). Get a "
+            "new context with ar.get_replica_context() inside each step."
+        )
+    if place is live:
+        return ContextError(
+            f"{name} was called on another thread than the replica's device thread. Call it in the "
+            "step function itself."
+        )
+    where = "outside_compilation" if place.is_outside else place.describe()
+    return ContextError(
+        f"{name} was called in {where}, but it belongs to the device thread of its replica. Call "
+        "it in the step function itself."
+    )
+
+
+def no_blocking_handle_error() -> ContextError:
+    """Build the error of starting a collective that a thread would have to come back to."""
+    return ContextError(
+        "start_all_reduce has no blocking twin: nothing goes on for a thread that does not wait. "
+        "Use ctx.blocking.all_reduce, or an `async def` step."
+    )
+
+
+def _blocking_name(what: str) -> str:
+    if what == "outside_compilation":
+        return f"ar.{what}"
+    if what == "start_all_reduce":
+        what = "all_reduce"
+    return f"{_OWNERS.get(what, 'ctx')}.blocking.{what}"

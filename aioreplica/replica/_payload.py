@@ -62,6 +62,8 @@ def payload_along(value: Any, axis: int, where: str) -> Payload:
 def payload_bytes(call: Call) -> int:
     """Return the size of a call's leaves, in bytes."""
     leaves, _, signature = call.args
+    if len(leaves) == 1:
+        return leaf_bytes(leaves[0])
     return sum(map(leaf_bytes if signature is None else _nbytes_of, leaves))
 
 
@@ -80,7 +82,7 @@ def are_like(first: Call, call: Call) -> bool:
         return False
     (a,), (b,) = leaves, others
     if type(a) is np.ndarray and type(b) is np.ndarray:
-        return bool(a.dtype == b.dtype) and a.shape == b.shape
+        return (a.dtype is b.dtype or bool(a.dtype == b.dtype)) and a.shape == b.shape
     return type(a) is type(b) and type(a) in _NUMBERS
 
 

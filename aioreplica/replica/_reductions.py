@@ -109,8 +109,14 @@ class Reducing(Collective):
         """Reduce all leaves; off the event loop if there is much to read."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]
+        signature = calls[0].args[2]
+        if meeting.is_blocking:
+            here = meeting.reducer.reduce_here(
+                argument.op, rows, argument.options, meeting.members, signature
+            )
+            return self.hand_out(calls, here)
         reduced = meeting.reducer.reduce(
-            argument.op, rows, argument.options, meeting.members, calls[0].args[2]
+            argument.op, rows, argument.options, meeting.members, signature
         )
         if isinstance(reduced, list):
             return self.hand_out(calls, reduced)

@@ -30,16 +30,22 @@ class Seat:
         unawaited: Calls whose coroutine has not been started.
         started: Calls made with a handle that has not been awaited, and their generations.
         was_cancelled: Whether the group cancelled it; what it raises then is no failure.
+        thread_id: The device thread that a plain function runs on; None elsewhere.
+        steps_done: In a device loop, how many of its steps are complete.
+        activity: What the replica waits for outside every collective, for tables; else None.
     """
 
     __slots__ = (
         "_is_over",
+        "activity",
         "cancels_before",
         "op",
         "replica_id",
         "sequence",
         "sequences",
         "started",
+        "steps_done",
+        "thread_id",
         "unawaited",
         "waiting",
         "was_cancelled",
@@ -57,6 +63,9 @@ class Seat:
         self.unawaited: dict[Call, Coroutine[Any, Any, Any]] = {}
         self.started: dict[Call, Generation] = {}
         self.was_cancelled = False
+        self.thread_id: int | None = None
+        self.steps_done = 0
+        self.activity: str | None = None
         self._is_over = False
 
     def cancel(self) -> None:

@@ -53,9 +53,14 @@ class Generation:
         is_merged: Whether the members have been released.
         waiter: The future that all waiting tasks share; the group's shell makes it.
         timer: What ends the run if the members do not meet in time, or None.
+        parts: One result per member, where threads meet and no future carries them.
+        error: What the merge raised there, or None.
     """
 
-    __slots__ = ("calls", "first", "group", "is_merged", "missing", "timer", "visits", "waiter")
+    __slots__ = (
+        "calls", "error", "first", "group", "is_merged", "missing", "parts", "timer", "visits",
+        "waiter",
+    )  # fmt: skip
 
     group: SyncGroup
     first: Call
@@ -65,6 +70,8 @@ class Generation:
     is_merged: bool
     waiter: asyncio.Future[Sequence[Any]] | None
     timer: asyncio.TimerHandle | None
+    parts: Sequence[Any]
+    error: BaseException | None
 
     def __repr__(self) -> str:
         return f"<Generation {self.first.describe()} | {self.missing} missing>"

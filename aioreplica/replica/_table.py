@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..errors import ContextError, MergeMismatchError, ReplicaRow, StallError
 from ._call import Call
@@ -29,6 +30,18 @@ def format_rows(rows: Sequence[ReplicaRow]) -> str:
     if len(rows) > MAX_ROWS:
         lines.append(f"  ... and {len(rows) - MAX_ROWS} more replicas (all are in `.rows`)")
     return "\n".join(lines)
+
+
+def with_activities(
+    rows: Sequence[ReplicaRow], activities: Sequence[str | None]
+) -> tuple[ReplicaRow, ...]:
+    """Show replicas that wait for something outside every collective as waiting for that."""
+    return tuple(
+        row
+        if activity is None
+        else replace(row, state="waiting", collective=f"{activity}; {row.collective}")
+        for row, activity in zip(rows, activities, strict=True)
+    )
 
 
 def _cells(row: ReplicaRow) -> tuple[str, str, str, str, str]:

@@ -11,6 +11,7 @@ from ._mirrored import MirroredStrategy as MirroredStrategy
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
+from ._tpu import TPUStrategy as TPUStrategy
 from ._value_context import ValueContext as ValueContext
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RunOptions",
     "Strategy",
     "StrategyStatistics",
+    "TPUStrategy",
     "ValueContext",
     "get_replica_context",
     "get_strategy",

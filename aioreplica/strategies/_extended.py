@@ -367,5 +367,5 @@ class Extended:
 
     @property
     def require_static_shapes(self) -> bool:
-        """False: shapes may change from step to step."""
-        return False
+        """Whether shapes have to stay the same from step to step: on cores of a TPUStrategy."""
+        return self._strategy.needs_static_shapes

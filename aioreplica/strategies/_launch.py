@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from ..context import Place
-from ..devices import HOST
-from ..replica import ReplicaContext, ReplicaGroup
+from ..devices import HOST, CompletionPort
+from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
@@ -30,50 +31,100 @@ async def launch(
     options: RunOptions,
 ) -> Any:
     """Run `fn` once per replica and regroup what the replicas return."""
-    loop, port = lifecycle.open()
+    lifecycle.open()
     num_replicas = strategy.num_replicas_in_sync
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
-    group = ReplicaGroup(
-        strategy,
-        strategy.merge_place,
-        strategy.device_names,
-        loop,
-        strategy.reducer,
-        strategy.recorder,
-        lifecycle.new_step(),
-        getattr(fn, "__qualname__", None) or repr(fn),
-        has_plain_values=strategy.has_plain_values,
-    )
-    seed = options.seed or 0
-    contexts = [
-        ReplicaContext(strategy, group, seat, device, port, seed)
-        for seat, device in zip(group.seats, strategy.replica_devices, strict=True)
-    ]
-    places = [Place(strategy, context) for context in contexts]
-    lifecycle.started(group)
+    runs_on_loop = is_async(fn)
+    run = Run.prepare(strategy, lifecycle, fn, options.seed, is_blocking=not runs_on_loop)
+    lifecycle.started(run.group)
     try:
-        if is_async(fn):
+        if runs_on_loop:
             coroutines = _make_coroutines(fn, all_args, all_kwargs)
-            for context, place in zip(contexts, places, strict=True):
+            for context, place in zip(run.contexts, run.places, strict=True):
                 context.open(place)
-            group.start_tasks(places, coroutines)
+            run.group.start_tasks(run.places, coroutines)
         else:
-            calls = [
-                (_call_plain, (fn, *own_args), own_kwargs)
-                for own_args, own_kwargs in zip(all_args, all_kwargs, strict=True)
-            ]
-            lanes = [HOST if device is None else str(device) for device in strategy.replica_devices]
-            group.start_ops(places, lanes, port, calls)
-        results = await group.wait(options.stall_timeout)
+            run.start_programs(
+                [
+                    (fn, own_args, own_kwargs)
+                    for own_args, own_kwargs in zip(all_args, all_kwargs, strict=True)
+                ]
+            )
+        results = await run.group.wait(options.stall_timeout)
     finally:
-        for context in contexts:
-            context.close()
-        group.forget()
-        lifecycle.ended(group)
+        run.end(lifecycle)
     if strategy.has_plain_values:
         return results[0]
     return regroup_results(results, strategy.device_names)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The replicas of one run, ready to start.
+
+    Attributes:
+        strategy: Whose run it is.
+        group: The replica group.
+        contexts: One replica context for each replica.
+        places: Where each replica runs.
+        port: Brings results from device threads to the event loop.
+    """
+
+    strategy: Strategy
+    group: ReplicaGroup
+    contexts: list[ReplicaContext]
+    places: list[Place]
+    port: CompletionPort
+
+    @staticmethod
+    def prepare(
+        strategy: Strategy,
+        lifecycle: Lifecycle,
+        fn: Callable[..., Any],
+        seed: int | None,
+        *,
+        is_blocking: bool,
+        num_steps: int = 1,
+    ) -> Run:
+        """Make the contexts of a run of `fn`, on the running event loop."""
+        loop, port = lifecycle.open()
+        group = ReplicaGroup(
+            strategy,
+            strategy.merge_place,
+            strategy.device_names,
+            loop,
+            strategy.reducer,
+            strategy.recorder,
+            lifecycle.new_step(num_steps),
+            getattr(fn, "__qualname__", None) or repr(fn),
+            has_plain_values=strategy.has_plain_values,
+            is_blocking=is_blocking,
+        )
+        contexts = [
+            ReplicaContext(strategy, group, seat, device, port, seed or 0)
+            for seat, device in zip(group.seats, strategy.replica_devices, strict=True)
+        ]
+        return Run(strategy, group, contexts, [Place(strategy, c) for c in contexts], port)
+
+    def start_programs(
+        self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+    ) -> None:
+        """Put one plain call per replica on the device lanes, all in one go."""
+        programs = [
+            (run_device_program, (context, fn, *args), kwargs)
+            for context, (fn, args, kwargs) in zip(self.contexts, calls, strict=True)
+        ]
+        lanes = [HOST if d is None else str(d) for d in self.strategy.replica_devices]
+        self.group.start_ops(self.places, lanes, self.port, programs)
+
+    def end(self, lifecycle: Lifecycle) -> None:
+        """Refuse further use of the contexts, and let go of the group."""
+        for context in self.contexts:
+            context.close()
+        self.group.forget()
+        lifecycle.ended(self.group)
 
 
 def is_async(fn: Any) -> bool:
@@ -103,12 +154,22 @@ def _make_coroutines(
     return made
 
 
-def _call_plain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    result = fn(*args, **kwargs)
-    if inspect.iscoroutine(result):
-        result.close()
+def require_runnable(fn: Any, args: Any, options: Any) -> None:
+    """Check what `run` was given.
+
+    Raises:
+        TypeError: If `fn` is not callable, or `options` are no RunOptions.
+        ValueError: If `args` is not a tuple or list.
+    """
+    if not callable(fn):
         raise TypeError(
-            f"The plain step function {fn!r} returned a coroutine. Declare it with `async def`, "
-            "so that run knows it is asynchronous."
+            f"run needs a step function, got {fn!r} ({type(fn).__name__}). "
+            "Pass the function itself, not the result of calling it."
         )
-    return result
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(
+            f"run takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
+            "Write args=(value,) for one argument."
+        )
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")

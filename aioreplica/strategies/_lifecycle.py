@@ -116,10 +116,10 @@ class Lifecycle:
         self._holds_lanes = True
         return loop, self._port
 
-    def new_step(self) -> int:
-        """Number the next run."""
+    def new_step(self, count: int = 1) -> int:
+        """Number the next run, or the first of the next `count` steps of a device loop."""
         step = self._next_step
-        self._next_step = step + 1
+        self._next_step = step + count
         return step
 
     def started(self, group: ReplicaGroup) -> None:

@@ -8,10 +8,11 @@ from typing import Any, NoReturn, Self
 
 from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
+from ..device_loop import Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
-from ..telemetry import Recorder
+from ..telemetry import EventLog, Recorder
 from ..typing import ReduceOp
 from ..values import (
     Variable,
@@ -19,17 +20,18 @@ from ..values import (
     default_store,
 )
 from ._combine import Axis, gather_tree, local_results, reduce_tree
+from ._device_loops import DeviceLoops
 from ._distribute import Distribution
 from ._extended import Extended
 from ._in_sync import check_in_sync
-from ._launch import DEFAULT_OPTIONS, launch
+from ._launch import DEFAULT_OPTIONS, launch, require_runnable
 from ._lifecycle import Lifecycle, StrategyStatistics
 from ._run_options import RunOptions
 from ._scope import Scope
 from ._variable_owner import VariableOwner
 
 
-class Strategy(VariableOwner, Distribution):
+class Strategy(VariableOwner, Distribution, DeviceLoops):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -38,15 +40,28 @@ class Strategy(VariableOwner, Distribution):
     Args:
         devices: One device per replica, or None for the default strategy.
         options: How collectives are carried out unless a call says otherwise.
+        topology: Which replica is on which host; None is one host.
+        steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
+        resolver: What said how many replicas there are, if something did.
     """
 
     def __init__(
-        self, devices: tuple[Device, ...] | None, options: CommunicationOptions | None = None
+        self,
+        devices: tuple[Device, ...] | None,
+        options: CommunicationOptions | None = None,
+        *,
+        topology: Topology | None = None,
+        steps_per_run: int = 1,
+        resolver: Any = None,  # Any: the cluster layer may say more than the topology
     ) -> None:
         require_options(options, type(self).__name__)
         self._devices = devices
+        self._topology = topology
+        self._steps_per_run = steps_per_run
+        self._resolver = resolver
         self._reducer = Reducer(options)
         self._recorder = Recorder()
+        self._events = EventLog()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
         super().__init__(default_store() if devices is None else VariableStore())
@@ -104,18 +119,7 @@ class Strategy(VariableOwner, Distribution):
             tf.distribute.Strategy.run.
         """
         self.require_cross_replica("run", None)
-        if not callable(fn):
-            raise TypeError(
-                f"run needs a step function, got {fn!r} ({type(fn).__name__}). "
-                "Pass the function itself, not the result of calling it."
-            )
-        if not isinstance(args, (tuple, list)):
-            raise ValueError(
-                f"run takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
-                "Write args=(value,) for one argument."
-            )
-        if options is not None and not isinstance(options, RunOptions):
-            raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
+        require_runnable(fn, args, options)
         return await launch(self, self._lifecycle, fn, args, kwargs, options or DEFAULT_OPTIONS)
 
     def scope(self) -> Scope:
@@ -198,9 +202,9 @@ class Strategy(VariableOwner, Distribution):
         return len(self._device_names)
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: this strategy has one worker."""
-        return None
+    def cluster_resolver(self) -> Any:
+        """What said which hosts and workers there are; None for a strategy that needs none."""
+        return self._resolver
 
     @property
     def extended(self) -> Extended:
@@ -302,6 +306,9 @@ class Strategy(VariableOwner, Distribution):
                 f"{what} of {self!r} was called in {place.describe()}. Leave that scope first."
             )
 
+    def _as_strategy(self) -> Strategy:
+        return self
+
     def __copy__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be shallow-copied: two objects would share one life. "
@@ -313,7 +320,8 @@ class Strategy(VariableOwner, Distribution):
             return NotImplemented
         if type(self) is not type(other) or self._devices != other._devices:
             return False
-        return self._reducer.options == other._reducer.options
+        ours = (self._topology, self._steps_per_run, self._reducer.options)
+        return ours == (other._topology, other._steps_per_run, other._reducer.options)
 
     def __hash__(self) -> int:
         return hash((type(self), self._devices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import final
 
 from ..values import Variable
@@ -11,11 +12,12 @@ from ..values import Variable
 class VariableTable:
     """Lists a strategy's variables in order of creation; no two have one name."""
 
-    __slots__ = ("_names", "_variables")
+    __slots__ = ("_lock", "_names", "_variables")
 
     def __init__(self) -> None:
         self._variables: list[Variable] = []
         self._names: set[str] = set()
+        self._lock = threading.Lock()  # device threads make slots and variables too
 
     def __len__(self) -> int:
         """How many variables there are."""
@@ -36,8 +38,9 @@ class VariableTable:
     def free_name(self, name: str) -> str:
         """Take `name`, with a number added if it is taken, and return it."""
         free, number = name, 0
-        while free in self._names:
-            number += 1
-            free = f"{name}_{number}"
-        self._names.add(free)
+        with self._lock:
+            while free in self._names:
+                number += 1
+                free = f"{name}_{number}"
+            self._names.add(free)
         return free

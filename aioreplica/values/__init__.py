@@ -1,12 +1,14 @@
 """Distributed values and variables: what a strategy's users hold between and inside steps."""
 
 from .._export import export_public
+from ._blocking import BlockingVariable as BlockingVariable
 from ._buffers import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
 from ._buffers import writable_buffer as writable_buffer
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
 from ._distributed import new_per_replica as new_per_replica
+from ._done import Done as Done
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._plain import PlainVariable as PlainVariable
@@ -25,8 +27,10 @@ from ._variable import VariableOptions as VariableOptions
 from ._weighted import Weighted as Weighted
 
 __all__ = [
+    "BlockingVariable",
     "CAN_COUNT_REFERENCES",
     "DistributedValues",
+    "Done",
     "IndexedSlices",
     "Mirrored",
     "MirroredVariable",

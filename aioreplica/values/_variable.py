@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from ..context import OVERRIDES, PLACE
+from ..context import OVERRIDES, PLACE, Place
 from ..devices import run_on_host
 from ..errors import ContextError
 from ..typing import VariableAggregation, VariableSynchronization
+from ._blocking import BlockingVariable
 from ._buffers import writable_buffer
 from ._distributed import Mirrored, PerReplica
 from ._done import Done
@@ -290,8 +291,17 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
             new.append(made[key])
         return tuple(new)
 
-    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[None]:
-        place = PLACE.get()
+    @property
+    def blocking(self) -> BlockingVariable:
+        """The writes for plain step functions: they wait on the device thread."""
+        return BlockingVariable(self)
+
+    def require_owner_in_charge(self, place: Place) -> None:
+        """Check that the variable may be written at a place.
+
+        Raises:
+            ContextError: If another strategy is in charge there.
+        """
         owner = place.strategy
         if owner is not None and owner is not self._strategy and not self._is_default(owner):
             mine = "no strategy" if self._strategy is None else repr(self._strategy)
@@ -299,6 +309,10 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
                 f"Variable {self.name!r} belongs to {mine} but was written in "
                 f"{place.describe()}. Write it where its own strategy is in charge."
             )
+
+    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[None]:
+        place = PLACE.get()
+        self.require_owner_in_charge(place)
         if place.staging is not None:
             new = self.combined(verb, self.local_value(), self.fitting(value))
             place.staging.write(self, place.update_replica_id, new)

@@ -13,7 +13,11 @@ BLOCK_BYTES = 256 * 1024
 """A block of the result stays in a core's L2 cache while every input's block is added to it. Of
 16 KiB to 512 KiB this was among the fastest sizes for arrays of 1 to 64 MiB."""
 
+SMALL_BYTES = 16 * 1024
+"""Up to this, what is done around the sums of an array takes longer than the sums."""
+
 _HALF = ("float16", "bfloat16")
+_F4, _F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
 def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -37,8 +41,24 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
         Element by element in the order of `arrays`; the block size does not change a bit.
     """
     first = arrays[0]
-    total = np.empty(first.shape, result_dtype(op, first.dtype))
+    dtype = first.dtype
+    is_float = dtype is _F8 or dtype is _F4
+    if is_float and first.nbytes <= SMALL_BYTES and len(arrays) > 1:
+        is_sum = op is ReduceOp.SUM or op is ReduceOp.MEAN
+        if is_sum and first.ndim and first.flags.c_contiguous:
+            return _sum_small(op, arrays)
+    total = np.empty(first.shape, result_dtype(op, dtype))
     reduce_into(op, total, arrays)
+    return total
+
+
+def _sum_small(op: ReduceOp, arrays: Sequence[Any]) -> Any:
+    """Sum small arrays of floats: the same sums, with less around them."""
+    total = np.add(arrays[0], arrays[1])
+    for array in arrays[2:]:
+        np.add(total, array, total)
+    if op is ReduceOp.MEAN:
+        np.divide(total, len(arrays), total)
     return total
 
 

@@ -1,0 +1,38 @@
+"""Device loops: many steps on the device threads, fed by queues, left only on purpose."""
+
+from .._export import export_public
+from ._context import MultiStepContext as MultiStepContext
+from ._elements import Elements as Elements
+from ._elements import open_source as open_source
+from ._filler import Filler as Filler
+from ._filler import new_filler as new_filler
+from ._infeed import Infeed as Infeed
+from ._outputs import combine_outputs as combine_outputs
+from ._outside import current_cluster as current_cluster
+from ._outside import outside_compilation as outside_compilation
+from ._program import run_loop as run_loop
+from ._static_shapes import StaticShapes as StaticShapes
+from ._topology import HasTopology as HasTopology
+from ._topology import Topology as Topology
+from ._topology import TPUClusterResolver as TPUClusterResolver
+from ._topology import find_topology as find_topology
+
+__all__ = [
+    "Elements",
+    "Filler",
+    "HasTopology",
+    "Infeed",
+    "MultiStepContext",
+    "StaticShapes",
+    "TPUClusterResolver",
+    "Topology",
+    "combine_outputs",
+    "current_cluster",
+    "find_topology",
+    "new_filler",
+    "open_source",
+    "outside_compilation",
+    "run_loop",
+]
+
+export_public(__name__, __all__, globals())

@@ -1,0 +1,136 @@
+"""The infeed: one bounded queue per device, filled in step, emptied by the device threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from enum import Enum, unique
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any, final
+
+from ..tree import leaves
+
+LOOK_S = 1.0
+MAX_AHEAD = 64
+AHEAD_BYTES = 8 * 1024 * 1024
+"""How far the infeed runs ahead: up to 64 elements, fewer if they are large, at least 2."""
+
+
+@final
+@unique
+class Mark(Enum):
+    """What stands in a queue in place of an element."""
+
+    END = "end"
+    ABORTED = "aborted"
+
+
+@final
+class Infeed:
+    """The queues of all devices, host by host.
+
+    Args:
+        hosts: The replica ids of each host.
+
+    Invariants:
+        * Every queue gets the same number of elements: a step is there for all or for none.
+        * No queue holds more than `capacity` elements.
+        * A filler that waits is woken once, by whichever device makes room or by `abort`.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
+        self._hosts = hosts
+        count = sum(map(len, hosts))
+        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
+        self._taken = [0] * count
+        self._lock = Lock()
+        self._wake_filler: Callable[[], None] | None = None
+        self.capacity = 2
+        self.num_put = 0
+        self.is_aborted = False
+
+    # ---- the filler's side ---------------------------------------------------------------
+
+    def put(self, parts: Sequence[tuple[Any, ...]]) -> None:
+        """Enqueue one element, a tuple of inputs per replica: host by host, in replica order."""
+        if self.num_put == 0:
+            num_bytes = sum(getattr(leaf, "nbytes", 0) for part in parts for leaf in leaves(part))
+            self.capacity = max(2, min(MAX_AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+        for host in self._hosts:
+            for replica_id in host:
+                self._queues[replica_id].put(parts[replica_id])
+        self.num_put += 1
+
+    def end(self) -> None:
+        """Say that nothing comes behind the elements that are there."""
+        for queue in self._queues:
+            queue.put(Mark.END)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more element may be put."""
+        return self.num_put - min(self._taken) < self.capacity
+
+    def wait_for_room(self, wake: Callable[[], None]) -> bool:
+        """Have `wake` called once, from any thread, when half of the room is free.
+
+        Returns:
+            False if there is room already or the infeed is aborted: nobody will call.
+        """
+        with self._lock:
+            if self.is_aborted or self.has_room:
+                return False
+            self._wake_filler = wake
+            return True
+
+    # ---- the devices' side ---------------------------------------------------------------
+
+    def is_empty(self, replica_id: int) -> bool:
+        """Tell whether a device would have to wait."""
+        return self._queues[replica_id].empty()
+
+    def take(self, replica_id: int, look: Callable[[], None]) -> tuple[Any, ...] | None:
+        """Return the inputs of a replica's next step, None behind the last one; may block.
+
+        Args:
+            replica_id: Whose queue.
+            look: Called from time to time while there is nothing; raises what shall end the wait.
+
+        Cancellation:
+            A CancelledError once the infeed is aborted.
+        """
+        item: Any = None
+        while item is None:
+            try:
+                item = self._queues[replica_id].get(timeout=LOOK_S)
+            except Empty:
+                look()
+        if type(item) is Mark:
+            if item is Mark.ABORTED:
+                raise asyncio.CancelledError
+            return None
+        self._taken[replica_id] += 1
+        if self._wake_filler is not None and self._is_half_empty():
+            self._wake()
+        return item  # type: ignore[no-any-return]  # what `put` was given
+
+    def abort(self) -> None:
+        """Wake everybody who waits, from any thread; idempotent."""
+        self.is_aborted = True
+        for queue in self._queues:
+            queue.put(Mark.ABORTED)
+        self._wake()
+
+    def _is_half_empty(self) -> bool:
+        return self.num_put - min(self._taken) <= self.capacity // 2
+
+    def _wake(self) -> None:
+        with self._lock:
+            wake, self._wake_filler = self._wake_filler, None
+        if wake is not None:
+            wake()
+
+    def __repr__(self) -> str:
+        waiting = self.num_put - min(self._taken)
+        return f"<Infeed of {len(self._queues)} | {self.num_put} put, {waiting} waiting>"

@@ -1,0 +1,126 @@
+"""Leaving a device program on purpose: functions that run on the host while the device waits."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar, final
+
+from ..autodiff import find_outside_adapter
+from ..context import CLUSTER, PLACE, Place
+from ..errors import ContextError
+from ..replica import ReplicaContext
+
+T = TypeVar("T")
+
+
+def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a function on the host, from inside a device program, and wait for its result.
+
+    On the event loop things are possible that are not on a device thread: awaiting, logging,
+    talking to other tasks. Outside a device program it just calls `fn`.
+
+    Args:
+        fn: A plain or an async function. It sees the context variables and the replica of the
+            device program; `ar.device_op` and `ar.run_on_host` run on the host's threads there.
+        *args: Passed on. Values that autograd or torch traces may be among them: then `fn` is
+            traced on the host, and the gradient of the call runs there too.
+        **kwargs: Passed on.
+
+    Returns:
+        What `fn` returns; for an async one inside a device program, what it gives when awaited.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ContextError: If called inside an outside function, or on another thread than the replica's.
+        Exception: What `fn` raises: the same object, whose traceback shows the host's frames behind
+            the device's.
+
+    Cancellation:
+        An async function is cancelled where it waits; the device thread goes on unwinding when it
+        has ended.
+
+    Source:
+        tf.tpu.outside_compilation.
+
+    Example:
+        >>> outside_compilation(max, 2, 3)
+        3
+    """
+    if not callable(fn):
+        raise TypeError(f"outside_compilation needs a function, got {fn!r} ({type(fn).__name__}).")
+    replica = PLACE.get().replica
+    if CLUSTER.get() is not None:
+        raise ContextError(
+            f"outside_compilation was called inside outside cluster {CLUSTER.get()!r}. The code is "
+            "on the host already: call the function directly, or await it."
+        )
+    if not isinstance(replica, ReplicaContext) or not replica.blocking.is_live:
+        return fn(*args, **kwargs)
+    replica.blocking.require_here("outside_compilation")
+    leave = _Leave(replica, sys._getframe(1))
+    name = replica.blocking.clusters.new_root()
+    adapter = find_outside_adapter((args, kwargs))
+    if adapter is None:
+        return leave(name, partial(fn, **kwargs) if kwargs else fn, args)
+    traced, whole = (fn, args) if not kwargs else (_with_keywords(fn), (args, kwargs))
+    return adapter.call(leave, replica.blocking.clusters, name, traced, whole)
+
+
+def current_cluster() -> str | None:
+    """Return the name of the outside call that runs here, None elsewhere.
+
+    Calls are named "0", "1" and so on in each step; the gradient of a call adds the uid of the pass
+    backwards that it belongs to: "0.uid".
+
+    Example:
+        >>> current_cluster() is None
+        True
+    """
+    return CLUSTER.get()
+
+
+@final
+class _Leave:
+    """Runs functions on the host for one call of outside_compilation, and for its gradients."""
+
+    __slots__ = ("_frame_site", "_replica")
+
+    def __init__(self, replica: ReplicaContext, frame: FrameType) -> None:
+        self._replica = replica
+        self._frame_site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run `fn(*args)` on the event loop in the cluster `name`."""
+        replica = self._replica
+        place = Place(replica.strategy, replica.outside(), is_outside=True)
+        blocking = replica.blocking
+        replica.strategy.events.add(
+            "outside", name, blocking.steps_done, replica.replica_id_in_sync_group
+        )
+        call = partial(_in_cluster, name, fn)
+        try:
+            return blocking.call_on_host(call, args, place, f"outside cluster {name!r}")
+        except Exception as error:
+            note = f"Raised on the host in outside cluster {name!r}, called at {self._frame_site}."
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise
+
+
+def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
+    CLUSTER.set(name)  # the context is a copy, made for this call
+    return fn(*args)
+
+
+def _with_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(fn):
+
+        async def call_later(args: Any, kwargs: Any) -> Any:
+            return await fn(*args, **kwargs)
+
+        return call_later
+    return lambda args, kwargs: fn(*args, **kwargs)

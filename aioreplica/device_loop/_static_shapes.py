@@ -1,0 +1,86 @@
+"""Static shapes: every element of an infeed must look like the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from ..tree import TreeSpec, flatten, paths
+
+Look: TypeAlias = tuple[Any, ...]  # shape and dtype of an array; the type of anything else
+
+
+@final
+class StaticShapes:
+    """Compares the parts of each element with those of the first.
+
+    Args:
+        num_replicas: How many parts an element has.
+
+    Invariants:
+        * A part is compared with the first one of the same replica: its queue is what has a shape.
+    """
+
+    __slots__ = ("_arrays", "_looks", "_specs")
+
+    def __init__(self, num_replicas: int) -> None:
+        self._specs: list[TreeSpec | None] = [None] * num_replicas
+        self._arrays: list[list[Look] | None] = [None] * num_replicas  # of tuples of arrays only
+        self._looks: list[list[Look]] = [[] for _ in range(num_replicas)]
+
+    def check(self, step: int, parts: Sequence[Any]) -> None:
+        """Check the parts of one element, one per replica.
+
+        Raises:
+            ValueError: If a structure, shape, dtype or type differs; names step, replica and leaf.
+        """
+        for replica_id, part in enumerate(parts):
+            arrays = self._arrays[replica_id]
+            if arrays is not None and _are_like(part, arrays):
+                continue
+            found, spec = flatten(part)
+            looks = list(map(_look, found))
+            if self._specs[replica_id] is None:
+                if type(part) is tuple and all(type(leaf) is np.ndarray for leaf in part):
+                    self._arrays[replica_id] = looks
+                self._specs[replica_id], self._looks[replica_id] = spec, looks
+            elif looks != self._looks[replica_id] or spec != self._specs[replica_id]:
+                raise ValueError(self._difference(step, replica_id, part, spec, looks))
+
+    def _difference(
+        self, step: int, replica_id: int, part: Any, spec: TreeSpec, looks: list[Look]
+    ) -> str:
+        where = f"The element of step {step} differs from the first one, for replica {replica_id}:"
+        advice = "A device loop has static shapes"
+        if spec != self._specs[replica_id]:
+            return f"{where} its structure has leaves {paths(part)}. {advice}."
+        for name, first, look in zip(paths(part), self._looks[replica_id], looks, strict=True):
+            if first != look:
+                return (
+                    f"{where} leaf {name} is {_show(look)}, the first was {_show(first)}. "
+                    f"{advice}: drop or pad a short last batch (drop_remainder=True)."
+                )
+        raise AssertionError("the elements do not differ")
+
+
+def _are_like(part: Any, looks: list[Look]) -> bool:
+    """Tell quickly whether a part is a tuple of arrays that look like the first ones."""
+    if type(part) is not tuple or len(part) != len(looks):
+        return False
+    for leaf, (shape, dtype) in zip(part, looks, strict=True):
+        if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
+            return False
+    return True
+
+
+def _look(leaf: Any) -> Look:
+    shape = getattr(leaf, "shape", None)
+    return (type(leaf),) if shape is None else (shape, leaf.dtype)
+
+
+def _show(look: Look) -> str:
+    if len(look) == 1:
+        return f"a {look[0].__name__}"
+    return f"of shape {tuple(look[0])} and dtype {look[1]}"

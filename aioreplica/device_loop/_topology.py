@@ -1,0 +1,156 @@
+"""Topology: the hosts of a strategy and the cores of each."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+
+class HasTopology(Protocol):
+    """What a resolver has to know of the hardware."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+
+    @property
+    def cores_per_host(self) -> int | None:
+        """How many cores each has; None for all that this process can use."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TPUClusterResolver:
+    """Says how many hosts there are and how many cores each has.
+
+    Attributes:
+        num_hosts: How many hosts.
+        cores_per_host: Cores of each; None shares out the devices of this process.
+
+    Raises:
+        ValueError: If a number is below 1.
+        TypeError: If it is no int.
+
+    Example:
+        >>> TPUClusterResolver(num_hosts=2, cores_per_host=4)
+        TPUClusterResolver(num_hosts=2, cores_per_host=4)
+
+    Source:
+        tf.distribute.cluster_resolver.TPUClusterResolver and its system metadata.
+    """
+
+    num_hosts: int = 1
+    cores_per_host: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("num_hosts", self.num_hosts)
+        if self.cores_per_host is not None:
+            require_positive("cores_per_host", self.cores_per_host)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Which replica is on which host: core after core, host after host.
+
+    Attributes:
+        num_cores: How many cores are used, one replica on each.
+        cores_per_host: How many cores a host has; the last one in use may use fewer.
+
+    Example:
+        >>> topology = Topology(num_cores=6, cores_per_host=4)
+        >>> topology.host_replicas
+        ((0, 1, 2, 3), (4, 5))
+        >>> topology.host_of(4)
+        1
+    """
+
+    num_cores: int
+    cores_per_host: int
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts are in use."""
+        return -(-self.num_cores // self.cores_per_host)
+
+    @property
+    def host_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The replica ids of each host."""
+        size, count = self.cores_per_host, self.num_cores
+        return tuple(tuple(range(i, min(i + size, count))) for i in range(0, count, size))
+
+    def host_of(self, replica_id: int) -> int:
+        """Return the host of a replica.
+
+        Raises:
+            ValueError: If there is no such replica.
+        """
+        if not 0 <= operator.index(replica_id) < self.num_cores:
+            raise ValueError(
+                f"There is no replica {replica_id!r}: ids are 0 to {self.num_cores - 1}."
+            )
+        return replica_id // self.cores_per_host
+
+
+def find_topology(
+    resolver: HasTopology | None, num_cores: int | None, num_available: int
+) -> Topology:
+    """Return the topology that a resolver and an override give.
+
+    Args:
+        resolver: Says hosts and cores; None is one host with every available device.
+        num_cores: Uses only so many cores, from the first host on.
+        num_available: How many devices there are, for what the resolver leaves open.
+
+    Raises:
+        TypeError: If the resolver has no topology, or a number is no int.
+        ValueError: If a number is below 1, the devices cannot be shared out evenly, or there are
+            more cores wanted than the topology has.
+    """
+    if num_cores is not None:
+        require_positive("num_cores", num_cores)
+    if resolver is None:
+        count = num_cores or num_available
+        return Topology(count, count)
+    hosts, cores = _numbers_of(resolver)
+    if cores is None:
+        if num_available % hosts:
+            raise ValueError(
+                f"{num_available} devices cannot be shared out evenly over {hosts} hosts. Give the "
+                "resolver cores_per_host."
+            )
+        cores = num_available // hosts
+    if num_cores is not None and num_cores > hosts * cores:
+        raise ValueError(
+            f"num_cores={num_cores} is more than the {hosts * cores} cores of the topology "
+            f"({hosts} hosts with {cores} each). Use at most so many, or another resolver."
+        )
+    return Topology(num_cores or hosts * cores, cores)
+
+
+def require_positive(name: str, value: Any) -> None:
+    """Check a count.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def _numbers_of(resolver: Any) -> tuple[int, int | None]:
+    try:
+        hosts, cores = resolver.num_hosts, resolver.cores_per_host
+    except AttributeError:
+        raise TypeError(
+            f"A resolver says num_hosts and cores_per_host, got {resolver!r} "
+            f"({type(resolver).__name__}). Use ar.TPUClusterResolver(num_hosts, cores_per_host)."
+        ) from None
+    require_positive("num_hosts", hosts)
+    if cores is not None:
+        require_positive("cores_per_host", cores)
+    return hosts, cores

@@ -1,0 +1,116 @@
+"""One function that a device thread has the event loop run, and waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from contextvars import Context
+from threading import Lock
+from typing import Any, final
+
+from ..devices import OwnedTask
+
+
+@final
+class HostCall:
+    """A call on its way to the event loop and back.
+
+    Args:
+        fn: A plain or an async function.
+        args: Its arguments.
+        context: The context variables to run it in.
+        name: Names the task of an async one.
+
+    Invariants:
+        * The gate is opened once, when nothing of the call runs any more.
+
+    Cancellation:
+        A call that has not begun never does. An async one is cancelled where it waits; the device
+        thread is let go when it has ended.
+    """
+
+    __slots__ = (
+        "_args", "_context", "_error", "_fn", "_gate", "_has_started", "_is_over", "_name",
+        "_result", "_task",
+    )  # fmt: skip
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], context: Context, name: str
+    ) -> None:
+        self._fn = fn
+        self._args = args
+        self._context = context
+        self._name = name
+        self._gate = Lock()
+        self._gate.acquire()
+        self._is_over = False
+        self._has_started = False
+        self._task: OwnedTask[Any] | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    # ---- on the device thread ------------------------------------------------------------
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the call has ended; False if it has not by then."""
+        return self._gate.acquire(timeout=timeout_s)
+
+    def result(self) -> Any:
+        """Return what the ended call returned, or raise what it raised."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return self._result
+
+    # ---- on the event loop ---------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Run the function; an async one goes on in a task of its own."""
+        if self._is_over:
+            return
+        try:
+            result = self._context.run(self._fn, *self._args)
+        except BaseException as error:
+            self._end(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if not isinstance(result, Awaitable):
+            self._result = result
+            self._end(None)
+            return
+        self._task = OwnedTask(self._finish(result), self._name, context=self._context)
+        self._task.when_done(lambda _error: self._finished(result))
+
+    def cancel(self) -> None:
+        """Keep the call from beginning, or cancel it where it waits; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+        elif not self._is_over:
+            self._end(asyncio.CancelledError())
+
+    async def _finish(self, awaitable: Awaitable[Any]) -> None:
+        self._has_started = True
+        try:
+            self._result = await awaitable
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+
+    def _finished(self, awaitable: Awaitable[Any]) -> None:
+        if not self._has_started:
+            self._error = asyncio.CancelledError()
+            if inspect.iscoroutine(awaitable):
+                awaitable.close()
+        self._end(self._error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._error = error
+            self._gate.release()

@@ -1,0 +1,112 @@
+"""The methods of a strategy that run device loops."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..device_loop import MultiStepContext, Topology
+from ..telemetry import EventLog
+from ._lifecycle import Lifecycle
+from ._run_options import RunOptions
+from ._run_steps import checked_plan, run_steps
+
+if TYPE_CHECKING:
+    from ._strategy import Strategy
+
+
+class DeviceLoops(ABC):
+    """What of a strategy runs many steps at once; `Strategy` is the one that inherits it."""
+
+    _lifecycle: Lifecycle
+    _events: EventLog
+    _steps_per_run: int
+    _topology: Topology | None
+
+    @property
+    @abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a run has."""
+
+    @abstractmethod
+    def require_cross_replica(self, what: str, twin: str | None) -> None:
+        """Check that a cross-replica method is called where this strategy may be in charge."""
+
+    async def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None = None,
+        initial_loop_values: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> MultiStepContext:
+        """Run many steps on the device threads, in one hop there and back.
+
+        Args:
+            fn: A plain function, called as `fn(ctx, *inputs)` for each step; `ctx` is the replica's
+                own `MultiStepContext`. Collectives are those of
+                `ar.get_replica_context().blocking`.
+            iterator: Where the inputs come from, one element per step: a plain or async iterator
+                or iterable. A tuple is spread over the inputs, anything else is one; distributed
+                values are replaced by the replica's component. No more elements are taken than
+                steps are run, so the next call goes on with the same iterator.
+            iterations: How many steps; None takes the strategy's `steps_per_run`.
+            initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
+            options: Stall timeout and seed.
+
+        Returns:
+            The outputs of the last step, and how many steps were run: fewer than asked for if the
+            iterator was exhausted, but never half a one.
+
+        Raises:
+            TypeError: If `fn` is `async def`, or `iterator` yields nothing.
+            ValueError: If `iterations` is below 1, or an element has another structure, shape or
+                dtype than the first one.
+            MergeMismatchError: If the replicas do not meet in the same collectives, or do not set
+                the same outputs.
+            StallError: If `options.stall_timeout` seconds pass without progress.
+            Exception: What a step or the iterator raises; steps before the element that failed
+                were run.
+
+        Cancellation:
+            Wakes every thread that waits, in a collective, for its infeed or for the host, and
+            waits until all have ended. A plain iterator that blocks its thread is left behind.
+
+        Determinism:
+            The same numbers for any split of the steps into calls.
+
+        Source:
+            tf.distribute's run_steps_on_iterator, and the host training loop of TPUStrategy.
+        """
+        self.require_cross_replica("run_steps", None)
+        plan = checked_plan(
+            fn, iterator, iterations, initial_loop_values, options, self.steps_per_run
+        )
+        return await run_steps(self._as_strategy(), self._lifecycle, plan)
+
+    @property
+    def events(self) -> EventLog:
+        """What device loops reported, newest last."""
+        return self._events
+
+    @property
+    def needs_static_shapes(self) -> bool:
+        """Whether programs are made for one set of shapes (a TPU's are)."""
+        return self._topology is not None
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps `run_steps` runs unless a call says otherwise."""
+        return self._steps_per_run
+
+    @property
+    def host_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The replica ids of each host; every host has an infeed of its own."""
+        if self._topology is None:
+            return (tuple(range(self.num_replicas_in_sync)),)
+        return self._topology.host_replicas
+
+    @abstractmethod
+    def _as_strategy(self) -> Strategy:
+        """Return the strategy that this is a part of."""

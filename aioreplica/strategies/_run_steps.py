@@ -1,0 +1,165 @@
+"""Running a device loop: the programs of all devices in one hop, the infeed beside them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from ..device_loop import (
+    Elements,
+    Infeed,
+    MultiStepContext,
+    combine_outputs,
+    new_filler,
+    open_source,
+    run_loop,
+)
+from ..values import split_per_replica
+from ._combine import reduce_tree
+from ._launch import Run, is_async
+from ._lifecycle import Lifecycle
+from ._run_options import RunOptions
+
+if TYPE_CHECKING:
+    from ._strategy import Strategy
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What one call of run_steps is asked to do, checked.
+
+    Attributes:
+        fn: The step function.
+        given: What elements are to come from.
+        num_steps: How many steps to run.
+        initial: The loop values to begin with, by name.
+        options: Stall timeout and seed.
+    """
+
+    fn: Callable[..., Any]
+    given: Any
+    num_steps: int
+    initial: Mapping[str, Any]
+    options: RunOptions
+
+
+def checked_plan(
+    fn: Any, iterator: Any, iterations: Any, initial_loop_values: Any, options: Any, default: int
+) -> LoopPlan:
+    """Check the arguments of run_steps.
+
+    Raises:
+        TypeError: If `fn` is no plain function, `initial_loop_values` no dict of names, `options`
+            no RunOptions, or `iterations` no int.
+        ValueError: If `iterations` is below 1.
+    """
+    if not callable(fn):
+        raise TypeError(f"run_steps needs a step function of (ctx, *inputs), got {fn!r}.")
+    if is_async(fn):
+        raise TypeError(
+            f"run_steps runs plain functions on the device threads, but {fn!r} is `async def`. "
+            "Make it a plain `def`: use ctx.blocking for collectives and ar.outside_compilation "
+            "for what has to be awaited; or call strategy.run for each step."
+        )
+    initial = {} if initial_loop_values is None else initial_loop_values
+    if not isinstance(initial, Mapping) or not all(isinstance(name, str) for name in initial):
+        raise TypeError(
+            f"initial_loop_values must be a dict of names and values, got {initial_loop_values!r}."
+        )
+    if options is not None and not isinstance(options, RunOptions):
+        raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
+    num_steps = default if iterations is None else checked_count("iterations", iterations)
+    return LoopPlan(fn, iterator, num_steps, initial, options or RunOptions())
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Return a count of steps as an int.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is below 1.
+    """
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}.") from None
+    if count < 1 or isinstance(value, bool):
+        raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    return count
+
+
+async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) -> MultiStepContext:
+    """Run a device loop and combine what it leaves behind."""
+    lifecycle.open()
+    count = strategy.num_replicas_in_sync
+    initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
+    source = open_source(plan.given)
+    run = Run.prepare(
+        strategy, lifecycle, plan.fn, plan.options.seed, is_blocking=True, num_steps=plan.num_steps
+    )
+    infeed = Infeed(strategy.host_replicas)
+    elements = Elements(infeed, count, plan.num_steps)
+    contexts = [
+        MultiStepContext(initial[i], events=strategy.events, replica_id=i) for i in range(count)
+    ]
+    step = run.group.step
+    strategy.events.add("loop", "begin", step, value=plan.num_steps)
+    await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
+    num_run = contexts[0].steps_run
+    strategy.events.add("loop", "end", step, value=num_run)
+    if elements.error is not None:
+        _raise_source_error(elements.error, num_run)
+    if num_run < plan.num_steps:
+        strategy.events.add("infeed", "exhausted", step, value=num_run)
+    return await combine_outputs(
+        contexts,
+        strategy.device_names,
+        step,
+        lambda op, value: reduce_tree(strategy, op, value, None, None),
+        has_plain_values=strategy.has_plain_values,
+    )
+
+
+async def _run(
+    strategy: Strategy,
+    lifecycle: Lifecycle,
+    plan: LoopPlan,
+    run: Run,
+    infeed: Infeed,
+    elements: Elements,
+    contexts: list[MultiStepContext],
+    source: Iterator[Any] | AsyncIterator[Any],
+) -> None:
+    filler = new_filler(source, elements, infeed, plan.given)
+    group = run.group
+    assert group.threads is not None  # a device loop meets on threads
+    group.threads.when_aborted(infeed.abort)
+    lifecycle.started(group)
+    try:
+        run.start_programs(
+            [
+                (run_loop, (replica, plan.fn, context, infeed, plan.num_steps), {})
+                for replica, context in zip(run.contexts, contexts, strict=True)
+            ]
+        )
+        filler.start()
+        await group.wait(plan.options.stall_timeout)
+    except BaseException:
+        infeed.abort()
+        raise
+    finally:
+        try:
+            await filler.aclose()
+        finally:
+            run.end(lifecycle)
+
+
+def _raise_source_error(error: BaseException, num_run: int) -> None:
+    error.add_note(f"Raised by the infeed of run_steps, after {num_run} complete steps.")
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame

@@ -1,0 +1,92 @@
+"""Events: what happens inside a run, kept in a ring for whoever wants to look."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, NamedTuple, final
+
+
+@final
+class Event(NamedTuple):
+    """Something that happened.
+
+    Attributes:
+        time_s: When, on the event loop's clock.
+        kind: "loop", "infeed", "outside" or "scalar".
+        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named.
+        step: In which step of the loop.
+        replica_id: Whose it is; None for all replicas together.
+        value: A number or a text that belongs to it; None if there is none.
+    """
+
+    time_s: float
+    kind: str
+    name: str
+    step: int
+    replica_id: int | None
+    value: float | str | None
+
+
+@final
+class EventLog:
+    """Keeps the newest events of a strategy; any thread may add to it.
+
+    Args:
+        capacity: How many are kept; older ones are dropped.
+
+    Example:
+        >>> log = EventLog(capacity=2)
+        >>> for step in range(3):
+        ...     log.add_scalar(step, 0, "loss", 1.0 / (step + 1))
+        >>> [(event.step, event.value) for event in log.events("scalar")]
+        [(1, 0.5), (2, 0.3333333333333333)]
+    """
+
+    __slots__ = ("_ring", "now")
+
+    def __init__(self, capacity: int = 1024) -> None:
+        if capacity < 1:
+            raise ValueError(f"An event log keeps at least 1 event, got capacity={capacity}.")
+        self.now = time.monotonic  # looked up now: a test may have put another clock there
+        self._ring: deque[Event] = deque(maxlen=capacity)
+
+    def add(
+        self,
+        kind: str,
+        name: str,
+        step: int,
+        replica_id: int | None = None,
+        value: float | str | None = None,
+    ) -> None:
+        """Add an event that happens now."""
+        self._ring.append(Event(self.now(), kind, name, step, replica_id, value))
+
+    def add_scalar(self, step: int, replica_id: int | None, name: str, value: Any) -> None:
+        """Add a number or a text that a step reports.
+
+        Raises:
+            TypeError: If `name` is no str, or the value neither a number nor a text.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"The name of an event must be a str, got {name!r}.")
+        if not isinstance(value, str):
+            try:
+                value = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"Event {name!r} takes a number or a text, got {value!r} "
+                    f"({type(value).__name__}). Reduce arrays to one number first."
+                ) from None
+        self.add("scalar", name, step, replica_id, value)
+
+    def events(self, kind: str | None = None) -> tuple[Event, ...]:
+        """Return the kept events, oldest first; only those of one kind if it is named."""
+        found = tuple(self._ring)
+        return found if kind is None else tuple(e for e in found if e.kind == kind)
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        return f"<EventLog | {len(self._ring)} of {self._ring.maxlen} events>"

@@ -1,0 +1,89 @@
+"""The queues of a device loop, as plain objects: order, bounds and waking."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioreplica.device_loop import Infeed
+
+
+def look() -> None:
+    raise AssertionError("nothing should have to wait")
+
+
+def fill(infeed: Infeed, count: int, leaf: Any = 0) -> None:
+    for k in range(count):
+        infeed.put([(k, leaf)] * 2)
+
+
+def test_elements_come_out_in_order_and_then_the_end() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 2)
+    infeed.end()
+
+    assert [infeed.take(0, look) for _ in range(3)] == [(0, 0), (1, 0), None]
+    assert [infeed.take(1, look) for _ in range(3)] == [(0, 0), (1, 0), None]
+
+
+def test_hosts_are_filled_one_after_the_other() -> None:
+    infeed = Infeed([[1], [0]])
+    infeed.put([("of 0",), ("of 1",)])
+
+    assert (infeed.take(0, look), infeed.take(1, look)) == (("of 0",), ("of 1",))
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(1, 64), (2**20, 2), (2**17, 4)])
+def test_large_elements_make_it_shallow(size: int, capacity: int) -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 1, np.zeros(size))
+
+    assert infeed.capacity == capacity
+
+
+def test_the_slowest_device_decides_about_room() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 64)
+
+    infeed.take(0, look)
+    assert not infeed.has_room
+    infeed.take(1, look)
+    assert infeed.has_room
+
+
+def test_a_waiting_filler_is_woken_once_when_half_is_free() -> None:
+    infeed, woken = Infeed([[0, 1]]), []
+    fill(infeed, 64)
+    assert infeed.wait_for_room(lambda: woken.append(1))
+
+    for k in range(32):
+        infeed.take(0, look)
+        infeed.take(1, look)
+        assert len(woken) == (k == 31)
+    infeed.abort()
+
+    assert woken == [1]
+
+
+def test_nobody_is_woken_where_there_is_room() -> None:
+    infeed = Infeed([[0, 1]])
+
+    assert not infeed.wait_for_room(look)
+
+
+def test_abort_wakes_devices_and_the_filler() -> None:
+    infeed, woken = Infeed([[0, 1]]), []
+    fill(infeed, 64)
+    assert infeed.wait_for_room(lambda: woken.append(1))
+    for _ in range(40):
+        infeed.take(0, look)
+    infeed.abort()
+    infeed.abort()
+
+    assert woken == [1]
+    assert not infeed.wait_for_room(look)
+    for _ in range(24):
+        infeed.take(0, look)
+    with pytest.raises(asyncio.CancelledError):
+        infeed.take(0, look)

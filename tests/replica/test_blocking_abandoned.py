@@ -1,0 +1,37 @@
+"""Device threads whose event loop was closed under them."""
+
+import asyncio
+import threading
+
+import aioreplica as ar
+from tests.conftest import mirrored
+from tests.replica.gated import me, my_id
+
+
+def test_threads_are_let_go_when_their_loop_is_gone() -> None:
+    """A loop that is closed without ending its runs leaves no thread parked for ever."""
+    ended = [threading.Event(), threading.Event()]
+    strategy = mirrored(2)
+    parked = threading.Event()
+
+    def step() -> None:
+        try:
+            if my_id() == 0:
+                parked.set()
+            me().blocking.merge_call(never)
+        finally:
+            ended[my_id()].set()
+
+    async def never(_strategy: ar.Strategy) -> None:
+        await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(strategy.run(step))
+    while not parked.is_set():
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    strategy.abandon()
+
+    assert all(event.wait(10) for event in ended)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
+    del task

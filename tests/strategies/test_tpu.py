@@ -1,0 +1,163 @@
+"""TPUStrategy: cores of hosts, steps per run, one infeed per host."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.device_loop import Topology, find_topology
+from aioreplica.errors import ContextError, DeviceError
+
+pytestmark = pytest.mark.usefixtures("no_task_left")
+
+
+def resolver(hosts: int = 2, cores: int | None = 2) -> ar.TPUClusterResolver:
+    return ar.TPUClusterResolver(hosts, cores)
+
+
+def test_cores_are_counted_host_after_host() -> None:
+    strategy = ar.TPUStrategy(resolver(2, 3))
+
+    assert strategy.num_replicas_in_sync == 6
+    assert (strategy.num_hosts, strategy.num_replicas_per_host) == (2, 3)
+    assert [strategy.host_of(i) for i in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert strategy.host_replicas == ((0, 1, 2), (3, 4, 5))
+    assert strategy.replica_names[4] == "/job:tpu_worker/replica:0/task:1/device:CPU:1"
+    assert len(set(strategy.replica_names)) == 6
+    assert strategy.cluster_resolver == resolver(2, 3)
+    assert strategy.extended.require_static_shapes
+    assert list(map(str, strategy.extended.worker_devices)) == [f"cpu:{i}" for i in range(6)]
+    with pytest.raises(ValueError, match="no replica 6: ids are 0 to 5"):
+        strategy.host_of(6)
+
+
+def test_without_a_resolver_one_host_has_all_devices() -> None:
+    strategy = ar.TPUStrategy()
+
+    assert (strategy.num_replicas_in_sync, strategy.num_hosts) == (8, 1)
+    assert strategy.cluster_resolver is None
+    assert strategy.steps_per_run == 1
+    assert ar.TPUStrategy(num_cores=3).host_replicas == ((0, 1, 2),)
+
+
+def test_num_cores_overrides_the_resolver() -> None:
+    strategy = ar.TPUStrategy(resolver(2, 4), num_cores=5)
+
+    assert strategy.host_replicas == ((0, 1, 2, 3), (4,))
+    assert strategy.num_hosts == 2
+
+
+def test_devices_are_shared_out_over_hosts() -> None:
+    assert ar.TPUStrategy(resolver(4, None)).host_replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
+    with pytest.raises(ValueError, match="8 devices cannot be shared out evenly over 3 hosts"):
+        ar.TPUStrategy(resolver(3, None))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: ar.TPUStrategy(resolver(2, 8)), DeviceError, r"wants 16 cores.*has 8 cpu"),
+        (lambda: ar.TPUStrategy(num_cores=9), DeviceError, r"set_logical_devices\('cpu', 9\)"),
+        (lambda: ar.TPUStrategy(resolver(), num_cores=5), ValueError, "more than the 4 cores"),
+        (lambda: ar.TPUStrategy(num_cores=0), ValueError, "num_cores must be at least 1"),
+        (lambda: ar.TPUStrategy(steps_per_run=0), ValueError, "steps_per_run must be at least 1"),
+        (lambda: ar.TPUStrategy(steps_per_run=1.5), TypeError, "steps_per_run must be an int"),
+        (lambda: ar.TPUStrategy("grpc://tpu"), TypeError, "num_hosts and cores_per_host"),
+        (lambda: resolver(0), ValueError, "num_hosts must be at least 1"),
+        (lambda: resolver(1, True), TypeError, "cores_per_host must be an int"),
+    ],
+    ids=range(9),
+)
+def test_bad_numbers_are_refused(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_any_object_with_hosts_and_cores_is_a_resolver() -> None:
+    class Mine:
+        num_hosts = 2
+        cores_per_host = 3
+
+    assert find_topology(Mine(), None, 8) == Topology(6, 3)
+    assert ar.TPUStrategy(Mine()).num_hosts == 2
+
+
+def test_copies_are_equal_and_unopened() -> None:
+    strategy = ar.TPUStrategy(resolver(2, 4), steps_per_run=5, num_cores=6)
+
+    for twin in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert twin == strategy
+        assert twin.steps_per_run == 5
+        assert twin.statistics().state == "new"
+    assert strategy != ar.TPUStrategy(resolver(2, 4), steps_per_run=4, num_cores=6)
+    with pytest.raises(TypeError, match="shallow"):
+        copy.copy(strategy)
+
+
+@pytest.mark.asyncio
+async def test_initialize_and_finalize_are_idempotent() -> None:
+    strategy = ar.TPUStrategy(num_cores=2)
+
+    strategy.initialize()
+    await strategy.initialize()
+    assert strategy.statistics().state == "open"
+    await strategy.finalize()
+    await strategy.finalize()
+
+    assert strategy.statistics().state == "closed"
+    with pytest.raises(ContextError, match="is closed"):
+        strategy.initialize()
+
+
+@pytest.mark.asyncio
+async def test_steps_per_run_is_how_many_steps_run() -> None:
+    async with ar.TPUStrategy(resolver(2, 2), steps_per_run=5) as strategy:
+        with strategy.scope():
+            v = ar.Variable(0.0, aggregation="sum")
+
+        def step(ctx: ar.MultiStepContext, x: float) -> None:
+            v.blocking.assign_add(x)
+
+        iterator = iter([1.0] * 8)
+        runs = [(await strategy.run_steps(step, iterator)).steps_run for _ in range(2)]
+        once = await strategy.run_steps(step, iter([1.0]), 1)
+
+    assert (runs, once.steps_run) == ([5, 3], 1)
+    assert v.value == 36.0
+
+
+@pytest.mark.asyncio
+async def test_every_host_feeds_its_own_replicas() -> None:
+    data = np.arange(32.0).reshape(16, 2)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("x", x)
+
+    async with (
+        ar.TPUStrategy(resolver(2, 2), steps_per_run=9) as strategy,
+        strategy.distribute_dataset(ar.ArrayDataset(data, batch_size=8)) as batches,
+    ):
+        result = await strategy.run_steps(step, batches)
+
+    assert result.steps_run == 2
+    np.testing.assert_array_equal(np.concatenate(result.last_step_outputs["x"].values), data[8:])
+
+
+@pytest.mark.asyncio
+async def test_run_takes_options_as_elsewhere() -> None:
+    async with ar.TPUStrategy(num_cores=2) as strategy:
+
+        async def step() -> float:
+            ctx = ar.get_replica_context()
+            assert ctx is not None
+            return await ctx.all_reduce("sum", ctx.shared_rng("x").random())
+
+        options = ar.RunOptions(seed=3, stall_timeout=10.0)
+        first = await strategy.run(step, options=options)
+        with pytest.raises(TypeError, match="RunOptions"):
+            await strategy.run(step, options={"seed": 3})  # type: ignore[arg-type]
+
+    assert first[0] == first[1]
