@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, final
 
@@ -13,6 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 import aioreplica as ar
 
+from ._bare_threads import BareThreads, BareUpdate
 from ._measure import Contender, take_turns
 from ._mlp import SEQUENTIAL, Backprop, initial_parameters, made_up_batch
 from ._row import Row, Target, compared_row
@@ -84,23 +86,40 @@ async def measure_steps(
         found = backprop(sequential.parameters, images, labels)
         sequential.apply(found, batch_size)
 
+    looped, loop_optimizer = _made(strategy, name)
+    threads = BareThreads(name, count, batch_size)
+
+    async def in_device_loop() -> float:
+        step = partial(_device_step, looped, loop_optimizer)
+        start = perf_counter()
+        await strategy.run_steps(step, [batch] * num_steps, num_steps)
+        return (perf_counter() - start) / num_steps * 1e6
+
     contenders = {
         "ours": ours,
+        "device loop": in_device_loop,
         "one": _limited(one_by_one, 1, num_steps),
         "default": _limited(one_by_one, num_threads, num_steps),
+        "threads": _limited(partial(threads.run, num_steps), 1, 1, num_steps),
     }
     samples = await take_turns(contenders, num_rounds=num_rounds)
     title = f"{name}, batch {batch_size}"
     promised = Target("ratio", 1 / SPEEDUP) if (count, batch_size) == (2, 256) else None
+    one, more = "NumPy, 1 BLAS thread", f"NumPy, {num_threads} BLAS threads"
     rows = [
         compared_row(
-            title, loop, count, "us/step", ours=samples["ours"], against=against,
-            floor=samples[key], target=target,
+            measured, loop, count, "us/step", ours=samples[key], against=against,
+            floor=samples[floor], target=target,
         )
-        for key, against, target in (
-            ("one", "NumPy, 1 BLAS thread", promised),
-            ("default", f"NumPy, {num_threads} BLAS threads", None),
+        for measured, key, floor, against, target in (
+            (title, "ours", "one", one, promised),
+            (title, "ours", "default", more, None),
+            (title, "ours", "threads", "bare threads", None),
+            (f"{title}, run_steps", "device loop", "one", one, promised),
+            (f"{title}, run_steps", "device loop", "threads", "bare threads", None),
+            (f"{title}, bare threads", "threads", "one", one, None),
         )
+        if count > 1 or "threads" not in (key, floor)
     ]  # fmt: skip
     speeds = [1e6 / sorted(samples[key])[num_rounds // 2] for key in ("ours", "one", "default")]
     return rows, Speed(title, count, *speeds, num_threads)
@@ -116,7 +135,7 @@ async def measure_overhead(
     count = strategy.num_replicas_in_sync
     batch = _parts(256, count)
     variables, optimizer = _made(strategy, name)
-    bare = _BareUpdate(name, count)
+    bare = BareUpdate(name, count)
 
     async def ours() -> float:
         start = perf_counter()
@@ -156,30 +175,6 @@ async def measure_overhead(
     ]  # fmt: skip
 
 
-@final
-class _BareUpdate:
-    """What an optimizer has to do at least: sum arrays, update arrays, in place."""
-
-    def __init__(self, name: str, num_parts: int) -> None:
-        self._sequential = SEQUENTIAL[name](initial_parameters())
-        self._sums = [np.empty_like(array) for array in initial_parameters()]
-        self._num_parts = num_parts
-
-    @property
-    def parameters(self) -> list[Any]:
-        return self._sequential.parameters
-
-    def apply(self, parts: list[list[Any]]) -> None:
-        found = parts[0]
-        if self._num_parts > 1:
-            for total, first, second, *others in zip(self._sums, *parts, strict=True):
-                np.add(first, second, out=total)
-                for other in others:
-                    np.add(total, other, out=total)
-            found = self._sums
-        self._sequential.apply(found, 256.0)
-
-
 async def _step(
     variables: list[ar.Variable], optimizer: Any, backprop: Any, images: Any, labels: Any
 ) -> None:
@@ -190,6 +185,16 @@ async def _step(
     del values  # so that the next value can be built in the buffer of the last one
     weighted = [ar.Weighted(gradient, len(labels)) for gradient in found]
     await optimizer.apply_gradients(zip(weighted, variables, strict=True))
+
+
+def _device_step(
+    variables: list[ar.Variable], optimizer: Any, _ctx: Any, backprop: Any, images: Any, labels: Any
+) -> None:
+    values = [variable.value for variable in variables]
+    found = backprop(values, images, labels)
+    del values
+    weighted = [ar.Weighted(gradient, len(labels)) for gradient in found]
+    optimizer.blocking.apply_gradients(zip(weighted, variables, strict=True))
 
 
 async def _gradients_only(
@@ -221,15 +226,19 @@ def _made(strategy: ar.Strategy, name: str) -> tuple[list[ar.Variable], Any]:
     return variables, optimizer
 
 
-def _limited(action: Callable[[], None], num_threads: int, num_steps: int) -> Contender:
+def _limited(
+    action: Callable[[], None], num_threads: int, num_calls: int, num_steps: int | None = None
+) -> Contender:
+    """Time calls with a limit on BLAS; each is a step unless `num_steps` says how many they are."""
+
     async def sample() -> float:
         with threadpool_limits(num_threads, user_api="blas"):
             start = perf_counter()
-            for _ in range(num_steps):
+            for _ in range(num_calls):
                 action()
             seconds = perf_counter() - start
         if num_threads > 1:  # its threads go on spinning for a while, at the next one's cost
             await asyncio.sleep(PAUSE_S)
-        return seconds / num_steps * 1e6
+        return seconds / (num_steps or num_calls) * 1e6
 
     return sample

@@ -1,19 +1,24 @@
-"""Aggregation: the gradients of all replicas as rows of leaves, reduced in one go."""
+"""Aggregation: the gradients of all replicas, to be summed in one go or as they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..collectives import Reducer, leaf_bytes
 from ..typing import ReduceOp
-from ..values import DistributedValues, IndexedSlices, Variable, Weighted
+from ..values import IndexedSlices, Variable, Weighted
 from ._total import Total
 
 Array = npt.NDArray[Any]
+Column: TypeAlias = Sequence[Any]
+"""The parts of one gradient, one per replica in their order: arrays, IndexedSlices, or all of them
+`Weighted`. One part where there are several replicas is the total already."""
+
+_WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 @final
@@ -21,9 +26,8 @@ class Aggregation:
     """The merged gradients of one step, on their way to one gradient for each variable.
 
     Args:
-        gradients: One per variable, as a merge regroups them: PerReplica values, which are summed,
-            or a Weighted of two, whose totals and weights are summed apart and divided once. A
-            plain value counts as that of one replica.
+        columns: One per variable. Parts are summed; the totals and weights of Weighted ones are
+            summed apart and divided once.
         variables: Theirs.
         scales: What each replica's loss was multiplied with; None without a loss scale.
         is_mean: Whether gradients without weights are averaged over the replicas.
@@ -36,46 +40,80 @@ class Aggregation:
         TypeError: If a gradient is sparse on one replica and dense on another.
     """
 
-    __slots__ = ("_scale", "_weights", "members", "rows", "variables")
+    __slots__ = ("_divisors", "members", "rows", "variables")
 
     def __init__(
         self,
-        gradients: Sequence[Any],
+        columns: Sequence[Column],
         variables: Sequence[Variable],
         scales: Sequence[float] | None,
         *,
         is_mean: bool,
     ) -> None:
         self.variables = variables
-        columns = [_components(_total_of(gradient)) for gradient in gradients]
-        weights = [_weights_of(gradient) for gradient in gradients]
-        count = max(map(len, columns))
+        scale = 1.0 if scales is None else scales[0]
+        self._divisors: list[float] = []
+        parts: list[Column] = []
+        weights: list[Sequence[float] | None] = []
         for variable, column in zip(variables, columns, strict=True):
+            found = None
+            if type(column[0]) is Weighted:
+                found = [part.weight for part in column]
+                column = [part.total for part in column]  # noqa: PLW2901 - what it stands for
+                divisor = _sum_of(variable, found)
+            else:
+                divisor = float(len(column)) if is_mean else 1.0
             _require_one_kind(variable, column)
-        self._scale = 1.0 if scales is None else scales[0]
-        if scales is not None and any(scale != self._scale for scale in scales):
-            columns = [_at_one_scale(column, scales) for column in columns]
-        self._weights = [
-            _sum_of(variable, found)
-            if found is not None
-            else float(len(column))
-            if is_mean
-            else 1.0
-            for variable, column, found in zip(variables, columns, weights, strict=True)
-        ]
-        self.members = [i for i in range(count) if any(_counts(w, i) for w in weights)]
-        self.rows = [
-            [_part(column, w, i) for column, w in zip(columns, weights, strict=True)]
-            for i in self.members
-        ]
+            weights.append(found)
+            parts.append(column)
+            self._divisors.append(divisor * scale)
+        if scales is not None and any(each != scale for each in scales):
+            parts = [_at_one_scale(column, scales) for column in parts]
+        self.members: list[int]
+        self.rows: list[list[Any]]
+        self._arrange(parts, weights)
+
+    def _arrange(
+        self, columns: Sequence[Column], weights: Sequence[Sequence[float] | None]
+    ) -> None:
+        """Turn columns into rows, with zeros for what does not count."""
+        count = max(map(len, columns))
+        is_full = all(len(column) == count for column in columns)
+        if is_full and all(found is None or all(found) for found in weights):
+            self.members = list(range(count))
+            self.rows = [list(row) for row in zip(*columns, strict=True)]
+            return
+        self.members = [i for i in range(count) if any(_counts(found, i) for found in weights)]
+        pairs = list(zip(columns, weights, strict=True))
+        self.rows = [[_part(column, w, i) for column, w in pairs] for i in self.members]
 
     @property
     def num_bytes(self) -> int:
         """How many bytes of gradients there are."""
         return sum(leaf_bytes(leaf) for row in self.rows for leaf in row)
 
-    def reduce(self, reducer: Reducer | None) -> list[Any] | Awaitable[list[Any]]:
+    def can_wait(self, reducer: Reducer | None) -> bool:
+        """Tell whether the sums can be left to whoever reads them, with the same bits."""
+        if reducer is not None and reducer.options.compression is not None:
+            return False
+        return all(
+            type(leaf) is np.ndarray and leaf.dtype in _WIDE and leaf.flags.c_contiguous
+            for row in self.rows
+            for leaf in row
+        )
+
+    def unsummed(self) -> list[Total]:
+        """Return totals that sum their parts as they are read."""
+        return self._totals(list(zip(*self.rows, strict=True)))
+
+    def reduce(
+        self, reducer: Reducer | None, *, is_blocking: bool = False
+    ) -> list[Any] | Awaitable[list[Any]]:
         """Sum the rows; None as the reducer is for one row only.
+
+        Args:
+            reducer: Does the work.
+            is_blocking: Whether to do all of it in the calling thread.
 
         Determinism:
             In ascending replica id: bitwise reproducible.
@@ -87,31 +125,18 @@ class Aggregation:
         signature = None
         if all(type(leaf) is np.ndarray for leaf in first):
             signature = ([leaf.dtype for leaf in first], [leaf.shape for leaf in first])
-        return reducer.reduce(ReduceOp.SUM, self.rows, members=self.members, signature=signature)
+        method = reducer.reduce_here if is_blocking else reducer.reduce
+        return method(ReduceOp.SUM, self.rows, members=self.members, signature=signature)
 
     def totals(self, reduced: Sequence[Any]) -> list[Total]:
         """Put the sums together with what they are to be divided by."""
-        return [
-            Total(variable, summed, weight * self._scale)
-            for variable, summed, weight in zip(self.variables, reduced, self._weights, strict=True)
-        ]
+        return self._totals([[summed] for summed in reduced])
+
+    def _totals(self, columns: Sequence[Column]) -> list[Total]:
+        return list(map(Total, self.variables, columns, self._divisors))
 
     def __repr__(self) -> str:
         return f"<Aggregation | {len(self.variables)} gradients of {len(self.members)} replicas>"
-
-
-def _total_of(gradient: Any) -> Any:
-    return gradient.total if isinstance(gradient, Weighted) else gradient
-
-
-def _weights_of(gradient: Any) -> tuple[float, ...] | None:
-    return _components(gradient.weight) if isinstance(gradient, Weighted) else None
-
-
-def _components(leaf: Any) -> tuple[Any, ...]:
-    if isinstance(leaf, DistributedValues):
-        return leaf.values[:1] if leaf.is_mirrored else leaf.values
-    return (leaf,)
 
 
 def _sum_of(variable: Variable, weights: Sequence[float]) -> float:
@@ -127,12 +152,11 @@ def _sum_of(variable: Variable, weights: Sequence[float]) -> float:
     return total
 
 
-def _require_one_kind(variable: Variable, column: Sequence[Any]) -> None:
-    sparse = [isinstance(part, IndexedSlices) for part in column]
-    if any(sparse) and not all(sparse):
-        ids = {True: [], False: []}  # type: dict[bool, list[int]]
-        for replica_id, is_sparse in enumerate(sparse):
-            ids[is_sparse].append(replica_id)
+def _require_one_kind(variable: Variable, column: Column) -> None:
+    ids: dict[bool, list[int]] = {True: [], False: []}
+    for replica_id, part in enumerate(column):
+        ids[type(part) is IndexedSlices].append(replica_id)
+    if ids[True] and ids[False]:
         raise TypeError(
             f"The gradient of {variable.name!r} is an IndexedSlices on replicas {ids[True]} and an "
             f"array on replicas {ids[False]}. Bring one kind everywhere; `.to_dense()` makes an "
@@ -140,10 +164,10 @@ def _require_one_kind(variable: Variable, column: Sequence[Any]) -> None:
         )
 
 
-def _at_one_scale(column: Sequence[Any], scales: Sequence[float]) -> tuple[Any, ...]:
+def _at_one_scale(column: Column, scales: Sequence[float]) -> Column:
     """Bring parts to the scale of the first: another run changed it while this one was on."""
     pairs = zip(column, scales, strict=True)
-    return tuple(_times(part, scales[0] / scale) for part, scale in pairs)
+    return [_times(part, scales[0] / scale) for part, scale in pairs]
 
 
 def _times(part: Any, factor: float) -> Any:
@@ -156,7 +180,7 @@ def _counts(weights: Sequence[float] | None, index: int) -> bool:
     return weights is None or (index < len(weights) and weights[index] != 0)
 
 
-def _part(column: Sequence[Any], weights: Sequence[float] | None, index: int) -> Any:
+def _part(column: Column, weights: Sequence[float] | None, index: int) -> Any:
     """Return one replica's part, or zeros: what has one component only is a total already."""
     if index < len(column) and _counts(weights, index):
         return column[index]

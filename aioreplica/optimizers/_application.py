@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values import IndexedSlices, Variable
-from ._block import BLOCK_BYTES, Block, BlockRange
+from ._block import BLOCK_BYTES, BlockRange, UpdateBlock, run_blocks
 from ._scratch import ScratchPool
 from ._total import Total
 from ._touched import TouchedRows
@@ -24,6 +24,9 @@ Array = npt.NDArray[Any]
 
 RANGE_BLOCKS = 8
 """A large variable is cut into ranges of so many blocks, which threads share."""
+
+PIECE_BYTES = 2 * 1024 * 1024
+"""Small variables are put together until they read and write as much as this."""
 
 
 @final
@@ -102,16 +105,20 @@ class Application:
         """Return the arithmetic of the step."""
         touched = self._touched
         if touched is None:
-            size = sum(total.values.nbytes for total in self._totals)
+            size = sum(total.num_bytes for total in self._totals)
             return [Piece(size, self._run_rule)]
         pieces: list[Piece] = []
+        ranges: dict[np.dtype[Any], list[BlockRange]] = {}
         for group, total, prepared in zip(self._groups, self._totals, self._prepared, strict=True):
             for column in self._update.begin(group):
                 if total.is_sparse:
                     run = partial(self._run_rows, touched, group, total, column, prepared)
-                    pieces.append(Piece(total.values.nbytes * 2 * len(group), run))
+                    pieces.append(Piece(total.num_bytes * 2 * len(group), run))
                 else:
-                    pieces += self._ranges(group, total, column, prepared)
+                    known = ranges.setdefault(group[0].dtype, [])
+                    known += _ranges(group[0], prepared, column, total)
+        for known in ranges.values():
+            pieces += self._bundled(known)
         return pieces
 
     def commit(self) -> bool:
@@ -141,25 +148,20 @@ class Application:
     # ---- a rule for elements -------------------------------------------------------------
 
     @property
-    def _rule(self) -> Callable[[Any, Block], None]:
+    def _rule(self) -> UpdateBlock:
         optimizer: ElementwiseOptimizer = self._optimizer  # type: ignore[assignment]
         return optimizer.update_block
 
-    def _ranges(
-        self, group: tuple[Variable, ...], total: Total, column: Column, prepared: Any
-    ) -> list[Piece]:
-        variable = group[0]
-        old = [array.reshape(-1) for array in column.old]
-        new = [array.reshape(-1) for array in column.new]
-        size, itemsize = old[0].size, variable.dtype.itemsize
-        step = RANGE_BLOCKS * (BLOCK_BYTES // itemsize)
-        pieces = []
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            part = BlockRange(variable, old, new, total, start, stop)
-            num_bytes = (stop - start) * itemsize * (2 * len(group) + 1)
-            pieces.append(Piece(num_bytes, partial(part.run, self._rule, prepared, self._scratch)))
-        return pieces
+    def _bundled(self, ranges: Sequence[BlockRange]) -> Iterator[Piece]:
+        """Put ranges together until they are worth a thread's attention."""
+        bundle: list[BlockRange] = []
+        size = 0
+        for each in ranges:
+            bundle.append(each)
+            size += each.num_bytes
+            if size >= PIECE_BYTES or each is ranges[-1]:
+                yield Piece(size, partial(run_blocks, bundle, self._rule, self._scratch))
+                bundle, size = [], 0
 
     def _run_rows(
         self,
@@ -178,17 +180,14 @@ class Application:
         step = max(1, BLOCK_BYTES // dtype.itemsize // width)
         for begin in range(0, len(slices.indices), step):
             rows = slices.indices[begin : begin + step]
-            part = slice(begin * width, (begin + len(rows)) * width)
+            some = total.rows(begin, begin + len(rows))
             old_rows = [array[rows] for array in column.old]
             new_rows = [np.empty_like(array) for array in old_rows]
-            chosen = Total(group[0], total.values[part], total.divisor)
-            chosen.factor, chosen.limit = total.factor, total.limit
             flat_old = [array.reshape(-1) for array in old_rows]
             flat_new = [array.reshape(-1) for array in new_rows]
-            BlockRange(group[0], flat_old, flat_new, chosen, 0, chosen.values.size).run(
-                self._rule, prepared, self._scratch
-            )
-            total.is_finite &= chosen.is_finite
+            block = BlockRange(group[0], prepared, flat_old, flat_new, some, 0, some.size)
+            run_blocks([block], self._rule, self._scratch)
+            total.is_finite &= some.is_finite
             for array, changed in zip(column.new, new_rows, strict=True):
                 array[rows] = changed
         for variable, old, new in zip(group, *column, strict=True):
@@ -196,6 +195,17 @@ class Application:
 
     def __repr__(self) -> str:
         return f"<Application of {self._optimizer!r} | {len(self._groups)} variables>"
+
+
+def _ranges(
+    variable: Variable, prepared: Any, column: Column, total: Total
+) -> Iterator[BlockRange]:
+    """Cut one component into ranges, which threads share."""
+    old = [array.reshape(-1) for array in column.old]
+    new = [array.reshape(-1) for array in column.new]
+    step = RANGE_BLOCKS * (BLOCK_BYTES // old[0].itemsize)
+    for start in range(0, total.size, step):
+        yield BlockRange(variable, prepared, old, new, total, start, min(start + step, total.size))
 
 
 def _count(old: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from ._scratch import ScratchPool
 from ._total import Total
 
 Array = npt.NDArray[Any]
+UpdateBlock: TypeAlias = Callable[[Any, "Block"], None]
 
 BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
@@ -62,18 +63,23 @@ class BlockRange:
 
     Args:
         variable: Whose component it is.
+        prepared: What the rule needs to know of the step.
         old: Its old value and slots, flat.
         new: Flat arrays for the new ones.
-        total: Its gradient, not ready yet: dividing and clipping are done block by block.
+        total: Its gradient, not ready yet: all that is to be done with it is done block by block.
         start: First element.
         stop: One past the last.
+
+    Attributes:
+        num_bytes: How much it reads and writes.
     """
 
-    __slots__ = ("_new", "_old", "_start", "_stop", "_total", "_variable")
+    __slots__ = ("_new", "_old", "_prepared", "_start", "_stop", "_total", "_variable", "num_bytes")
 
     def __init__(
         self,
         variable: Variable,
+        prepared: Any,
         old: Sequence[Array],
         new: Sequence[Array],
         total: Total,
@@ -81,34 +87,48 @@ class BlockRange:
         stop: int,
     ) -> None:
         self._variable = variable
+        self._prepared = prepared
         self._old = old
         self._new = new
         self._total = total
         self._start = start
         self._stop = stop
+        count, gradients = stop - start, total.num_bytes // max(1, total.size)
+        self.num_bytes = count * (2 * len(old) * old[0].itemsize + gradients)
 
-    def run(self, update: Any, prepared: Any, pool: ScratchPool) -> None:
-        """Call `update(prepared, block)` for every block; gradients are checked on the way.
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of the variable."""
+        return self._variable.dtype
+
+    def run(self, update: UpdateBlock, scratch: Array, spare: Array) -> None:
+        """Call the rule for every block.
 
         Args:
             update: The rule.
-            prepared: What it needs to know of the step.
-            pool: Lends pieces of `BLOCK_BYTES`.
+            scratch: Memory for it, `BLOCK_BYTES` of the variable's dtype.
+            spare: As much memory for gradients.
         """
-        dtype = self._variable.dtype
-        # What is not finite is found by the check, so NumPy need not warn of it.
-        quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
-        with quiet, pool.lend(dtype) as scratch, pool.lend(dtype) as spare:
-            for start in range(self._start, self._stop, scratch.size):
-                part = slice(start, min(start + scratch.size, self._stop))
-                update(prepared, self._block(part, scratch, spare))
+        for start in range(self._start, self._stop, scratch.size):
+            stop = min(start + scratch.size, self._stop)
+            size = stop - start
+            gradient = self._total.gradient(start, stop, spare[:size], scratch)
+            old = [array[start:stop] for array in self._old]
+            new = [array[start:stop] for array in self._new]
+            update(self._prepared, Block(self._variable, old, new, gradient, scratch[:size]))
 
-    def _block(self, part: slice, scratch: Array, spare: Array) -> Block:
-        total, size = self._total, part.stop - part.start
-        gradient = total.values[part]
-        total.check(gradient)
-        if total.needs_work:
-            gradient = total.ready(gradient, spare[:size])
-        old = [array[part] for array in self._old]
-        new = [array[part] for array in self._new]
-        return Block(self._variable, old, new, gradient, scratch[:size])
+
+def run_blocks(ranges: Sequence[BlockRange], update: UpdateBlock, pool: ScratchPool) -> None:
+    """Run a rule over some ranges; gradients are checked on the way.
+
+    Args:
+        ranges: Of variables of one dtype.
+        update: The rule.
+        pool: Lends pieces of `BLOCK_BYTES`.
+    """
+    dtype = ranges[0].dtype
+    # What is not finite is found by the check, so NumPy need not warn of it.
+    quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
+    with quiet, pool.lend(dtype) as scratch, pool.lend(dtype) as spare:
+        for each in ranges:
+            each.run(update, scratch, spare)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..values import DistributedValues, IndexedSlices, PerReplica, Variable, Weighted
+from ..values import DistributedValues, IndexedSlices, Variable, Weighted
 
 Array = npt.NDArray[Any]
 
@@ -39,15 +39,20 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
     return gradients, list(variables)
 
 
-def merged_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Variable]]:
+def merged_pairs(
+    grads_and_vars: Iterable[tuple[Any, Any]],
+) -> tuple[list[list[Any]], list[Variable]]:
     """Do the same for gradients that hold the parts of all replicas.
+
+    Returns:
+        For each gradient a list of its parts, and the variables.
 
     Raises:
         TypeError: As `checked_pairs`.
         ValueError: As `checked_pairs`; or if a gradient is None on some replicas only, or has
             another number of parts than there are replicas.
     """
-    gradients: list[Any] = []
+    columns: list[list[Any]] = []
     variables: dict[Variable, None] = {}
     missing: list[Variable] = []
     for pair in grads_and_vars:
@@ -65,9 +70,15 @@ def merged_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any], 
                 f"{num_replicas}. Bring one on all replicas or on none."
             )
         _add(variables, variable)
-        gradients.append(_joined([_fitting(part, variable) for part in parts]))
+        column = [_fitting(part, variable) for part in parts]
+        if len({type(part) is Weighted for part in column}) > 1:
+            raise TypeError(
+                f"The gradient of {variable.name!r} is Weighted on some replicas only. Bring a "
+                "Weighted from every replica, or from none."
+            )
+        columns.append(column)
     _require_some(variables, missing, "distributed_apply")
-    return gradients, list(variables)
+    return columns, list(variables)
 
 
 def _checked_pair(pair: Any, what: str) -> tuple[Any, Variable]:
@@ -112,6 +123,14 @@ def _require_some(variables: dict[Variable, None], without: Sequence[Variable], 
 
 
 def _fitting(gradient: Any, variable: Variable) -> Any:
+    if type(gradient) is np.ndarray:  # the common case: it fits as it is
+        if gradient.dtype == variable.dtype and gradient.shape == variable.shape:
+            return gradient
+    elif type(gradient) is Weighted:
+        total, weight = gradient.total, gradient.weight
+        if type(weight) in (int, float) and 0 <= weight < np.inf:
+            fitting = _fitting(total, variable)
+            return gradient if fitting is total else Weighted(fitting, weight)
     if isinstance(gradient, Weighted):
         weight = np.asarray(gradient.weight)
         if weight.shape != () or weight.dtype.kind not in "fiub" or not 0 <= weight < np.inf:
@@ -164,10 +183,3 @@ def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, .
             f"{num_replicas} replicas."
         )
     return gradient.values[:1] if gradient.is_mirrored else gradient.values
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], Weighted):
-        totals, weights = zip(*((part.total, part.weight) for part in parts), strict=True)
-        return Weighted(PerReplica(totals), PerReplica(weights))
-    return PerReplica(parts)

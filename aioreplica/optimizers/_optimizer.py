@@ -7,7 +7,7 @@ merge of all replicas; `_step.py` has the order, `_application.py` the last part
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypedDict
 
@@ -16,6 +16,7 @@ import numpy as np
 from ..context import PLACE
 from ..values import Variable
 from ._application import Application
+from ._apply import APPLY_GRADIENTS, Contribution
 from ._block import BLOCK_BYTES
 from ._blocking import BlockingOptimizer
 from ._clipping import Clipping
@@ -283,12 +284,17 @@ class Optimizer(UpdateRule):
             `_distributed_apply` of tf.compat.v1.train.Optimizer.
         """
         require_cross_replica_context()
-        gradients, variables = merged_pairs(grads_and_vars)
+        columns, variables = merged_pairs(grads_and_vars)
         strategy = variables[0].strategy
         require_owner(_written(variables, global_step), strategy)
+        reducer = None
         if strategy is not None:
             strategy.open()
-        await _take(self, strategy, gradients, variables, global_step, self._scale)
+            reducer = strategy.reducer
+        scales = None if self._scale is None else [self._scale]
+        pending = take_step(self, reducer, columns, variables, global_step, scales)
+        if pending is not None:
+            await pending
 
     @property
     def blocking(self) -> BlockingOptimizer:
@@ -382,18 +388,10 @@ class Optimizer(UpdateRule):
         replica = require_replica_context("apply_gradients")
         gradients, variables = checked_pairs(grads_and_vars)
         require_owner(_written(variables, global_step))
+        brought = Contribution(self, variables, gradients, global_step, scale)
         if replica is None:
-            return _take(self, None, gradients, variables, global_step, scale)
-        # What must be equal on all replicas: names, which tables can show; the variables; and
-        # `iterations`, which tells optimizers apart.
-        names = f"gradients for {', '.join([variable.name for variable in variables])}"
-        args = (names, self._iterations, gradients, variables, global_step, scale)
-        return replica.meet_as("apply_gradients", self._merge, args, frame)
-
-    def _merge(
-        self, strategy: Any, _names: str, _iterations: Variable, *merged: Any
-    ) -> Awaitable[None] | None:
-        return take_step(self, strategy, *merged)
+            return _take(brought)
+        return replica.meet(APPLY_GRADIENTS, None, brought, frame)
 
     def new_application(
         self, totals: Sequence[Total], global_step: Variable | None, extra: Mapping[Variable, Any]
@@ -417,7 +415,12 @@ def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
     return [*variables, global_step]
 
 
-async def _take(optimizer: Optimizer, strategy: Any, *merged: Any) -> None:
-    pending = take_step(optimizer, strategy, *merged)
+async def _take(brought: Contribution) -> None:
+    """Take the step of one replica that is on its own."""
+    scales = None if brought.scale is None else [brought.scale]
+    columns = [[gradient] for gradient in brought.gradients]
+    pending = take_step(
+        brought.optimizer, None, columns, brought.variables, brought.global_step, scales
+    )
     if pending is not None:
         await pending

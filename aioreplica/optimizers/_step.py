@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from ..collectives import Reducer
-from ..values import PerReplica, Variable
-from ._aggregate import Aggregation
+from ..values import Variable
+from ._aggregate import Aggregation, Column
 from ._application import Application, Piece
 from ._finite import non_finite_error
 from ._total import Total
@@ -25,29 +25,28 @@ if TYPE_CHECKING:
 
 def take_step(
     optimizer: Optimizer,
-    strategy: Any,  # Any: the strategies layer lies above this one
-    gradients: Sequence[Any],
+    reducer: Reducer | None,
+    columns: Sequence[Column],
     variables: Sequence[Variable],
     global_step: Variable | None,
-    scale: Any,
+    scales: Sequence[Any] | None,
+    *,
+    is_blocking: bool = False,
 ) -> Awaitable[None] | None:
     """Aggregate and apply, once for all replicas; return what to await if it takes long.
 
     Args:
         optimizer: Whose step it is.
-        strategy: Whose replicas brought the gradients, None for code outside every strategy.
-        gradients: One per variable, as a merge regroups them.
+        reducer: Sums what cannot be summed as it is read; None for code outside every strategy.
+        columns: The gradients of each variable, one per replica.
         variables: Theirs.
         global_step: Counts steps for the user, None if nothing does.
-        scale: What losses were multiplied with: a PerReplica, a number, or None.
+        scales: What losses were multiplied with: one number per replica, or None.
+        is_blocking: Whether to do everything in the calling thread, however long it takes.
     """
-    treatment = optimizer.treatment
-    scales = None if scale is None else (scale,)
-    if isinstance(scale, PerReplica):
-        scales = scale.values
-    aggregation = Aggregation(gradients, variables, scales, is_mean=treatment.is_mean)
-    step = Step(optimizer, aggregation, global_step)
-    return step.take(None if strategy is None else strategy.reducer)
+    is_mean = optimizer.treatment.is_mean
+    aggregation = Aggregation(columns, variables, scales, is_mean=is_mean)
+    return Step(optimizer, aggregation, global_step).take(reducer, is_blocking=is_blocking)
 
 
 @final
@@ -74,29 +73,35 @@ class Step:
         self._global_step = global_step
         self._totals: list[Total] = []
 
-    def take(self, reducer: Reducer | None) -> Awaitable[None] | None:
+    def take(self, reducer: Reducer | None, *, is_blocking: bool = False) -> Awaitable[None] | None:
         """Do everything, or return what to await if it takes long."""
-        reduced = self._aggregation.reduce(reducer)
-        if isinstance(reduced, list) and fits_inline(self._aggregation.num_bytes):
-            stages = self._stages(reduced)
-            first = next(stages, ())
-            if fits_inline(num_bytes(first)):
-                run_here(_with_first(first, stages))
-                return None
-            return run_in_threads(_with_first(first, stages))
-        return self._take_later(reduced)
+        needs_sums = self._treatment.clipping.needs_norms or not self._optimizer.is_elementwise
+        if not needs_sums and self._aggregation.can_wait(reducer):
+            return self._take_now(self._aggregation.unsummed(), is_blocking=is_blocking)
+        reduced = self._aggregation.reduce(reducer, is_blocking=is_blocking)
+        if not isinstance(reduced, list):
+            return self._take_later(reduced)
+        return self._take_now(self._aggregation.totals(reduced), is_blocking=is_blocking)
 
-    async def _take_later(self, reduced: list[Any] | Awaitable[list[Any]]) -> None:
-        sums = reduced if isinstance(reduced, list) else await reduced
-        await run_in_threads(self._stages(sums))
+    def _take_now(self, totals: list[Total], *, is_blocking: bool) -> Awaitable[None] | None:
+        stages = self._stages(totals)
+        first = next(stages, ())
+        work = _with_first(first, stages)
+        if is_blocking or fits_inline(num_bytes(first)):
+            run_here(work)
+            return None
+        return run_in_threads(work)
 
-    def _stages(self, reduced: Sequence[Any]) -> Iterator[Sequence[Piece]]:
-        self._totals = totals = self._aggregation.totals(reduced)
+    async def _take_later(self, reduced: Awaitable[list[Any]]) -> None:
+        await run_in_threads(self._stages(self._aggregation.totals(await reduced)))
+
+    def _stages(self, totals: list[Total]) -> Iterator[Sequence[Piece]]:
+        self._totals = totals
         clipping = self._treatment.clipping
         squares = [0.0] * len(totals)
         if clipping.needs_norms:
             yield [
-                Piece(total.values.nbytes, partial(_measure, total, squares, index))
+                Piece(total.num_bytes, partial(_measure, total, squares, index))
                 for index, total in enumerate(totals)
             ]
         if not self._are_finite():

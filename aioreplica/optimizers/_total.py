@@ -1,12 +1,14 @@
 """Totals: gradients summed over the replicas, and what is still to be done with them.
 
-Dividing by weights and loss scale and clipping change every element by itself. They wait until the
-rule reads the element, so that none of them needs a pass or an array of its own.
+Adding up the replicas' parts, dividing by weights and loss scale, and clipping treat every element
+by itself. They wait until the rule reads the element, so that none of them needs a pass or an
+array of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -23,26 +25,34 @@ where they are cut."""
 
 @final
 class Total:
-    """The gradient of one variable, summed over the replicas.
+    """The gradient of one variable over all replicas.
 
     Args:
         variable: Whose gradient it is.
-        summed: An array of its shape, or IndexedSlices with unique ascending indices.
+        parts: What is to be summed, in this order: arrays of its shape that lie in rows, or one
+            IndexedSlices with unique ascending indices.
         divisor: What the sum is divided by: total weight, loss scale, number of replicas.
 
     Attributes:
         factor: What it is multiplied with after that, to bring its norm down.
         limit: Its elements are brought down to this magnitude, None leaves them.
         is_finite: Whether all elements that were checked are finite.
+        size: How many elements it has.
+        num_bytes: How much has to be read to know them all.
     """
 
-    __slots__ = ("divisor", "factor", "is_finite", "limit", "summed", "values", "variable")
+    __slots__ = (
+        "_flat", "_parts", "divisor", "factor", "is_finite", "limit", "num_bytes", "size",
+        "variable",
+    )  # fmt: skip
 
-    def __init__(self, variable: Variable, summed: Any, divisor: float) -> None:
+    def __init__(self, variable: Variable, parts: Sequence[Any], divisor: float) -> None:
         self.variable = variable
-        self.summed = summed
-        rows = summed.values if isinstance(summed, IndexedSlices) else summed
-        self.values: Array = rows.reshape(-1)
+        self._parts = parts
+        rows = [part.values if isinstance(part, IndexedSlices) else part for part in parts]
+        self._flat: list[Array] = [row.reshape(-1) for row in rows]
+        self.size: int = self._flat[0].size
+        self.num_bytes: int = self._flat[0].nbytes * len(parts)
         self.divisor = divisor
         self.factor = 1.0
         self.limit: float | None = None
@@ -51,34 +61,55 @@ class Total:
     @property
     def is_sparse(self) -> bool:
         """Whether it has some rows of the variable only."""
-        return isinstance(self.summed, IndexedSlices)
+        return isinstance(self._parts[0], IndexedSlices)
 
     @property
     def needs_work(self) -> bool:
         """Whether the sum is not the gradient yet."""
         return self.divisor != 1.0 or self.factor != 1.0 or self.limit is not None
 
-    def check(self, part: Array) -> None:
-        """Note whether some elements of the sum are finite."""
-        if not math.isfinite(np.add.reduce(part)) and not np.isfinite(part).all():
-            self.is_finite = False  # only ever set to False, so any thread may
+    @property
+    def summed(self) -> Any:
+        """The sum as a whole, an array of the variable's shape or IndexedSlices."""
+        first, *others = self._parts
+        if others:
+            with np.errstate(over="ignore", invalid="ignore"):
+                first = np.add(first, others[0])
+                for other in others[1:]:
+                    np.add(first, other, out=first)
+        return first
 
-    def ready(self, part: Array, out: Array) -> Array:
-        """Turn some elements of the sum into those of the gradient, in `out`."""
-        if self.divisor != 1.0:
-            part = np.divide(part, self.divisor, out=out)
-        if self.limit is not None:
-            part = np.clip(part, -self.limit, self.limit, out=out)
-        if self.factor != 1.0:
-            part = np.multiply(part, self.factor, out=out)
-        return part
+    def gradient(self, start: int, stop: int, out: Array, scratch: Array) -> Array:
+        """Return some elements of the gradient, checked.
+
+        Args:
+            start: First element, counted in C order.
+            stop: One past the last.
+            out: Memory for them, which the result may or may not be.
+            scratch: As much memory, free again afterwards.
+        """
+        first, *others = self._flat
+        part = first[start:stop]
+        for other in others:
+            part = np.add(part, other[start:stop], out=out)
+        self._check(part, scratch.view(np.bool_)[: part.size])
+        return self._ready(part, out) if self.needs_work else part
+
+    def rows(self, begin: int, end: int) -> Total:
+        """Return some rows of a sparse one, as a total that is treated likewise."""
+        width = max(1, self.size // max(1, len(self._parts[0].indices)))
+        some = Total(self.variable, [self._flat[0][begin * width : end * width]], self.divisor)
+        some.factor, some.limit = self.factor, self.limit
+        return some
 
     def dense(self) -> Array:
         """Return the gradient as a new array of the variable's shape, checked; read-only."""
-        whole = self.summed.to_dense() if isinstance(self.summed, IndexedSlices) else self.summed
+        whole = self.summed
+        if isinstance(whole, IndexedSlices):
+            whole = whole.to_dense()
         with np.errstate(over="ignore", invalid="ignore"):
-            self.check(self.values)
-            result: Array = self.ready(whole, np.empty_like(whole)) if self.needs_work else whole
+            self._check(whole)
+            result: Array = self._ready(whole, np.empty_like(whole)) if self.needs_work else whole
         result = result.view()
         result.flags.writeable = False
         return result
@@ -90,17 +121,40 @@ class Total:
             In parts of a fixed size, one after the other, whatever runs beside it.
         """
         total = 0.0
-        scratch = np.empty(min(MEASURED, self.values.size), self.values.dtype)
+        [values] = self._flat  # what is measured was summed before
+        scratch = np.empty(min(MEASURED, self.size), values.dtype)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-            for begin in range(0, self.values.size, MEASURED):
-                part = self.values[begin : begin + MEASURED]
-                self.check(part)
+            for begin in range(0, self.size, MEASURED):
+                part = values[begin : begin + MEASURED]
+                self._check(part, scratch.view(np.bool_)[: part.size])
                 total += _sum_of_squares(part, scratch[: part.size], self.divisor)
         return total
+
+    def _check(self, part: Array, mask: npt.NDArray[np.bool_] | None = None) -> None:
+        """Note whether some elements of the sum are finite; `mask` is memory for that."""
+        if not np.isfinite(part, out=mask).all():
+            self.is_finite = False  # only ever set to False, so any thread may
+
+    def _ready(self, part: Array, out: Array) -> Array:
+        """Turn some elements of the sum into those of the gradient, in `out`."""
+        if self.divisor != 1.0:
+            part = _divided(part, self.divisor, out)
+        if self.limit is not None:
+            part = np.clip(part, -self.limit, self.limit, out=out)
+        if self.factor != 1.0:
+            part = np.multiply(part, self.factor, out=out)
+        return part
 
     def __repr__(self) -> str:
         kind = "sparse" if self.is_sparse else "dense"
         return f"<Total of {self.variable.name} | {kind}, divided by {self.divisor:g}>"
+
+
+def _divided(part: Array, divisor: float, out: Array) -> Array:
+    """Divide; by a power of two with a multiplication, which is faster and has the same bits."""
+    if math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100:
+        return np.multiply(part, 1.0 / divisor, out=out)
+    return np.divide(part, divisor, out=out)
 
 
 def _sum_of_squares(part: Array, scratch: Array, divisor: float) -> float:

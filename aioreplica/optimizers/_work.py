@@ -8,9 +8,9 @@ from functools import partial
 from ..devices import num_collective_streams, run_together
 from ._application import Piece
 
-INLINE_BYTES = 8 * 1024 * 1024
-"""A step that reads and writes no more than this runs on the event loop, which takes it about half
-a millisecond, as for reductions; a thread would have it done 0.1 ms later."""
+INLINE_BYTES = 12 * 1024 * 1024
+"""A step that reads and writes no more than this runs on the event loop, which takes it up to a
+millisecond; a thread would have it done 0.2 ms later."""
 
 THREAD_BYTES = 64 * 1024 * 1024
 """What a further thread has to read and write to be worth waking: two threads of short NumPy calls

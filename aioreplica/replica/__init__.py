@@ -6,8 +6,11 @@ from ._blocking import BlockingContext as BlockingContext
 from ._blocking import BlockingGroup as BlockingGroup
 from ._bridge import CallSite as CallSite
 from ._bridge import collective_named as collective_named
+from ._call import Call as Call
 from ._collective import Collective as Collective
 from ._collective import Meeting as Meeting
+from ._collective import Parts as Parts
+from ._collective import Pending as Pending
 from ._collectives import Collectives as Collectives
 from ._context import ReplicaContext as ReplicaContext
 from ._device_program import run_device_program as run_device_program
@@ -36,11 +39,12 @@ __all__ = [
     "AllGather",
     "AllReduce",
     "Along",
-    "Broadcast",
-    "CallSite",
     "BlockingCollectives",
     "BlockingContext",
     "BlockingGroup",
+    "Broadcast",
+    "Call",
+    "CallSite",
     "Collective",
     "Collectives",
     "Generation",
@@ -49,18 +53,20 @@ __all__ = [
     "Meeting",
     "MeetingPoint",
     "Mismatch",
-    "Rendezvous",
+    "Parts",
+    "Pending",
     "ReduceScatter",
     "Reduction",
+    "Rendezvous",
     "ReplicaContext",
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
     "collective_named",
+    "drive",
     "payload_along",
     "payload_of",
     "payload_of_numbers",
-    "drive",
     "run_device_program",
     "update_variable",
 ]

@@ -161,6 +161,12 @@ class ReplicaContext(Collectives):
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
         return self._call(merge_call_named(name), merge_fn, args, None, frame)
 
+    def meet(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Coroutine[Any, Any, Any]:
+        """Make a call among all replicas, called at `frame`; for the library."""
+        return self._call(collective, argument, args, None, frame)
+
     def group(self, members: Iterable[int]) -> GroupContext:
         """Return the collectives among some of the replicas, which this one must be one of.
 

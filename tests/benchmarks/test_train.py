@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks import _mlp
+from benchmarks._bare_threads import BareThreads
 from benchmarks._training import Speed
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE = "NumPy, 1 BLAS thread"
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +43,14 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     for size in (1, 2):
         for name in ("SGD", "Adam"):
             for batch in (32, 256):
-                title = f"{name}, batch {batch}"
-                expected += [(title, "NumPy, 1 BLAS thread", size), (title, threads, size)]
+                title, looped = f"{name}, batch {batch}", f"{name}, batch {batch}, run_steps"
+                expected += [(title, ONE, size), (title, threads, size)]
+                expected += [(title, "bare threads", size)] * (size > 1)
+                expected += [(looped, ONE, size)]
+                expected += [
+                    (looped, "bare threads", size),
+                    (f"{title}, bare threads", ONE, size),
+                ] * (size > 1)
             expected += [
                 (f"{name}, batch 256", "bare array updates", size),
                 (f"{name}, apply_gradients alone", "bare array updates", size),
@@ -66,7 +74,7 @@ def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str
         if row["target"]
     }
     assert promised == {
-        ("NumPy, 1 BLAS thread", 1 / 1.4, 2),
+        (ONE, 1 / 1.4, 2),
         ("bare array updates", 1.15, 1),
         ("bare array updates", 1.15, 2),
     }
@@ -105,3 +113,16 @@ def test_a_line_tells_both_speeds() -> None:
         "SGD, batch 256, 2 replicas: 280 steps/s; sequential 200 with 1 BLAS thread (1.40x), "
         "140 with 2 (2.00x)"
     )
+
+
+def test_bare_threads_train_as_the_sequential_program_does() -> None:
+    threads = BareThreads("SGD", 2, 8)
+    sequential = _mlp.SequentialSGD(_mlp.initial_parameters())
+    backprop = _mlp.Backprop(8)
+
+    threads.run(3)
+    for _ in range(3):
+        sequential.apply(backprop(sequential.parameters, *_mlp.made_up_batch(8)), 8)
+
+    for ours, theirs in zip(threads.parameters, sequential.parameters, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)

@@ -18,7 +18,17 @@ NUMBERS = st.floats(-1e6, 1e6)
 
 def aggregation(gradient: Any, scales: Sequence[float] | None = None, **options: Any) -> Any:
     options = {"is_mean": False} | options
-    return Aggregation([gradient], [variable_for(gradient)], scales, **options)
+    return Aggregation([column_of(gradient)], [variable_for(gradient)], scales, **options)
+
+
+def column_of(gradient: Any) -> list[Any]:
+    """The parts of a gradient, one per replica."""
+    if isinstance(gradient, ar.Weighted):
+        return [
+            ar.Weighted(*pair)
+            for pair in zip(*map(column_of, (gradient.total, gradient.weight)), strict=True)
+        ]
+    return list(gradient.values) if isinstance(gradient, ar.PerReplica) else [gradient]
 
 
 def variable_for(gradient: Any) -> ar.Variable:
@@ -94,7 +104,7 @@ def test_a_part_of_weight_zero_is_left_out_where_others_count() -> None:
         ar.Weighted(ar.PerReplica([nan, one, nan]), ar.PerReplica([0, 2, 0])),
     ]
 
-    found = Aggregation(gradients, [a, b], None, is_mean=False)
+    found = Aggregation(list(map(column_of, gradients)), [a, b], None, is_mean=False)
     first, second = found.totals(found.reduce(Reducer()))
 
     assert found.members == [0, 1]  # replica 2 brought nothing at all
@@ -146,3 +156,50 @@ def test_bytes_count_every_replica() -> None:
 
     assert aggregation(parts).num_bytes == 32
     assert aggregation(ar.Weighted(parts, ar.PerReplica([1, 2]))).num_bytes == 32
+
+
+@given(st.integers(-90, 90), st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=8))
+def test_dividing_by_a_power_of_two_changes_no_bit(exponent: int, values: list[float]) -> None:
+    part = np.array(values, np.float32)
+    w = ar.Variable(np.zeros_like(part), name="w")
+
+    with np.errstate(all="ignore"):
+        expected = part / np.float32(2.0**exponent)
+        found = Total(w, [part], 2.0**exponent).dense()
+
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_half_precision_is_divided_as_it_is() -> None:
+    part = np.array([1.0, 3e-5], np.float16)
+    w = ar.Variable(np.zeros_like(part), name="w")
+
+    assert (Total(w, [part], 2.0**12).dense() == part / np.float16(2.0**12)).all()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([np.ones((2, 3)), np.ones((2, 3))], True),
+        ([np.ones((2, 3)), np.asfortranarray(np.ones((2, 3)))], False),
+        ([np.ones((2, 3), np.float16)] * 2, False),  # has to be summed in float32
+        ([ar.IndexedSlices([[1.0] * 3], [0], (2, 3))], False),
+    ],
+)
+def test_which_sums_can_be_left_to_the_rule(parts: Any, expected: bool) -> None:
+    found = aggregation(ar.PerReplica(parts))
+
+    assert found.can_wait(Reducer()) is expected
+    assert not found.can_wait(Reducer(CommunicationOptions(compression=Float16())))
+
+
+def test_sums_left_to_the_rule_have_the_bits_of_the_reducer() -> None:
+    parts = [np.random.default_rng(i).normal(size=1000).astype(np.float32) for i in range(4)]
+    found = aggregation(ar.PerReplica(parts))
+    out, scratch = np.empty(1000, np.float32), np.empty(1000, np.float32)
+
+    [unsummed], [summed] = found.unsummed(), found.totals(found.reduce(Reducer()))
+
+    assert unsummed.gradient(0, 1000, out, scratch).tobytes() == summed.dense().tobytes()
+    assert unsummed.summed.tobytes() == summed.summed.tobytes()
+    assert (unsummed.num_bytes, summed.num_bytes) == (16_000, 4_000)

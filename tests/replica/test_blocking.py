@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.collectives import Float16
 from aioreplica.errors import ContextError, MergeMismatchError, StallError
 from aioreplica.optimizers import Adam
 from aioreplica.replica import BlockingContext
@@ -241,11 +242,23 @@ async def test_gradients_are_applied_bitwise_alike(strategy: ar.Strategy) -> Non
     assert int(adams[0].iterations.value) == 3
 
 
-async def test_large_gradients_are_applied(pair: ar.MirroredStrategy) -> None:
-    with pair.scope():
-        v, adam = ar.Variable(np.zeros(2**18)), Adam(0.1)
+@pytest.mark.parametrize("compression", [None, Float16()])
+async def test_large_gradients_are_applied_without_the_loop(compression: Any) -> None:
+    size = 2**20
+    options = ar.CommunicationOptions(compression=compression)
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"], options=options) as pair:
+        with pair.scope():
+            v, adam = ar.Variable(np.zeros(size)), Adam(0.1)
+        applied = threading.Event()
 
-    await pair.run(lambda: adam.blocking.apply_gradients([(np.ones(2**18), v)]))
+        def step() -> None:
+            adam.blocking.apply_gradients([(np.ones(size), v)])
+            applied.set()
+
+        run = spawn(pair.run(step))
+        await cycles()
+        assert applied.wait(10)  # the event loop does nothing meanwhile
+        await run
 
     assert adam.iterations.value == 1
     assert (v.value < 0).all()
