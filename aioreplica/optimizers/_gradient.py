@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from array_api_compat import is_array_api_obj
 
+from ..devices.backends import backend_of, trace_of
 from ..values import DistributedValues, IndexedSlices, Variable, Weighted
 
 Array = npt.NDArray[Any]
@@ -140,6 +142,8 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
             )
         return Weighted(_fitting(gradient.total, variable), weight.item())
     is_sparse = isinstance(gradient, IndexedSlices)
+    if is_array_api_obj(gradient) and not isinstance(gradient, (np.ndarray, np.generic)):
+        gradient = _on_host(gradient, variable)
     if not is_sparse and not isinstance(gradient, (np.ndarray, np.generic, int, float)):
         raise TypeError(
             f"The gradient of {variable.name!r} must be an array, got {gradient!r} "
@@ -162,6 +166,17 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
     if array.dtype == variable.dtype:
         return gradient
     return IndexedSlices(array.astype(variable.dtype), gradient.indices, gradient.dense_shape)
+
+
+def _on_host(gradient: Any, variable: Variable) -> Any:
+    """Return an array of another library as a NumPy array, of the same memory if it can be."""
+    trace = trace_of(gradient)
+    if trace is not None:
+        raise TypeError(
+            f"The gradient of {variable.name!r} is {trace}. Apply gradients outside the function "
+            "that is differentiated; of a tensor, pass `tensor.detach()`."
+        )
+    return backend_of(gradient).get(gradient)
 
 
 def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, ...]:

@@ -194,7 +194,8 @@ class Optimizer(UpdateRule):
 
         Args:
             grads_and_vars: `(gradient, variable)` pairs; those with gradient None are dropped. A
-                gradient is an array, an `IndexedSlices`, or a `Weighted` of one.
+                gradient is an array (of torch, jax or cupy too), an `IndexedSlices`, or a
+                `Weighted` of one.
             global_step: A variable that is advanced by 1; not by a step that is skipped.
 
         Raises:
