@@ -73,7 +73,7 @@ class Call:
 
     @property
     def site(self) -> str:
-        """`file:line` of the call."""
+        """File and line of the call, with a colon between them."""
         return f"{self.file}:{self.line}"
 
     def describe(self) -> str:
