@@ -31,7 +31,6 @@ async def launch(
     options: RunOptions,
 ) -> Any:
     """Run `fn` once per replica and regroup what the replicas return."""
-    lifecycle.open()
     num_replicas = strategy.num_replicas_in_sync
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
@@ -60,7 +59,7 @@ async def launch(
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that costs every run a microsecond
 class Run:
     """The replicas of one run, ready to start.
 
