@@ -9,6 +9,7 @@ from ._drain import wait_shielded as wait_shielded
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
+from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable
 from ._lane_table import lane_table as lane_table
@@ -34,6 +35,7 @@ from ._together import run_together as run_together
 from ._tracker import OpTracker as OpTracker
 
 __all__ = [
+    "COLLECTIVES",
     "HOST",
     "INLINE_BYTES",
     "CompletionPort",

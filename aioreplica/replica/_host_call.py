@@ -54,6 +54,11 @@ class HostCall:
         self._result: Any = None
         self._error: BaseException | None = None
 
+    @property
+    def task(self) -> asyncio.Task[Any] | None:
+        """The task of an async function that has begun; None else."""
+        return None if self._task is None else self._task.task
+
     # ---- on the device thread ------------------------------------------------------------
 
     def wait(self) -> None:

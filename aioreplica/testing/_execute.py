@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 from ._budget import Budget
 from ._errors import LeakError
 from ._loop import SimLoop
+from ._op_threads import NeedsThreads
 from ._participant import Choose
 from ._strategies import fifo
 from ._task import SimTask
@@ -121,6 +122,10 @@ def execute(
         context: The caller's context variables; the program gets a copy.
         observer: Told of every step.
         max_steps: When to call the program endless.
+
+    Raises:
+        NeedsThreads: If an op has to wait although it has no thread; the schedule is to be run
+            again, and its ops will have threads.
     """
     loop = SimLoop(
         choose, schedule.fidelity, None if max_steps is None else Budget(max_steps), observer
@@ -132,8 +137,10 @@ def execute(
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
             observer.begin(loop, task)
+        kind = ""
         try:
-            kind = loop.run(task)
+            with suppress(NeedsThreads):
+                kind = loop.run(task)
         except SystemExit as error:  # it leaves the loop at once, as it does a real one
             order = loop.order
             _abandon(loop)
@@ -141,6 +148,7 @@ def execute(
         except KeyboardInterrupt:
             _abandon(loop)
             raise
+        _give_up_if_threads_are_needed(loop)
         order = loop.order
         loop.order = []
         if kind != "done":
@@ -150,8 +158,16 @@ def execute(
             return Outcome(kind, None, None, order)
         return _judge(loop, task, order, observer)
     finally:
+        loop.pools.unwind()
         loop.finish()
         sandbox.end()
+
+
+def _give_up_if_threads_are_needed(loop: SimLoop) -> None:
+    if loop.pools.needs_threads:
+        loop.pools.is_given_up = True
+        _abandon(loop)
+        raise NeedsThreads
 
 
 def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Outcome:
@@ -246,6 +262,7 @@ def _abandon(loop: SimLoop) -> None:
                 task.cancel()
         for task in left:
             _drain(loop, task)
+        loop.pools.unwind()
     for task in loop.sim_tasks:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -91,6 +91,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.observer = observer
         self.now = START_S
         self.order: list[int] = []
+        self.stepping: Any = None  # who takes a step; known only where a story is told
         self.sim_tasks: list[SimTask] = []
         self.pools = PoolTable(self)
         self.enabled: list[Participant] = []

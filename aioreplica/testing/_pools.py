@@ -2,7 +2,8 @@
 
 A pool starts its calls first in first out, as many at a time as it has workers, and completes them
 in any order: so with one worker, in order. A call runs when it completes, so whatever happens to
-its arguments while it is in flight happens to it.
+its arguments while it is in flight happens to it. If it has to wait for somebody it stands still
+there, on a thread (`_op_threads.py`), and being woken is one more event.
 
 An op may start, and later complete, at any moment, and does so before `MAX_LATENCY_S` of virtual
 time have passed. Hence a timeout well above that is never reached because of an op, and a sleep
@@ -11,6 +12,7 @@ below it may end before or after one.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from asyncio import events
 from collections import deque
@@ -20,8 +22,13 @@ from inspect import CO_COROUTINE
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
+from ._errors import RealIOError
+from ._op_run import OpRun
+from ._op_threads import NeedsThreads
+
 if TYPE_CHECKING:
     from ._loop import SimLoop
+    from ._op_threads import OpThreads
 
 LATENCY_S: Final = 0.001
 """How long an op takes where nothing competes with it."""
@@ -30,7 +37,10 @@ MAX_LATENCY_S: Final = 0.25
 DEFAULT_WORKERS: Final = 8
 """Size of the default pool: it must not depend on the machine, or tokens would."""
 
-QUEUED, STARTABLE, IN_FLIGHT, LATE = range(4)
+MAX_SLEEPS: Final = 100
+"""How often an op may sleep before each sleep lets time pass: one that polls would never end."""
+
+QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE = range(6)
 
 
 class PoolOp:
@@ -40,10 +50,12 @@ class PoolOp:
         due: When it starts or completes if nothing holds it back.
         deadline: When it has to have done so.
         since_step: After how many steps of the run it could start or complete.
+        run: The thread that it runs on; None before it completes, and where it needs none.
     """
 
     __slots__ = (
-        "args", "deadline", "due", "fn", "future", "index", "pool", "since_step", "state"
+        "args", "deadline", "due", "fn", "future", "index", "pool", "run", "since_step",
+        "state",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +68,7 @@ class PoolOp:
         self.state = QUEUED
         self.due = self.deadline = 0.0
         self.since_step = 0
+        self.run: OpRun | None = None
         self.index = pool.loop.new_index()
 
     # ---- what kinds of op do in their own way ------------------------------------------------
@@ -64,11 +77,8 @@ class PoolOp:
         """Take the call for a worker; False if it was cancelled."""
         return not self.future.cancelled()
 
-    def perform(self) -> None:
+    def perform(self, context: Context) -> None:
         """Run the call and keep what comes of it."""
-        context = self.pool.context
-        loop = self.pool.loop
-        events._set_running_loop(None)
         try:
             outcome = context.run(self.fn, *self.args)
         except (KeyboardInterrupt, SystemExit):
@@ -77,8 +87,6 @@ class PoolOp:
             self.fn, self.args = _FAILED, (error,)
         else:
             self.fn, self.args = _DONE, (outcome,)
-        finally:
-            events._set_running_loop(loop)
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error, without running it."""
@@ -98,6 +106,11 @@ class PoolOp:
             future.set_exception(wrapped)
         else:
             future.set_exception(outcome)
+
+    @property
+    def lender(self) -> Any:
+        """What ops that belong together have in common; None where the pool knows of nothing."""
+        return None
 
     def describe(self) -> str:
         """Name the call for stories."""
@@ -128,6 +141,8 @@ class PoolOp:
             self._start(pool, loop)
         elif self.state == IN_FLIGHT:
             self._complete(pool, loop)
+        elif self.state == AWAKE:
+            self._go_on(self.on_thread())
         else:
             pool.ended()
             self.deliver()
@@ -158,20 +173,102 @@ class PoolOp:
         error = table.faults.error_of(self) if table.faults is not None else None
         if error is not None:
             self.fail(error)
+        elif table.threads is not None:
+            table.num_sleeps = 0
+            self.run = OpRun(self, table.threads.take())
+            self._go_on(self.run)
+            return
         else:
+            outer, table.current_op = table.current_op, self
             table.slept_s = 0.0
-            table.current_op = self
+            table.num_sleeps = 0
+            events._set_running_loop(None)
             try:
-                self.perform()
+                self.perform(pool.context)
             finally:
-                table.current_op = None
-            if table.slept_s:
-                self.state = LATE
-                slept, table.slept_s = table.slept_s, 0.0
-                loop.call_when_due(loop.now + slept, self)
+                if outer is None:
+                    events._set_running_loop(loop)
+                table.current_op = outer
+        self._end()
+
+    def _go_on(self, run: OpRun) -> None:
+        """Let the op go on where it waits, until it waits again or ends."""
+        table = self.pool.loop.pools
+        try:
+            if not run.go_on():
                 return
-        pool.ended()
-        self.deliver()
+        except RealIOError as error:
+            self.fail(error)
+        else:
+            if run.thread.is_lost:
+                self.fail(asyncio.CancelledError())
+        assert table.threads is not None  # the op has one of them
+        table.threads.give_back(run.thread)
+        self.run = None
+        self._end()
+
+    def _end(self) -> None:
+        """Deliver what came of the call, once the time that it slept is over."""
+        loop = self.pool.loop
+        table = loop.pools
+        if table.slept_s and not table.is_given_up:
+            self.state = LATE
+            slept, table.slept_s = table.slept_s, 0.0
+            loop.call_when_due(loop.now + slept, self)
+        else:
+            self.pool.ended()
+            self.deliver()
+            if table.needs_threads and not table.is_given_up:
+                raise NeedsThreads
+
+    # ---- waiting for others ------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it stands still until somebody wakes it."""
+        return self.state == WAITING
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it may go on where it stood still."""
+        return self.state == AWAKE
+
+    def on_thread(self) -> OpRun:
+        """Return the run of an op that has a thread.
+
+        Cancellation:
+            A CancelledError where it has none: the schedule is run again, with threads.
+        """
+        if self.run is None:
+            self.pool.loop.pools.needs_threads = True
+            raise asyncio.CancelledError("The op has to wait, so the schedule begins again.")
+        return self.run
+
+    def begin_wait(self) -> None:
+        """Stand still."""
+        self.state = WAITING
+
+    def offer(self) -> None:
+        """Become an option: the op may go on."""
+        loop = self.pool.loop
+        self.state = AWAKE
+        self.due, self.deadline = loop.now, loop.now + MAX_LATENCY_S
+        self.since_step = len(loop.order)
+        loop.external.append(self)
+
+    def retract(self) -> None:
+        """Be no option any more."""
+        self.state = WAITING
+        self.pool.loop.external.remove(self)
+
+    def unwind(self) -> None:
+        """End an op wherever it stands still, with a CancelledError."""
+        run = self.run
+        if run is not None and self.state in (WAITING, AWAKE):
+            if self.state == AWAKE:
+                self.retract()
+            run.thread.doom()
+            self._go_on(run)
 
 
 def _DONE() -> None:  # noqa: N802 - a mark, only compared
@@ -195,7 +292,10 @@ class SimPool:
         * At most one call can start: the first of the queue, if a worker is free.
     """
 
-    __slots__ = ("context", "loop", "name", "num_running", "num_workers", "offered", "queue")
+    __slots__ = (
+        "context", "is_inside", "lenders", "loop", "name", "num_running", "num_workers",
+        "offered", "queue",
+    )  # fmt: skip
 
     def __init__(self, loop: SimLoop, name: str, num_workers: int) -> None:
         self.loop = loop
@@ -205,6 +305,8 @@ class SimPool:
         self.queue: deque[PoolOp] = deque()
         self.offered: PoolOp | None = None
         self.context = Context()  # threads do not see the caller's variables
+        self.is_inside = False  # whether a call is in that context, so that no other can enter it
+        self.lenders: list[Any] = []  # runs of the library with an op that lends its worker
 
     def put(self, op: PoolOp) -> None:
         """Enqueue a call."""
@@ -216,7 +318,10 @@ class SimPool:
     def offer(self) -> None:
         """Let the first call start if a worker is free."""
         if self.queue and self.offered is None and self.num_running < self.num_workers:
-            self.offered = op = self.queue.popleft()
+            op = self._next() if self.lenders else self.queue.popleft()
+            if op is None:
+                return
+            self.offered = op
             op.state = STARTABLE
             now = self.loop.now
             op.due, op.deadline = now, now + MAX_LATENCY_S
@@ -229,12 +334,56 @@ class SimPool:
         if self.queue:
             self.offer()
 
+    # ---- lending a worker --------------------------------------------------------------------
+
+    def lend(self, lender: Any) -> None:
+        """Free the worker of an op that waits; ops of the same run stay behind it."""
+        self.lenders.append(lender)
+        self.ended()
+
+    def take_back(self, lender: Any, give_worker: Callable[[], None]) -> bool:
+        """Ask for a worker for an op that waits no longer; False if `give_worker` tells it when."""
+        if self.num_running < self.num_workers and self.offered is None:
+            self.num_running += 1
+            return True
+        self.queue.append(_Return(self, give_worker, (), lender))
+        return False
+
+    def lends_no_longer(self, lender: Any) -> None:
+        """Let the ops of a run go on behind the one that had lent its worker."""
+        self.lenders.remove(lender)
+        self.offer()
+
+    def _next(self) -> PoolOp | None:
+        """Take the first op out of the queue that need not stay behind one that waits."""
+        for at, op in enumerate(self.queue):
+            if type(op) is _Return:
+                del self.queue[at]
+                self.num_running += 1
+                op.fn()
+                self.offer()
+                return None
+            if op.lender is None or op.lender not in self.lenders:
+                del self.queue[at]
+                return op
+        return None
+
+
+@final
+class _Return(PoolOp):
+    """Stands in a queue for an op that wants its worker back; never an option itself."""
+
+    __slots__ = ()
+
 
 @final
 class PoolTable:
     """The pools of one run, by the executor that each stands for."""
 
-    __slots__ = ("_by_executor", "_loop", "current_op", "faults", "ops", "pools", "slept_s")
+    __slots__ = (
+        "_by_executor", "_loop", "current_op", "faults", "is_given_up", "needs_threads",
+        "num_sleeps", "ops", "pools", "slept_s", "threads",
+    )  # fmt: skip
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -244,6 +393,37 @@ class PoolTable:
         self.ops: list[PoolOp] = []  # of this run, for the story
         self.slept_s = 0.0
         self.current_op: PoolOp | None = None
+        self.num_sleeps = 0
+        self.threads: OpThreads | None = None
+        self.needs_threads = False
+        self.is_given_up = False
+
+    def sleep(self, op: PoolOp, seconds: float) -> None:
+        """Let an op sleep: it is late by so much, or stands still if it sleeps all the time."""
+        self.slept_s += seconds
+        self.num_sleeps += 1
+        if self.num_sleeps > MAX_SLEEPS:
+            op.on_thread().catch_up()
+
+    @property
+    def waiting(self) -> list[PoolOp]:
+        """The ops that stand still until somebody wakes them."""
+        return [op for op in self.ops if op.is_waiting]
+
+    def take_step(self, at: int) -> None:
+        """Let an op take its step while everything else is blocked."""
+        loop = self._loop
+        op: Any = loop.external.pop(at)
+        loop.order.append(op.index)
+        slept_s, self.slept_s = self.slept_s, 0.0
+        op.fire()
+        self.slept_s = slept_s
+
+    def unwind(self) -> None:
+        """End every op that has a thread."""
+        self.is_given_up = True
+        for op in tuple(self.ops):
+            op.unwind()
 
     def make(self, name: str, num_workers: int) -> SimPool:
         """Make a pool that stands for no executor."""
