@@ -27,11 +27,7 @@ WORKERS: Final = {HOST: DEFAULT_WORKERS, COLLECTIVES: COLLECTIVE_WORKERS}
 class DeviceOp(PoolOp):
     """An op of the library, in a simulated lane."""
 
-    __slots__ = ("lane",)
-
-    def __init__(self, lane: SimLane, op: Op[Any]) -> None:
-        super().__init__(lane.pool, _never_called, (), op)
-        self.lane = lane
+    __slots__ = ()
 
     @property
     def lender(self) -> Any:
@@ -79,6 +75,7 @@ class SimLane:
 
     def __init__(self, pool: SimPool) -> None:
         self.pool = pool
+        pool.lane = self
         self.name = pool.name
         self._is_stopped = False
 
@@ -94,7 +91,7 @@ class SimLane:
                 "is open.",
                 device=self.name,
             )
-        self.pool.put(DeviceOp(self, op))
+        self.pool.put(DeviceOp(self.pool, _never_called, (), op))
 
     @contextmanager
     def lend(self) -> Iterator[None]:
@@ -154,7 +151,7 @@ class SimLaneTable:
     def served_lane(self) -> SimLane | None:
         """Return the lane whose op runs now."""
         op = self._loop.pools.current_op
-        return op.lane if isinstance(op, DeviceOp) else None
+        return op.pool.lane if op is not None else None
 
     def new_gate(self, loop: Any) -> SimGate:
         """Make a closed gate, whose waits the schedule sees."""

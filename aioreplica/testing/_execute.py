@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 from ._budget import Budget
 from ._errors import LeakError
 from ._loop import SimLoop
+from ._op_points import point_of_op
 from ._op_threads import NeedsThreads
 from ._participant import Choose
 from ._strategies import fifo
@@ -178,7 +179,8 @@ def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Out
             if not task.done() or task._log_traceback:
                 break
         else:
-            if not loop.complaints and not loop._asyncgens:  # type: ignore[attr-defined]
+            left = loop.complaints or loop._asyncgens or loop.pools.waiting  # type: ignore[attr-defined]
+            if not left:
                 return Outcome("passed", main.result(), None, order)
         error = _find_leaks(loop)
         if error is None:
@@ -218,13 +220,18 @@ def _find_leaks(loop: SimLoop) -> LeakError | None:
     )
     exceptions += tuple(_complaint(context) for context in loop.complaints)
     generators = tuple(agen.__qualname__ for agen in loop.open_generators)
-    if not (tasks or generators or exceptions):
+    threads = tuple(
+        f"{op.describe()} on {op.pool.name} ({point_of_op(op)})" for op in loop.pools.waiting
+    )
+    if not (tasks or generators or exceptions or threads):
         return None
     parts = []
     if tasks:
         parts.append(f"tasks that had not ended: {', '.join(tasks)}")
     if generators:
         parts.append(f"asynchronous generators that were not closed: {', '.join(generators)}")
+    if threads:
+        parts.append(f"threads that waited for ever: {', '.join(threads)}")
     if exceptions:
         parts.append(f"exceptions that nobody retrieved: {', '.join(exceptions)}")
     return LeakError(
@@ -233,6 +240,7 @@ def _find_leaks(loop: SimLoop) -> LeakError | None:
         tasks=tasks,
         generators=generators,
         exceptions=exceptions,
+        threads=threads,
     )
 
 

@@ -37,6 +37,11 @@ class OpRun:
         self._timed_out = False
         thread.begin(self._perform, f"aioreplica {op.pool.name}")
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether its wait ends by itself."""
+        return self._timer is not None
+
     # ---- on whatever thread lets it go on ----------------------------------------------------
 
     def go_on(self) -> bool:

@@ -18,6 +18,7 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
 from inspect import CO_COROUTINE
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -114,8 +115,13 @@ class PoolOp:
 
     def describe(self) -> str:
         """Name the call for stories."""
-        name = getattr(self.fn, "__qualname__", None)
-        return name or type(self.fn).__qualname__
+        fn: Any = self.fn
+        args = self.args
+        if isinstance(fn, partial):
+            fn, args = fn.func, (*fn.args, *args)
+        if args and isinstance(getattr(fn, "__self__", None), Context):
+            fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
     # ---- the three events --------------------------------------------------------------------
 
@@ -189,23 +195,33 @@ class PoolOp:
                 if outer is None:
                     events._set_running_loop(loop)
                 table.current_op = outer
+            if not table.slept_s and not table.needs_threads:
+                pool.ended()
+                self.deliver()
+                return
         self._end()
 
     def _go_on(self, run: OpRun) -> None:
         """Let the op go on where it waits, until it waits again or ends."""
-        table = self.pool.loop.pools
         try:
             if not run.go_on():
                 return
         except RealIOError as error:
             self.fail(error)
+        except BaseException:
+            self._leave_thread(run)
+            raise
         else:
             if run.thread.is_lost:
                 self.fail(asyncio.CancelledError())
-        assert table.threads is not None  # the op has one of them
-        table.threads.give_back(run.thread)
-        self.run = None
+        self._leave_thread(run)
         self._end()
+
+    def _leave_thread(self, run: OpRun) -> None:
+        threads = self.pool.loop.pools.threads
+        assert threads is not None  # the op has one of them
+        threads.give_back(run.thread)
+        self.run = None
 
     def _end(self) -> None:
         """Deliver what came of the call, once the time that it slept is over."""
@@ -293,7 +309,7 @@ class SimPool:
     """
 
     __slots__ = (
-        "context", "is_inside", "lenders", "loop", "name", "num_running", "num_workers",
+        "context", "is_inside", "lane", "lenders", "loop", "name", "num_running", "num_workers",
         "offered", "queue",
     )  # fmt: skip
 
@@ -306,6 +322,7 @@ class SimPool:
         self.offered: PoolOp | None = None
         self.context = Context()  # threads do not see the caller's variables
         self.is_inside = False  # whether a call is in that context, so that no other can enter it
+        self.lane: Any = None  # of the library, that it stands for
         self.lenders: list[Any] = []  # runs of the library with an op that lends its worker
 
     def put(self, op: PoolOp) -> None:
@@ -407,8 +424,10 @@ class PoolTable:
 
     @property
     def waiting(self) -> list[PoolOp]:
-        """The ops that stand still until somebody wakes them."""
-        return [op for op in self.ops if op.is_waiting]
+        """The ops that stand still until somebody wakes them, which time alone does not."""
+        if self.threads is None:
+            return []
+        return [op for op in self.ops if op.is_waiting and op.run and not op.run.is_timed]
 
     def take_step(self, at: int) -> None:
         """Let an op take its step while everything else is blocked."""
@@ -422,8 +441,9 @@ class PoolTable:
     def unwind(self) -> None:
         """End every op that has a thread."""
         self.is_given_up = True
-        for op in tuple(self.ops):
-            op.unwind()
+        if self.threads is not None:
+            for op in tuple(self.ops):
+                op.unwind()
 
     def make(self, name: str, num_workers: int) -> SimPool:
         """Make a pool that stands for no executor."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import os
+import queue
 import random
 import socket
 import subprocess
@@ -148,7 +148,7 @@ class Sandbox:
             loop.pools.faults = schedule.faults.for_run(seed)
         loop.pools.threads = self.threads if self.threads.is_needed else None
         REGISTRY.replace(LANE_TABLE, SimLaneTable(loop))
-        REGISTRY.replace(SOURCE_LANES, itertools.count())
+        REGISTRY.replace(SOURCE_LANES, None)
         self._is_running = True
 
     def end(self) -> None:
@@ -166,6 +166,8 @@ class Sandbox:
             self, {name: getattr(time, name) for name in CLOCK_NAMES}
         ).items():
             self._patch(time, name, value)
+        for module in (threading, queue):  # they have a name of their own for the clock
+            self._patch(module, CLOCK_ALIASES[module.__name__], time.monotonic)
         urandom = self._random_bytes(os.urandom)
         self._patch(os, "urandom", urandom)
         self._patch(random, "_urandom", urandom)  # of SystemRandom, and so of `secrets`
@@ -249,6 +251,7 @@ def process_starters() -> list[tuple[Any, str]]:
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
+CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
 CLOCK_NAMES: Final = (
     "time",
     "time_ns",
