@@ -73,7 +73,7 @@ class ThreadPoint:
         self._lock = Lock()
         self._gates = [new_gate(loop) for _ in point.everyone.members]
         self._parked: set[int] = set()
-        self._host_calls: set[HostCall] = set()
+        self._host_calls: dict[HostCall, None] = {}  # ordered: a set is walked by address
         self._wakers: list[Callable[[], None]] = []
 
     # ---- on device threads ---------------------------------------------------------------
@@ -133,7 +133,7 @@ class ThreadPoint:
         with self._lock:
             if self._point.is_aborted:
                 raise asyncio.CancelledError
-            self._host_calls.add(call)
+            self._host_calls[call] = None
         try:
             self._loop.call_soon_threadsafe(call.begin)
         except RuntimeError:
@@ -146,7 +146,7 @@ class ThreadPoint:
             raise
         finally:
             with self._lock:
-                self._host_calls.discard(call)
+                self._host_calls.pop(call, None)
         if self._point.is_aborted:
             raise asyncio.CancelledError
         return call.result()
