@@ -12,7 +12,8 @@ from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
 from ..errors import DeviceError
 from ..replica import run_device_program
 from ._gates import SimGate
-from ._pools import DEFAULT_WORKERS, PoolOp, SimPool
+from ._pools import PoolOp
+from ._workers import DEFAULT_WORKERS, SimPool
 
 if TYPE_CHECKING:
     from ._loop import SimLoop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from ._pools import PoolTable
+    from ._workers import PoolTable
 
 
 @final

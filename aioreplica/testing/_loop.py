@@ -33,8 +33,8 @@ from ._budget import Budget
 from ._forbidden import ForbiddenIO
 from ._handles import CallbackQueue, Clock, SimHandle, SimTimer
 from ._participant import FIRST_INDEX, START_S, Choose, Participant
-from ._pools import PoolTable
 from ._task import SimTask
+from ._workers import PoolTable
 
 SAME_INSTANT_S: Final = 1e-9
 

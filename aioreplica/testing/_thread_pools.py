@@ -7,7 +7,8 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any, final
 
 from ._forbidden import refuse
-from ._pools import PoolOp, SimPool
+from ._pools import PoolOp
+from ._workers import SimPool
 
 if TYPE_CHECKING:
     from ._sandbox import Sandbox
