@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
-from threading import Lock
 from typing import Any, final
 
-from ..devices import Op, OwnedTask, wait_shielded
+from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
 from ..input import SourceLane
 from ._elements import Elements
 from ._infeed import Infeed, Mark
@@ -43,7 +42,7 @@ class ThreadFiller(Filler):
 
     def start(self) -> None:
         """Begin on the thread."""
-        self._op = self._lane.run(self._fill)
+        self._op = self._lane.run(self._fill, new_gate(asyncio.get_running_loop()))
         self._op.put()
 
     async def aclose(self) -> None:
@@ -69,18 +68,16 @@ class ThreadFiller(Filler):
         self._gave_up = True
         _resolve(waiter)
 
-    def _fill(self) -> None:
+    def _fill(self, room: Gate) -> None:
         elements, infeed = self._elements, self._infeed
-        gate = Lock()
-        gate.acquire()
         error: BaseException | None = None
         try:
             while not elements.are_complete:
                 element = next(self._source, Mark.END)
                 if element is Mark.END:
                     break
-                if not infeed.has_room and infeed.wait_for_room(gate.release):
-                    gate.acquire()
+                if not infeed.has_room and infeed.wait_for_room(room.open):
+                    room.wait()
                 if infeed.is_aborted:
                     return
                 elements.add(element)

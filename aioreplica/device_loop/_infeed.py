@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from enum import Enum, unique
-from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, final
 
+from ..devices import new_gate
 from ..tree import leaves
+from ._queue import DeviceQueue
 
-LOOK_S = 1.0
 MAX_AHEAD = 64
 AHEAD_BYTES = 8 * 1024 * 1024
 """How far the infeed runs ahead: up to 64 elements, fewer if they are large, at least 2."""
@@ -32,6 +32,7 @@ class Infeed:
 
     Args:
         hosts: The replica ids of each host.
+        loop: The event loop of the run.
 
     Invariants:
         * Every queue gets the same number of elements: a step is there for all or for none.
@@ -39,10 +40,12 @@ class Infeed:
         * A filler that waits is woken once, by whichever device makes room or by `abort`.
     """
 
-    def __init__(self, hosts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, hosts: Sequence[Sequence[int]], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
         self._hosts = hosts
         count = sum(map(len, hosts))
-        self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(count)]
+        self._queues = [DeviceQueue(new_gate(loop)) for _ in range(count)]
         self._taken = [0] * count
         self._lock = Lock()
         self._wake_filler: Callable[[], None] | None = None
@@ -88,24 +91,15 @@ class Infeed:
 
     def is_empty(self, replica_id: int) -> bool:
         """Tell whether a device would have to wait."""
-        return self._queues[replica_id].empty()
+        return self._queues[replica_id].is_empty
 
-    def take(self, replica_id: int, look: Callable[[], None]) -> tuple[Any, ...] | None:
+    def take(self, replica_id: int) -> tuple[Any, ...] | None:
         """Return the inputs of a replica's next step, None behind the last one; may block.
 
-        Args:
-            replica_id: Whose queue.
-            look: Called from time to time while there is nothing; raises what shall end the wait.
-
         Cancellation:
-            A CancelledError once the infeed is aborted.
+            A CancelledError once the infeed is aborted, or the event loop closed.
         """
-        item: Any = None
-        while item is None:
-            try:
-                item = self._queues[replica_id].get(timeout=LOOK_S)
-            except Empty:
-                look()
+        item: Any = self._queues[replica_id].take()
         if type(item) is Mark:
             if item is Mark.ABORTED:
                 raise asyncio.CancelledError

@@ -32,9 +32,9 @@ def run_loop(
     for step in range(num_steps):
         if infeed.is_empty(replica_id):
             with blocking.waiting(f"the infeed for step {step}"):
-                inputs = infeed.take(replica_id, blocking.look)
+                inputs = infeed.take(replica_id)
         else:
-            inputs = infeed.take(replica_id, blocking.look)
+            inputs = infeed.take(replica_id)
         if inputs is None:
             break
         try:

@@ -6,13 +6,16 @@ from ._current import current_device as current_device
 from ._current import device as device
 from ._drain import is_interrupted as is_interrupted
 from ._drain import wait_shielded as wait_shielded
+from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
-from ._lane import lend_lane as lend_lane
-from ._lane import name_of_served_lane as name_of_served_lane
+from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable
 from ._lane_table import lane_table as lane_table
+from ._lane_table import lend_lane as lend_lane
+from ._lane_table import name_of_served_lane as name_of_served_lane
+from ._lane_table import new_gate as new_gate
 from ._lane_table import set_lane_options as set_lane_options
 from ._logical import list_devices as list_devices
 from ._logical import require_device as require_device
@@ -32,11 +35,13 @@ from ._together import run_together as run_together
 from ._tracker import OpTracker as OpTracker
 
 __all__ = [
+    "COLLECTIVES",
     "HOST",
     "INLINE_BYTES",
     "CompletionPort",
     "Device",
     "DeviceSpec",
+    "Gate",
     "Lane",
     "LaneStatistics",
     "LaneTable",
@@ -51,6 +56,7 @@ __all__ = [
     "lend_lane",
     "name_of_served_lane",
     "list_devices",
+    "new_gate",
     "num_collective_streams",
     "require_device",
     "run_on_host",

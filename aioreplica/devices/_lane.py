@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, final
@@ -254,16 +254,10 @@ class _Stream:
         self.busy_s = 0.0
 
 
-def lend_lane() -> AbstractContextManager[None]:
-    """Lend the lane whose op the calling thread runs, see `Lane.lend`; nothing elsewhere."""
+def served_lane() -> Lane | None:
+    """Return the lane whose ops the calling thread runs, None elsewhere."""
     lane, _ = _serving_threads().get(threading.get_ident(), (None, None))
-    return nullcontext() if lane is None else lane.lend()
-
-
-def name_of_served_lane() -> str | None:
-    """Return the name of the lane whose ops the calling thread runs, None elsewhere."""
-    lane, _ = _serving_threads().get(threading.get_ident(), (None, None))
-    return None if lane is None else lane.name
+    return lane
 
 
 def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
 from ._blas import BlasBudget
-from ._lane import Lane, LaneStatistics
+from ._gate import Gate
+from ._lane import Lane, LaneStatistics, served_lane
 
 HOST = "host"
 COLLECTIVES = "collectives"
@@ -54,6 +57,14 @@ class LaneTable:
                 streams = num_streams or self._streams_of(name)
                 lane = self._lanes.setdefault(name, Lane(name, num_streams=streams, nice=self.nice))
         return lane
+
+    def served_lane(self) -> Lane | None:
+        """Return the lane whose ops the calling thread runs, None elsewhere."""
+        return served_lane()
+
+    def new_gate(self, loop: asyncio.AbstractEventLoop | None) -> Gate:
+        """Make a closed gate for a thread that works for a run on `loop`."""
+        return Gate(loop)
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """Count one more user of each lane, and budget BLAS threads over the CPU ones."""
@@ -133,6 +144,26 @@ def _default_collective_streams() -> int:
 def lane_table() -> LaneTable:
     """Return the lane table of the process."""
     return REGISTRY.once("lane_table", LaneTable)
+
+
+def lend_lane() -> AbstractContextManager[None]:
+    """Lend the lane whose op the calling thread runs, see `Lane.lend`; nothing elsewhere."""
+    lane = lane_table().served_lane()
+    return nullcontext() if lane is None else lane.lend()
+
+
+def name_of_served_lane() -> str | None:
+    """Return the name of the lane whose ops the calling thread runs, None elsewhere."""
+    lane = lane_table().served_lane()
+    return None if lane is None else lane.name
+
+
+def new_gate(loop: asyncio.AbstractEventLoop | None) -> Gate:
+    """Make a closed gate: every wait of a device thread for somebody else goes through one.
+
+    A test may have put another lane table in place, whose gates it decides about.
+    """
+    return lane_table().new_gate(loop)
 
 
 def set_lane_options(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ._tracker import OpTracker
 
 T = TypeVar("T")
+LIBRARY = __name__.partition(".")[0] + "."
 
 
 @final
@@ -133,8 +134,20 @@ class Op(asyncio.Future[T]):
 
     @property
     def fn_name(self) -> str:
-        """Name of the function that the op runs."""
-        return getattr(self._fn, "__qualname__", None) or type(self._fn).__qualname__
+        """Name of the function that the op runs; of the user's, while the library's calls one."""
+        fn: Any = self._fn
+        if str(getattr(fn, "__module__", "")).startswith(LIBRARY):
+            fn = next((each for each in self._args if is_of_user(each)), fn)
+        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+    @property
+    def place(self) -> Any:
+        """What was current where the op was made."""
+        return self._context.get(PLACE)
+
+    def runs(self, fn: Callable[..., Any]) -> bool:
+        """Tell whether this is the function that the op runs."""
+        return self._fn is fn
 
     # ---- on the event loop ---------------------------------------------------------------
 
@@ -261,3 +274,8 @@ class Op(asyncio.Future[T]):
             self.cancel()
         if self._steps is not None:
             self._steps.close()
+
+
+def is_of_user(thing: Any) -> bool:
+    """Tell whether this is a function that is not the library's own."""
+    return callable(thing) and not str(getattr(thing, "__module__", "")).startswith(LIBRARY)

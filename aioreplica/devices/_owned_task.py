@@ -34,6 +34,11 @@ class OwnedTask(Generic[T]):
         self._task = asyncio.Task(work, loop=loop, name=name, context=context)
 
     @property
+    def task(self) -> asyncio.Task[T]:
+        """The task itself, for who looks at what a program waits for."""
+        return self._task
+
+    @property
     def is_done(self) -> bool:
         """Whether the task has ended, in whatever way."""
         return self._task.done()

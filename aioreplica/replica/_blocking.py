@@ -21,7 +21,6 @@ from ._collective import Collective
 from ._collectives import Collectives
 from ._group_context import require_members
 from ._handle import Handle
-from ._host_call import HostCall
 from ._merge_call import merge_call_named
 from ._misuse import blocking_misuse_error, no_blocking_handle_error
 from ._seat import Seat
@@ -218,7 +217,7 @@ class BlockingContext(BlockingCollectives):
         context = copy_context()
         context.run(PLACE.set, place)
         with self.waiting(name):
-            return point.call_on_host(HostCall(fn, args, context, f"aioreplica {name}"))
+            return point.call_on_host(fn, args, context, f"aioreplica {name}")
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -228,11 +227,6 @@ class BlockingContext(BlockingCollectives):
             yield
         finally:
             self._seat.activity = None
-
-    def look(self) -> None:
-        """Raise CancelledError if the run was aborted, or its event loop is closed."""
-        if self._point is not None:
-            self._point.look()
 
     def step_ended(self) -> None:
         """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
@@ -341,7 +335,7 @@ class BlockingContext(BlockingCollectives):
             call = new_call(collective, argument, args, kwargs, group, position, sequence, site)
             return point.start(seat, call)
 
-        return BridgedCall(point, seat, arrive).wait(self._group.running_loop())
+        return BridgedCall(point, seat, arrive, self._group.running_loop()).wait()
 
     @property
     def _is_in_op(self) -> bool:

@@ -8,14 +8,13 @@ must not hold what those need, or two runs could hold each other's devices for e
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from ..devices import lend_lane
+from ..devices import lend_lane, new_gate
 from ..errors import ContextError
 from ._collective import Collective
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from ._meeting_point import MeetingPoint
     from ._seat import Seat
     from ._sync_group import Generation
-
-POLL_S = 1.0  # how often a waiting thread looks whether its loop was closed under it
 
 
 @final
@@ -58,29 +55,35 @@ class BridgedCall:
         point: Where the replicas meet.
         seat: The caller's.
         arrive: Makes the call and brings it to the rendezvous, on the event loop.
+        loop: The event loop of the run.
 
     Cancellation:
         The end of the run wakes the thread with CancelledError. Cancelling only the await of the
         op does not: a started op runs to its end.
     """
 
-    __slots__ = ("_arrive", "_error", "_has_ended", "_point", "_result", "_seat")
+    __slots__ = ("_arrive", "_error", "_gate", "_loop", "_point", "_result", "_seat")
 
-    def __init__(self, point: MeetingPoint, seat: Seat, arrive: Callable[[], Generation]) -> None:
+    def __init__(
+        self,
+        point: MeetingPoint,
+        seat: Seat,
+        arrive: Callable[[], Generation],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self._point = point
         self._seat = seat
         self._arrive = arrive
-        self._has_ended = threading.Event()
+        self._loop = loop
+        self._gate = new_gate(loop)
         self._result: Any = None
         self._error: BaseException | None = None
 
-    def wait(self, loop: asyncio.AbstractEventLoop) -> Any:
+    def wait(self) -> Any:
         """Make the call and wait, in the calling thread."""
         with lend_lane():
-            loop.call_soon_threadsafe(self._begin, context=copy_context())
-            while not self._has_ended.wait(POLL_S):
-                if loop.is_closed():
-                    raise asyncio.CancelledError
+            self._loop.call_soon_threadsafe(self._begin, context=copy_context())
+            self._gate.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -95,7 +98,7 @@ class BridgedCall:
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
         self._result, self._error = result, error
-        self._has_ended.set()
+        self._gate.open()
 
 
 def require_no_loop(name: str) -> None:

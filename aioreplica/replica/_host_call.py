@@ -6,10 +6,9 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from contextvars import Context
-from threading import Lock
 from typing import Any, final
 
-from ..devices import OwnedTask
+from ..devices import Gate, OwnedTask
 
 
 @final
@@ -21,6 +20,7 @@ class HostCall:
         args: Its arguments.
         context: The context variables to run it in.
         name: Names the task of an async one.
+        gate: Where the device thread waits.
 
     Invariants:
         * The gate is opened once, when nothing of the call runs any more.
@@ -36,25 +36,38 @@ class HostCall:
     )  # fmt: skip
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], context: Context, name: str
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: Context,
+        name: str,
+        gate: Gate,
     ) -> None:
         self._fn = fn
         self._args = args
         self._context = context
         self._name = name
-        self._gate = Lock()
-        self._gate.acquire()
+        self._gate = gate
         self._is_over = False
         self._has_started = False
         self._task: OwnedTask[Any] | None = None
         self._result: Any = None
         self._error: BaseException | None = None
 
+    @property
+    def task(self) -> asyncio.Task[Any] | None:
+        """The task of an async function that has begun; None else."""
+        return None if self._task is None else self._task.task
+
     # ---- on the device thread ------------------------------------------------------------
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the call has ended; False if it has not by then."""
-        return self._gate.acquire(timeout=timeout_s)
+    def wait(self) -> None:
+        """Wait until the call has ended.
+
+        Cancellation:
+            A CancelledError once the event loop is closed.
+        """
+        self._gate.wait()
 
     def result(self) -> Any:
         """Return what the ended call returned, or raise what it raised."""
@@ -113,4 +126,4 @@ class HostCall:
         if not self._is_over:
             self._is_over = True
             self._error = error
-            self._gate.release()
+            self._gate.open()

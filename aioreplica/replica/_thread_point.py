@@ -1,7 +1,7 @@
 """Where the device threads of one run meet: the same rendezvous, with locks instead of a future.
 
-Each replica has a gate, a lock that is closed. A thread that has to wait parks: it tries to pass
-its gate. Whoever completes the generation merges it in its own thread and opens the gates of the
+Each replica has a gate, which is closed. A thread that has to wait parks: it waits at its gate.
+Whoever completes the generation merges it in its own thread and opens the gates of the
 others. Nothing goes through the event loop, except what ends the run (a mismatch, a timeout) and
 the rest of a merge that has to be awaited.
 
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from threading import Lock
 from typing import Any, final
 from weakref import proxy
 
+from ..devices import new_gate
 from ..errors import ReplicaRow
 from ..telemetry import Recorder
 from ._call import Call
@@ -35,8 +36,6 @@ from ._merge_task import MergeTask, error_of
 from ._rendezvous import Mismatch, ReplicaState
 from ._seat import Seat
 from ._sync_group import Generation, SyncGroup
-
-LOOK_S = 1.0  # how often a parked thread looks whether its event loop is still there
 
 
 @final
@@ -72,9 +71,9 @@ class ThreadPoint:
         self._run: RunControl = proxy(run)  # the run holds this: no circle
         self._timeout_s = point.everyone.meeting.timeout_s
         self._lock = Lock()
-        self._gates = [_closed_gate() for _ in point.everyone.members]
+        self._gates = [new_gate(loop) for _ in point.everyone.members]
         self._parked: set[int] = set()
-        self._host_calls: set[HostCall] = set()
+        self._host_calls: dict[HostCall, None] = {}  # ordered: a set is walked by address
         self._wakers: list[Callable[[], None]] = []
 
     # ---- on device threads ---------------------------------------------------------------
@@ -106,8 +105,10 @@ class ThreadPoint:
             raise asyncio.CancelledError
         own = call.collective.options(call.argument)
         timeout_s = self._timeout_s if own is None else own.timeout_seconds
-        if timeout_s is not None or not self._gates[replica_id].acquire(True, LOOK_S):
-            self._wait(replica_id, call, generation, timeout_s)  # type: ignore[arg-type]
+        if timeout_s is None or not generation.missing:  # type: ignore[union-attr]
+            self._park(replica_id)
+        else:
+            self._park_for(timeout_s, replica_id, call, generation)  # type: ignore[arg-type]
         if point.is_aborted:
             raise asyncio.CancelledError
         error = generation.error  # type: ignore[union-attr]
@@ -124,39 +125,31 @@ class ThreadPoint:
         with self._lock:
             return self._point.sub_group(members)
 
-    def call_on_host(self, call: HostCall) -> Any:
-        """Have the event loop run something; return what it returns."""
+    def call_on_host(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], context: Context, name: str
+    ) -> Any:
+        """Have the event loop run a plain or async function; return what it returns."""
+        call = HostCall(fn, args, context, name, new_gate(self._loop))
         with self._lock:
             if self._point.is_aborted:
                 raise asyncio.CancelledError
-            self._host_calls.add(call)
+            self._host_calls[call] = None
         try:
             self._loop.call_soon_threadsafe(call.begin)
         except RuntimeError:
             self._abandon()
             raise asyncio.CancelledError from None
         try:
-            while not call.wait(LOOK_S):
-                if self._loop.is_closed():
-                    self._abandon()
-                    raise asyncio.CancelledError
+            call.wait()
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
         finally:
             with self._lock:
-                self._host_calls.discard(call)
+                self._host_calls.pop(call, None)
         if self._point.is_aborted:
             raise asyncio.CancelledError
         return call.result()
-
-    def look(self) -> None:
-        """Raise CancelledError if the run was aborted or nobody is left to end it."""
-        if self._loop.is_closed():
-            self._abandon()
-        self.check_running()
-
-    def check_running(self) -> None:
-        """Raise CancelledError if the run was aborted."""
-        if self._point.is_aborted:
-            raise asyncio.CancelledError
 
     # ---- on the event loop ---------------------------------------------------------------
 
@@ -223,8 +216,8 @@ class ThreadPoint:
             else:  # all others wait for this merge
                 woken = list(parked)
                 parked.clear()
-            for member in woken:
-                gates[member].release()
+        for member in woken:  # outside the lock, which they may need
+            gates[member].open()
         if error is None:  # recorded while the others wake up, which takes them longer
             calls = generation.calls
             first: Call = calls[0]
@@ -268,13 +261,19 @@ class ThreadPoint:
 
     # ---- waiting -------------------------------------------------------------------------
 
-    def _wait(
-        self, replica_id: int, call: Call, generation: Generation, timeout_s: float | None
+    def _park(self, replica_id: int, timeout_s: float | None = None) -> bool:
+        """Wait until the generation is merged or the run ended; False if that took too long."""
+        try:
+            return self._gates[replica_id].wait(timeout_s)
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
+
+    def _park_for(
+        self, timeout_s: float, replica_id: int, call: Call, generation: Generation
     ) -> None:
-        """Park until the generation is merged or the run ended, or for as long as allowed."""
-        if timeout_s is None or not generation.missing:
-            self._park(replica_id)
-        elif not self._gates[replica_id].acquire(timeout=timeout_s):
+        """Park for as long as allowed, then until the run was ended."""
+        if not self._park(replica_id, timeout_s):
             self._end_run(self._stalled, timeout_s, call, generation)
             self._park(replica_id)
 
@@ -282,17 +281,12 @@ class ThreadPoint:
         if generation.missing:
             self._run.stalled(timeout_s, call)
 
-    def _park(self, replica_id: int) -> None:
-        gate = self._gates[replica_id]
-        while not gate.acquire(timeout=LOOK_S):
-            if self._loop.is_closed():
-                self._abandon()
-
     def _wake_all(self) -> None:
         with self._lock:
-            for replica_id in self._parked:
-                self._gates[replica_id].release()
+            woken = list(self._parked)
             self._parked.clear()
+        for replica_id in woken:
+            self._gates[replica_id].open()
         if self._point.is_aborted:
             for wake in self._wakers:
                 wake()
@@ -310,12 +304,6 @@ class ThreadPoint:
         """End the run from a thread: its event loop is closed, so nobody else will."""
         self._point.is_aborted = True
         self._wake_all()
-
-
-def _closed_gate() -> Lock:
-    gate = Lock()
-    gate.acquire()
-    return gate
 
 
 def _noted(error: BaseException, generation: Generation) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) ->
     run = Run.prepare(
         strategy, lifecycle, plan.fn, plan.options.seed, is_blocking=True, num_steps=plan.num_steps
     )
-    infeed = Infeed(strategy.host_replicas)
+    infeed = Infeed(strategy.host_replicas, asyncio.get_running_loop())
     elements = Elements(infeed, count, plan.num_steps)
     contexts = [
         MultiStepContext(initial[i], events=strategy.events, replica_id=i) for i in range(count)

@@ -48,8 +48,9 @@ def clock_functions(sandbox: Sandbox, real: dict[str, Callable[..., Any]]) -> di
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
         loop = sandbox.loop
-        if loop.pools.current_op is not None:
-            loop.pools.slept_s += seconds
+        op = loop.pools.current_op
+        if op is not None:
+            loop.pools.sleep(op, seconds)
         else:  # the program keeps the loop from everything else for that long
             loop.jump(loop.now + seconds)
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import threading
-from asyncio import events
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final, final
 
-from ..devices import HOST, LaneStatistics, Op
+from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
 from ..errors import DeviceError
-from ._pools import DEFAULT_WORKERS, PoolOp, SimPool
+from ..replica import run_device_program
+from ._gates import SimGate
+from ._pools import PoolOp
+from ._workers import DEFAULT_WORKERS, SimPool
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
+
+
+COLLECTIVE_WORKERS: Final = 4
+WORKERS: Final = {HOST: DEFAULT_WORKERS, COLLECTIVES: COLLECTIVE_WORKERS}
+"""As on a machine with many cores; all others have one."""
 
 
 @final
@@ -20,17 +30,18 @@ class DeviceOp(PoolOp):
 
     __slots__ = ()
 
+    @property
+    def lender(self) -> Any:
+        """The run that the op belongs to."""
+        return self.future.tracker
+
     def claim(self) -> bool:
         """Take the op, unless it was withdrawn."""
         return bool(self.future.claim())
 
-    def perform(self) -> None:
+    def perform(self, context: Context) -> None:
         """Run the op's function."""
-        events._set_running_loop(None)
-        try:
-            self.future.run_claimed()
-        finally:
-            events._set_running_loop(self.pool.loop)
+        self.future.run_claimed()
 
     def fail(self, error: BaseException) -> None:
         """End the op with an error, without running it."""
@@ -43,6 +54,14 @@ class DeviceOp(PoolOp):
     def describe(self) -> str:
         """Name the op for stories."""
         return str(self.future.fn_name)
+
+    @property
+    def replica_id(self) -> int | None:
+        """The replica whose whole program this is; None for other ops."""
+        op = self.future
+        if not op.runs(run_device_program):
+            return None
+        return int(op.place.replica.replica_id_in_sync_group)
 
 
 @final
@@ -57,6 +76,7 @@ class SimLane:
 
     def __init__(self, pool: SimPool) -> None:
         self.pool = pool
+        pool.lane = self
         self.name = pool.name
         self._is_stopped = False
 
@@ -73,6 +93,23 @@ class SimLane:
                 device=self.name,
             )
         self.pool.put(DeviceOp(self.pool, _never_called, (), op))
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """Let other ops run while the op that runs waits for something; see `Lane.lend`."""
+        pool = self.pool
+        table = pool.loop.pools
+        op = table.current_op
+        assert op is not None  # it is served by this lane
+        op.on_thread()
+        pool.lend(op.lender)
+        try:
+            yield
+        finally:
+            gate = SimGate(table, threading.Lock())
+            if not pool.take_back(op.lender, gate.open):
+                gate.wait()
+            pool.lends_no_longer(op.lender)
 
     def stop(self) -> None:
         """Refuse further ops."""
@@ -98,18 +135,28 @@ class SimLaneTable:
 
     def __init__(self, loop: SimLoop) -> None:
         self.generation = 0
+        self.num_collective_streams = COLLECTIVE_WORKERS
         self.gang_lock = threading.Lock()
         self._loop = loop
         self._lanes: dict[str, SimLane] = {}
         self._users: dict[str, int] = {}
 
-    def lane(self, name: str) -> SimLane:
+    def lane(self, name: str, *, num_streams: int | None = None) -> SimLane:
         """Return the lane of a device, making it if needed."""
         lane = self._lanes.get(name)
         if lane is None:
-            workers = DEFAULT_WORKERS if name == HOST else 1
+            workers = num_streams or WORKERS.get(name, 1)
             lane = self._lanes[name] = SimLane(self._loop.pools.make(name, workers))
         return lane
+
+    def served_lane(self) -> SimLane | None:
+        """Return the lane whose op runs now."""
+        op = self._loop.pools.current_op
+        return op.pool.lane if op is not None else None
+
+    def new_gate(self, loop: Any) -> SimGate:
+        """Make a closed gate, whose waits the schedule sees."""
+        return SimGate(self._loop.pools, threading.Lock())
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """Count one more user of each lane."""
@@ -128,7 +175,7 @@ class SimLaneTable:
             if lane is not None:
                 lane.stop()
 
-    def configure(self, num_streams: int, nice: int) -> None:
+    def configure(self, num_streams: int, nice: int, num_collective_streams: int | None) -> None:
         """Refuse: options of real lanes have no meaning here."""
         raise DeviceError("Lane options cannot be set inside a simulated run.")
 

@@ -113,6 +113,7 @@ class LeakError(AioReplicaError, RuntimeError):
         tasks: Tasks that had not ended, with what they awaited.
         generators: Asynchronous generators that were begun and not closed.
         exceptions: Exceptions that nobody retrieved.
+        threads: Calls in pools and on devices that waited for ever.
     """
 
     def __init__(
@@ -122,11 +123,13 @@ class LeakError(AioReplicaError, RuntimeError):
         tasks: tuple[str, ...] = (),
         generators: tuple[str, ...] = (),
         exceptions: tuple[str, ...] = (),
+        threads: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.tasks = tasks
         self.generators = generators
         self.exceptions = exceptions
+        self.threads = threads
 
 
 @final

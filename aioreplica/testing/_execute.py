@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 from ._budget import Budget
 from ._errors import LeakError
 from ._loop import SimLoop
+from ._op_points import point_of_op
+from ._op_threads import NeedsThreads
 from ._participant import Choose
 from ._strategies import fifo
 from ._task import SimTask
@@ -121,6 +123,10 @@ def execute(
         context: The caller's context variables; the program gets a copy.
         observer: Told of every step.
         max_steps: When to call the program endless.
+
+    Raises:
+        NeedsThreads: If an op has to wait although it has no thread; the schedule is to be run
+            again, and its ops will have threads.
     """
     loop = SimLoop(
         choose, schedule.fidelity, None if max_steps is None else Budget(max_steps), observer
@@ -132,8 +138,10 @@ def execute(
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
             observer.begin(loop, task)
+        kind = ""
         try:
-            kind = loop.run(task)
+            with suppress(NeedsThreads):
+                kind = loop.run(task)
         except SystemExit as error:  # it leaves the loop at once, as it does a real one
             order = loop.order
             _abandon(loop)
@@ -141,6 +149,7 @@ def execute(
         except KeyboardInterrupt:
             _abandon(loop)
             raise
+        _give_up_if_threads_are_needed(loop)
         order = loop.order
         loop.order = []
         if kind != "done":
@@ -150,8 +159,16 @@ def execute(
             return Outcome(kind, None, None, order)
         return _judge(loop, task, order, observer)
     finally:
+        loop.pools.unwind()
         loop.finish()
         sandbox.end()
+
+
+def _give_up_if_threads_are_needed(loop: SimLoop) -> None:
+    if loop.pools.needs_threads:
+        loop.pools.is_given_up = True
+        _abandon(loop)
+        raise NeedsThreads
 
 
 def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Outcome:
@@ -162,7 +179,8 @@ def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Out
             if not task.done() or task._log_traceback:
                 break
         else:
-            if not loop.complaints and not loop._asyncgens:  # type: ignore[attr-defined]
+            left = loop.complaints or loop._asyncgens or loop.pools.waiting  # type: ignore[attr-defined]
+            if not left:
                 return Outcome("passed", main.result(), None, order)
         error = _find_leaks(loop)
         if error is None:
@@ -202,13 +220,18 @@ def _find_leaks(loop: SimLoop) -> LeakError | None:
     )
     exceptions += tuple(_complaint(context) for context in loop.complaints)
     generators = tuple(agen.__qualname__ for agen in loop.open_generators)
-    if not (tasks or generators or exceptions):
+    threads = tuple(
+        f"{op.describe()} on {op.pool.name} ({point_of_op(op)})" for op in loop.pools.waiting
+    )
+    if not (tasks or generators or exceptions or threads):
         return None
     parts = []
     if tasks:
         parts.append(f"tasks that had not ended: {', '.join(tasks)}")
     if generators:
         parts.append(f"asynchronous generators that were not closed: {', '.join(generators)}")
+    if threads:
+        parts.append(f"threads that waited for ever: {', '.join(threads)}")
     if exceptions:
         parts.append(f"exceptions that nobody retrieved: {', '.join(exceptions)}")
     return LeakError(
@@ -217,6 +240,7 @@ def _find_leaks(loop: SimLoop) -> LeakError | None:
         tasks=tasks,
         generators=generators,
         exceptions=exceptions,
+        threads=threads,
     )
 
 
@@ -246,6 +270,7 @@ def _abandon(loop: SimLoop) -> None:
                 task.cancel()
         for task in left:
             _drain(loop, task)
+        loop.pools.unwind()
     for task in loop.sim_tasks:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]

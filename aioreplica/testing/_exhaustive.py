@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, final
 
@@ -161,9 +162,10 @@ class _Search:
         for waiting in self._waiting:
             while waiting and self._num_run < self._limit:
                 branch = waiting.popleft()
-                explorer = Explorer(branch, self._bound)
                 schedule = Schedule(CHOICES, self._seed, choices=branch.choices)
-                outcome = self._runner.choose(schedule, explorer)
+                outcome, explorer = self._runner.choose(
+                    schedule, partial(Explorer, branch, self._bound)
+                )
                 self._num_run += 1
                 self._was_cut |= explorer.was_cut
                 if outcome.has_failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any, NoReturn
 
 from ._errors import RealIOError
@@ -18,22 +19,27 @@ def is_foreign(file: str) -> bool:
     return file.startswith(_STANDARD) and "-packages" not in file
 
 
-def call_site() -> str:
-    """Return `file:line` of the innermost call in the program under test."""
-    frame = sys._getframe(1)
+def call_site(frame: FrameType | None = None) -> str:
+    """Return `file:line` of the innermost call in the program under test, here or in `frame`."""
+    frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not is_foreign(name):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the chain
+        frame = frame.f_back
     return "unknown"
 
 
 def refuse(what: str, instead: str = "") -> NoReturn:
     """Raise the error for something real."""
-    site = call_site()
+    raise refusal(what, instead)
+
+
+def refusal(what: str, instead: str = "", frame: FrameType | None = None) -> RealIOError:
+    """Return the error for something real that was called here, or in `frame`."""
+    site = call_site(frame)
     advice = instead or "Put an object of your own in its place that the test can control."
-    raise RealIOError(
+    return RealIOError(
         f"{what} at {site} would leave the simulation: no schedule could decide when it answers. "
         f"{advice}",
         site=site,

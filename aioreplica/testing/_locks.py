@@ -1,71 +1,217 @@
-"""`threading.Lock` inside a simulated run: one that would block for ever says so.
+"""Locks of `threading` inside a simulated run: who waits for one stands still in virtual time.
 
-Everything runs in one thread, so a lock that is held stays held until whoever holds it goes on; and
-that one cannot go on while the thread blocks.
+An op waits as on a real lock; the schedule decides who takes it next. The loop is blocked by it, as
+a real one is: ops go on meanwhile, and if none of them releases the lock the wait could never end.
+Conditions, events, semaphores, barriers and queues are made of locks, so they follow.
 """
 
 from __future__ import annotations
 
 import threading
-import time
+from _thread import allocate_lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import refuse
+from ._strategies import fifo
 
 if TYPE_CHECKING:
+    from ._op_run import OpRun
     from ._sandbox import Sandbox
 
 REAL_LOCK: Final[Any] = threading.Lock
+REAL_RLOCK: Final[Any] = threading.RLock
+MAX_BLOCKED_STEPS: Final = 10_000
 
 
-def lock_class(sandbox: Sandbox) -> type:
+def lock_class(sandbox: Sandbox) -> Any:
     """Return what stands for `threading.Lock` while schedules run."""
 
     class Lock:
-        """A lock that a run has made; elsewhere a real one is made in its place."""
+        """Makes a simulated lock inside a run, a real one elsewhere."""
 
         def __new__(cls) -> Any:
-            return super().__new__(cls) if sandbox.is_here() else REAL_LOCK()
-
-        def __init__(self) -> None:
-            self._lock = REAL_LOCK()
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            """Take the lock; a wait with a timeout passes in virtual time, in vain."""
-            if not sandbox.is_here():
-                return bool(self._lock.acquire(blocking, timeout))
-            taken = self._lock.acquire(blocking=False)
-            if not taken and blocking:
-                if timeout < 0:
-                    refuse(
-                        "A thread blocked on a lock",
-                        "Whoever holds the lock cannot go on meanwhile: use asyncio.Lock where a "
-                        "lock is held across an await.",
-                    )
-                time.sleep(timeout)
-            return bool(taken)
-
-        def release(self) -> None:
-            """Give the lock back."""
-            self._lock.release()
-
-        def locked(self) -> bool:
-            """Whether somebody holds the lock."""
-            return bool(self._lock.locked())
-
-        def __enter__(self) -> bool:
-            return self.acquire()
-
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            self.release()
-
-        def _at_fork_reinit(self) -> None:
-            self._lock._at_fork_reinit()
+            return SimLock(sandbox) if sandbox.is_here() else REAL_LOCK()
 
     return Lock
+
+
+def rlock_class(sandbox: Sandbox) -> Any:
+    """Return what stands for `threading.RLock` while schedules run."""
+
+    class RLock:
+        """Makes a simulated lock inside a run, a real one elsewhere."""
+
+        def __new__(cls) -> Any:
+            return SimRLock(sandbox) if sandbox.is_here() else REAL_RLOCK()
+
+    return RLock
+
+
+@final
+class SimLock:
+    """A lock that a run has made.
+
+    Args:
+        sandbox: Where it was made.
+
+    Attributes:
+        waiters: The ops that wait for it.
+        holder: The participant that took it last; known only where a story is told.
+    """
+
+    __slots__ = ("__weakref__", "_lock", "_sandbox", "holder", "waiters")
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._lock = allocate_lock()
+        self.waiters: list[OpRun] | None = None
+        self.holder: Any = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock; time that is spent waiting is virtual."""
+        if not self._lock.acquire(False) and not (
+            blocking and self._wait(None if timeout < 0 else timeout)
+        ):
+            return False
+        if self.waiters:
+            for run in self.waiters:
+                run.rest()
+        self.holder = self._sandbox.loop.stepping
+        return True
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+        if self.waiters:
+            for run in self.waiters:
+                run.wake()
+
+    def locked(self) -> bool:
+        """Whether somebody holds the lock."""
+        return self._lock.locked()
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        sandbox = self._sandbox
+        if not sandbox.is_here():
+            return self._lock.acquire(True, -1 if timeout_s is None else timeout_s)
+        op = sandbox.loop.pools.current_op
+        if op is None:
+            return _block_loop(sandbox, self._lock, timeout_s)
+        run = op.on_thread()
+        run.catch_up()
+        if self._lock.acquire(False):
+            return True
+        if self.waiters is None:
+            self.waiters = []
+        self.waiters.append(run)
+        try:
+            return run.wait(self, timeout_s) and self._lock.acquire(False)
+        finally:
+            self.waiters.remove(run)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _at_fork_reinit(self) -> None:
+        self._lock = allocate_lock()
+
+
+@final
+class SimRLock:
+    """A reentrant lock, which belongs to an op or to the loop's thread, not to whatever runs an op.
+
+    Args:
+        sandbox: Where it was made.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_count", "_owner", "_sandbox")
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._block = SimLock(sandbox)
+        self._owner: Any = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, or once more."""
+        me = self._sandbox.who()
+        if self._owner is me:
+            self._count += 1
+        elif self._block.acquire(blocking, timeout):
+            self._owner, self._count = me, 1
+        else:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give the lock back, once."""
+        if self._owner is not self._sandbox.who():
+            raise RuntimeError("cannot release un-acquired lock")
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+            self._block.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _recursion_count(self) -> int:
+        return self._count if self._is_owned() else 0
+
+    def _is_owned(self) -> bool:
+        return self._owner is self._sandbox.who()
+
+    def _release_save(self) -> tuple[int, Any]:
+        saved, self._owner, self._count = (self._count, self._owner), None, 0
+        self._block.release()
+        return saved
+
+    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
+        self._block.acquire()
+        self._count, self._owner = saved
+
+    def _at_fork_reinit(self) -> None:
+        self._block._at_fork_reinit()
+        self._owner, self._count = None, 0
+
+
+def _block_loop(sandbox: Sandbox, lock: Any, timeout_s: float | None) -> bool:
+    """Block the loop: nothing but ops goes on, in the order of their times, until it may."""
+    loop = sandbox.loop
+    end = None if timeout_s is None else loop.now + timeout_s
+    for _ in range(MAX_BLOCKED_STEPS):
+        if lock.acquire(False):
+            return True
+        if loop.external:
+            loop.pools.take_step(fifo(loop.external))
+            continue
+        when = loop.next_when()
+        if when is None or (end is not None and when > end):
+            break
+        loop.jump(when)
+    if end is None:
+        refuse(
+            "A thread blocked on a lock",
+            "Nobody could end the wait: whoever holds the lock cannot go on while the event loop "
+            "is blocked. Use asyncio.Lock where a lock is held across an await, and await "
+            "something instead of blocking.",
+        )
+    loop.jump(end)
+    return False

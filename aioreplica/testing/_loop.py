@@ -33,8 +33,8 @@ from ._budget import Budget
 from ._forbidden import ForbiddenIO
 from ._handles import CallbackQueue, Clock, SimHandle, SimTimer
 from ._participant import FIRST_INDEX, START_S, Choose, Participant
-from ._pools import PoolTable
 from ._task import SimTask
+from ._workers import PoolTable
 
 SAME_INSTANT_S: Final = 1e-9
 
@@ -91,6 +91,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.observer = observer
         self.now = START_S
         self.order: list[int] = []
+        self.stepping: Any = None  # who takes a step; known only where a story is told
         self.sim_tasks: list[SimTask] = []
         self.pools = PoolTable(self)
         self.enabled: list[Participant] = []

@@ -10,7 +10,11 @@ from typing import Any, Final
 
 from ._forbidden import is_foreign
 
-MEETING_METHODS: Final = {"MeetingPoint.meet", "MeetingPoint.wait_for_started"}
+MEETING_METHODS: Final = {
+    "MeetingPoint.meet",
+    "MeetingPoint.wait_for_started",
+    "ThreadPoint.meet",
+}
 """Where a replica waits in a collective; both know the call."""
 
 AWAITED_METHODS: Final = {
@@ -27,7 +31,17 @@ AWAITED_METHODS: Final = {
     "TaskGroup.__aexit__": "TaskGroup",
     "MemoryObjectReceiveStream.receive": "MemoryObjectReceiveStream",
     "MemoryObjectSendStream.send": "MemoryObjectSendStream",
+    "Future.result": "Future",
+    "SimLock.acquire": "Lock",
+    "SimRLock.acquire": "RLock",
 }
+PACKAGES: Final = {
+    "_locks": "threading",
+    "threading": "threading",
+    "queue": "queue",
+    "_base": "concurrent.futures",
+}
+"""By the name of the file; what is neither there nor anyio's is asyncio's."""
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
@@ -70,6 +84,16 @@ def call_of(frames: list[FrameType]) -> Any | None:
     return None
 
 
+def frame_of(frames: list[FrameType], function: str) -> FrameType | None:
+    """Return the innermost frame of a function, by its qualified name."""
+    return next((each for each in reversed(frames) if each.f_code.co_qualname == function), None)
+
+
+def place_of_call(call: Any) -> str:
+    """Name the call of a collective and where it is."""
+    return f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
+
+
 def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
     """Return the kind and object of the synchronisation primitive a task waits in, or None.
 
@@ -84,7 +108,8 @@ def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
             found = frame
     if found is None:
         return None
-    package = "anyio" if "/anyio/" in found.f_code.co_filename else "asyncio"
+    file = PurePath(found.f_code.co_filename)
+    package = "anyio" if "/anyio/" in str(file) else PACKAGES.get(file.stem, "asyncio")
     kind = f"{package}.{AWAITED_METHODS[found.f_code.co_qualname]}"
     return kind, found.f_locals.get("self")
 
@@ -96,7 +121,7 @@ def point_of(task: asyncio.Task[Any]) -> str:
     frames = frames_of(task)
     call = call_of(frames)
     if call is not None:
-        return f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
+        return place_of_call(call)
     frame = own_frame(frames)
     if frame is None:
         return "an await"

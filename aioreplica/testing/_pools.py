@@ -2,7 +2,8 @@
 
 A pool starts its calls first in first out, as many at a time as it has workers, and completes them
 in any order: so with one worker, in order. A call runs when it completes, so whatever happens to
-its arguments while it is in flight happens to it.
+its arguments while it is in flight happens to it. If it has to wait for somebody it stands still
+there, on a thread (`_op_threads.py`), and being woken is one more event.
 
 An op may start, and later complete, at any moment, and does so before `MAX_LATENCY_S` of virtual
 time have passed. Hence a timeout well above that is never reached because of an op, and a sleep
@@ -11,26 +12,28 @@ below it may end before or after one.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from asyncio import events
-from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from inspect import CO_COROUTINE
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final, final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from ._errors import RealIOError
+from ._op_run import OpRun
+from ._op_threads import NeedsThreads
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
+    from ._workers import SimPool
 
 LATENCY_S: Final = 0.001
 """How long an op takes where nothing competes with it."""
 MAX_LATENCY_S: Final = 0.25
 """How long an op takes at most, beyond what it sleeps and what faults add."""
-DEFAULT_WORKERS: Final = 8
-"""Size of the default pool: it must not depend on the machine, or tokens would."""
 
-QUEUED, STARTABLE, IN_FLIGHT, LATE = range(4)
+QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE = range(6)
 
 
 class PoolOp:
@@ -40,10 +43,12 @@ class PoolOp:
         due: When it starts or completes if nothing holds it back.
         deadline: When it has to have done so.
         since_step: After how many steps of the run it could start or complete.
+        run: The thread that it runs on; None before it completes, and where it needs none.
     """
 
     __slots__ = (
-        "args", "deadline", "due", "fn", "future", "index", "pool", "since_step", "state"
+        "args", "deadline", "due", "fn", "future", "index", "pool", "run", "since_step",
+        "state",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +61,7 @@ class PoolOp:
         self.state = QUEUED
         self.due = self.deadline = 0.0
         self.since_step = 0
+        self.run: OpRun | None = None
         self.index = pool.loop.new_index()
 
     # ---- what kinds of op do in their own way ------------------------------------------------
@@ -64,11 +70,8 @@ class PoolOp:
         """Take the call for a worker; False if it was cancelled."""
         return not self.future.cancelled()
 
-    def perform(self) -> None:
+    def perform(self, context: Context) -> None:
         """Run the call and keep what comes of it."""
-        context = self.pool.context
-        loop = self.pool.loop
-        events._set_running_loop(None)
         try:
             outcome = context.run(self.fn, *self.args)
         except (KeyboardInterrupt, SystemExit):
@@ -77,8 +80,6 @@ class PoolOp:
             self.fn, self.args = _FAILED, (error,)
         else:
             self.fn, self.args = _DONE, (outcome,)
-        finally:
-            events._set_running_loop(loop)
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error, without running it."""
@@ -99,10 +100,20 @@ class PoolOp:
         else:
             future.set_exception(outcome)
 
+    @property
+    def lender(self) -> Any:
+        """What ops that belong together have in common; None where the pool knows of nothing."""
+        return None
+
     def describe(self) -> str:
         """Name the call for stories."""
-        name = getattr(self.fn, "__qualname__", None)
-        return name or type(self.fn).__qualname__
+        fn: Any = self.fn
+        args = self.args
+        if isinstance(fn, partial):
+            fn, args = fn.func, (*fn.args, *args)
+        if args and isinstance(getattr(fn, "__self__", None), Context):
+            fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
     # ---- the three events --------------------------------------------------------------------
 
@@ -128,6 +139,8 @@ class PoolOp:
             self._start(pool, loop)
         elif self.state == IN_FLIGHT:
             self._complete(pool, loop)
+        elif self.state == AWAKE:
+            self._go_on(self.on_thread())
         else:
             pool.ended()
             self.deliver()
@@ -158,20 +171,112 @@ class PoolOp:
         error = table.faults.error_of(self) if table.faults is not None else None
         if error is not None:
             self.fail(error)
+        elif table.threads is not None:
+            table.num_sleeps = 0
+            self.run = OpRun(self, table.threads.take())
+            self._go_on(self.run)
+            return
         else:
+            outer, table.current_op = table.current_op, self
             table.slept_s = 0.0
-            table.current_op = self
+            table.num_sleeps = 0
+            events._set_running_loop(None)
             try:
-                self.perform()
+                self.perform(pool.context)
             finally:
-                table.current_op = None
-            if table.slept_s:
-                self.state = LATE
-                slept, table.slept_s = table.slept_s, 0.0
-                loop.call_when_due(loop.now + slept, self)
+                if outer is None:
+                    events._set_running_loop(loop)
+                table.current_op = outer
+            if not table.slept_s and not table.needs_threads:
+                pool.ended()
+                self.deliver()
                 return
-        pool.ended()
-        self.deliver()
+        self._end()
+
+    def _go_on(self, run: OpRun) -> None:
+        """Let the op go on where it waits, until it waits again or ends."""
+        try:
+            if not run.go_on():
+                return
+        except RealIOError as error:
+            self.fail(error)
+        except BaseException:
+            self._leave_thread(run)
+            raise
+        else:
+            if run.thread.is_lost:
+                self.fail(asyncio.CancelledError())
+        self._leave_thread(run)
+        self._end()
+
+    def _leave_thread(self, run: OpRun) -> None:
+        threads = self.pool.loop.pools.threads
+        assert threads is not None  # the op has one of them
+        threads.give_back(run.thread)
+        self.run = None
+
+    def _end(self) -> None:
+        """Deliver what came of the call, once the time that it slept is over."""
+        loop = self.pool.loop
+        table = loop.pools
+        if table.slept_s and not table.is_given_up:
+            self.state = LATE
+            slept, table.slept_s = table.slept_s, 0.0
+            loop.call_when_due(loop.now + slept, self)
+        else:
+            self.pool.ended()
+            self.deliver()
+            if table.needs_threads and not table.is_given_up:
+                raise NeedsThreads
+
+    # ---- waiting for others ------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it stands still until somebody wakes it."""
+        return self.state == WAITING
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether it may go on where it stood still."""
+        return self.state == AWAKE
+
+    def on_thread(self) -> OpRun:
+        """Return the run of an op that has a thread.
+
+        Cancellation:
+            A CancelledError where it has none: the schedule is run again, with threads.
+        """
+        if self.run is None:
+            self.pool.loop.pools.needs_threads = True
+            raise asyncio.CancelledError("The op has to wait, so the schedule begins again.")
+        return self.run
+
+    def begin_wait(self) -> None:
+        """Stand still."""
+        self.state = WAITING
+
+    def offer(self) -> None:
+        """Become an option: the op may go on."""
+        loop = self.pool.loop
+        self.state = AWAKE
+        self.due, self.deadline = loop.now, loop.now + MAX_LATENCY_S
+        self.since_step = len(loop.order)
+        loop.external.append(self)
+
+    def retract(self) -> None:
+        """Be no option any more."""
+        self.state = WAITING
+        self.pool.loop.external.remove(self)
+
+    def unwind(self) -> None:
+        """End an op wherever it stands still, with a CancelledError."""
+        run = self.run
+        if run is not None and self.state in (WAITING, AWAKE):
+            if self.state == AWAKE:
+                self.retract()
+            run.thread.doom()
+            self._go_on(run)
 
 
 def _DONE() -> None:  # noqa: N802 - a mark, only compared
@@ -180,105 +285,3 @@ def _DONE() -> None:  # noqa: N802 - a mark, only compared
 
 def _FAILED() -> None:  # noqa: N802 - a mark, only compared
     """Mark a call that raised."""
-
-
-@final
-class SimPool:
-    """Workers that serve one queue.
-
-    Args:
-        loop: The loop of the run.
-        name: For stories and faults: the device, or what kind of executor.
-        num_workers: How many calls may be in flight.
-
-    Invariants:
-        * At most one call can start: the first of the queue, if a worker is free.
-    """
-
-    __slots__ = ("context", "loop", "name", "num_running", "num_workers", "offered", "queue")
-
-    def __init__(self, loop: SimLoop, name: str, num_workers: int) -> None:
-        self.loop = loop
-        self.name = name
-        self.num_workers = num_workers
-        self.num_running = 0
-        self.queue: deque[PoolOp] = deque()
-        self.offered: PoolOp | None = None
-        self.context = Context()  # threads do not see the caller's variables
-
-    def put(self, op: PoolOp) -> None:
-        """Enqueue a call."""
-        self.loop.pools.ops.append(op)
-        self.queue.append(op)
-        if self.offered is None:
-            self.offer()
-
-    def offer(self) -> None:
-        """Let the first call start if a worker is free."""
-        if self.queue and self.offered is None and self.num_running < self.num_workers:
-            self.offered = op = self.queue.popleft()
-            op.state = STARTABLE
-            now = self.loop.now
-            op.due, op.deadline = now, now + MAX_LATENCY_S
-            op.since_step = len(self.loop.order)
-            self.loop.external.append(op)
-
-    def ended(self) -> None:
-        """Take note that a worker is free again."""
-        self.num_running -= 1
-        if self.queue:
-            self.offer()
-
-
-@final
-class PoolTable:
-    """The pools of one run, by the executor that each stands for."""
-
-    __slots__ = ("_by_executor", "_loop", "current_op", "faults", "ops", "pools", "slept_s")
-
-    def __init__(self, loop: SimLoop) -> None:
-        self._loop = loop
-        self._by_executor: dict[int, tuple[Any, SimPool]] = {}
-        self.pools: list[SimPool] = []
-        self.faults: Any = None
-        self.ops: list[PoolOp] = []  # of this run, for the story
-        self.slept_s = 0.0
-        self.current_op: PoolOp | None = None
-
-    def make(self, name: str, num_workers: int) -> SimPool:
-        """Make a pool that stands for no executor."""
-        pool = SimPool(self._loop, name, num_workers)
-        self.pools.append(pool)
-        return pool
-
-    def pool_named(self, name: str, num_workers: int) -> SimPool:
-        """Return the pool of a name, making it if needed."""
-        for pool in self.pools:
-            if pool.name == name:
-                return pool
-        return self.make(name, num_workers)
-
-    def pool_of(self, executor: Any) -> SimPool:
-        """Return the twin of an executor; None is the loop's default one."""
-        found = self._by_executor.get(id(executor))
-        if found is not None:
-            return found[1]
-        workers = DEFAULT_WORKERS
-        if executor is not None:
-            workers = getattr(executor, "_max_workers", DEFAULT_WORKERS)
-        name = f"pool {len(self.pools)}" if executor is not None else "default pool"
-        pool = self.make(name, workers)
-        self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
-        return pool
-
-    def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Submit a call and return the asyncio future of its result."""
-        if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
-            raise TypeError("coroutines cannot be used with run_in_executor()")
-        if executor is not None and getattr(executor, "_shutdown", False):
-            raise RuntimeError("cannot schedule new futures after shutdown")
-        loop = self._loop
-        future = loop.create_future()
-        pool = self.pool_of(executor)
-        pool.put(PoolOp(pool, fn, args, future))
-        return future

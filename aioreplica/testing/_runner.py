@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from ..errors import ContextError
 from ._cancellation import Canceller
@@ -14,14 +15,16 @@ from ._execute import Main, Outcome, check_main, execute
 from ._forbidden import is_foreign
 from ._holds import Hold, HoldChooser
 from ._keys import Keys
+from ._op_threads import NeedsThreads
 from ._schedule import CANCELLED, HELD, Schedule
 from ._story import Step, Story
 
 RECENT: Final = 1000
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+T = TypeVar("T")
+C = TypeVar("C", bound="Choose")
 
+if TYPE_CHECKING:
     from ._participant import Choose
     from ._sandbox import Sandbox
 
@@ -70,25 +73,38 @@ class Runner:
 
     def run(self, schedule: Schedule) -> Outcome:
         """Run one schedule, without its story."""
-        observer = None
         if schedule.maker == HELD:
             return self.run_holds(schedule, schedule.holds)
-        if schedule.maker == CANCELLED:
-            observer = Canceller(schedule.cancel_step)
-        return self._execute(schedule, observer, schedule.chooser())
 
-    def choose(self, schedule: Schedule, choose: Choose) -> Outcome:
-        """Run one schedule with a chooser that takes notes."""
-        return self._execute(schedule, None, choose)
+        def attempt() -> Outcome:
+            observer = None
+            if schedule.maker == CANCELLED:
+                observer = Canceller(schedule.cancel_step)
+            return self._execute(schedule, observer, schedule.chooser())
+
+        return self._with_threads_if_needed(attempt)
+
+    def choose(self, schedule: Schedule, make: Callable[[], C]) -> tuple[Outcome, C]:
+        """Run one schedule with a chooser that takes notes; return that too."""
+
+        def attempt() -> tuple[Outcome, C]:
+            chooser = make()
+            return self._execute(schedule, None, chooser), chooser
+
+        return self._with_threads_if_needed(attempt)
 
     def tell(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Story]:
         """Run one schedule with its story; errors that only a story can tell are made."""
         if schedule.maker == HELD:
             return self.tell_holds(schedule, schedule.holds, max_steps)
-        story = Story()
-        if schedule.maker == CANCELLED:
-            story.canceller = Canceller(schedule.cancel_step)
-        return self._told(self._with_story(schedule, story, schedule.chooser(), max_steps), story)
+
+        def attempt() -> tuple[Outcome, Story]:
+            story = Story()
+            if schedule.maker == CANCELLED:
+                story.canceller = Canceller(schedule.cancel_step)
+            return self._with_story(schedule, story, schedule.chooser(), max_steps), story
+
+        return self._told(*self._with_threads_if_needed(attempt))
 
     def tell_first(self, schedule: Schedule) -> tuple[Outcome, Story]:
         """Run the first schedule; once more if it has imported something.
@@ -104,16 +120,32 @@ class Runner:
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
     ) -> Outcome:
         """Run asyncio's own order under constraints, with a schedule's seed and faults."""
-        keys = Keys()
-        return self._execute(schedule, keys, HoldChooser(holds, keys), max_steps)
+
+        def attempt() -> Outcome:
+            keys = Keys()
+            return self._execute(schedule, keys, HoldChooser(holds, keys), max_steps)
+
+        return self._with_threads_if_needed(attempt)
 
     def tell_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
     ) -> tuple[Outcome, Story]:
         """Run constraints with their story."""
-        story = Story()
-        choose = HoldChooser(holds, story.keys)
-        return self._told(self._with_story(schedule, story, choose, max_steps), story)
+
+        def attempt() -> tuple[Outcome, Story]:
+            story = Story()
+            choose = HoldChooser(holds, story.keys)
+            return self._with_story(schedule, story, choose, max_steps), story
+
+        return self._told(*self._with_threads_if_needed(attempt))
+
+    def _with_threads_if_needed(self, attempt: Callable[[], T]) -> T:
+        """Run a schedule; once more, from its beginning, if an op turns out to need a thread."""
+        try:
+            return attempt()
+        except NeedsThreads:
+            self._sandbox.threads.is_needed = True
+        return attempt()
 
     def _with_story(
         self, schedule: Schedule, story: Story, choose: Any, max_steps: int | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import queue
 import random
 import socket
 import subprocess
@@ -16,8 +17,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -27,7 +29,8 @@ from ._anyio import anyio_patches
 from ._clock import clock_functions
 from ._device_lanes import SimLaneTable
 from ._forbidden import refuse
-from ._locks import lock_class
+from ._locks import lock_class, rlock_class
+from ._op_threads import OpThreads
 from ._ordered import all_tasks, as_completed, wait
 from ._task import SimTask
 from ._thread_pools import executor_patches
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 COLLECT_EVERY: Final = 100
 LANE_TABLE: Final = "lane_table"
+SOURCE_LANES: Final = "source_lanes"
 ABSENT: Final = object()
 
 
@@ -50,6 +54,7 @@ class Sandbox:
     Attributes:
         loop: The loop of the schedule that runs.
         numbers: Hashes of objects that a run made and that are walked in sets, by address.
+        threads: Where ops run that wait.
     """
 
     def __init__(self) -> None:
@@ -62,13 +67,34 @@ class Sandbox:
         self._seed = 0
         self._num_runs = 0
         self.numbers: dict[int, int] = {}
+        self.threads = OpThreads(self)
         self._collects = False
         self._random_state: Any = None
         self._lane_table: Any = None
+        self._source_lanes: Any = None
 
     def is_here(self) -> bool:
         """Whether the caller is the program under test."""
-        return self._is_running and threading.get_ident() == self._thread
+        if not self._is_running:
+            return False
+        ident = threading.get_ident()
+        return ident == self._thread or ident in self.threads.idents
+
+    def who(self) -> Any:
+        """Return what stands for the thread that goes on: an op, or the loop for all tasks."""
+        if not self.is_here():
+            return threading.get_ident()
+        op = self.loop.pools.current_op
+        return self if op is None else op
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Leave the program under test for a moment, to do something real."""
+        is_running, self._is_running = self._is_running, False
+        try:
+            yield
+        finally:
+            self._is_running = is_running
 
     # ---- around all schedules ----------------------------------------------------------------
 
@@ -78,6 +104,7 @@ class Sandbox:
         gc.disable()  # what a finaliser does must not depend on when the collector runs
         self._random_state = random.getstate()
         self._lane_table = REGISTRY.replace(LANE_TABLE, None)
+        self._source_lanes = REGISTRY.replace(SOURCE_LANES, None)
         try:
             self._patch_all()
         except BaseException:
@@ -98,7 +125,9 @@ class Sandbox:
                 setattr(owner, name, value)
         self._undo.clear()
         REGISTRY.replace(LANE_TABLE, self._lane_table)
+        REGISTRY.replace(SOURCE_LANES, self._source_lanes)
         random.setstate(self._random_state)
+        self.threads.close()
         if self._collects:
             gc.enable()
         self._gate.release()
@@ -117,7 +146,9 @@ class Sandbox:
         random.seed(seed)
         if schedule.faults is not None:
             loop.pools.faults = schedule.faults.for_run(seed)
+        loop.pools.threads = self.threads if self.threads.is_needed else None
         REGISTRY.replace(LANE_TABLE, SimLaneTable(loop))
+        REGISTRY.replace(SOURCE_LANES, None)
         self._is_running = True
 
     def end(self) -> None:
@@ -135,11 +166,16 @@ class Sandbox:
             self, {name: getattr(time, name) for name in CLOCK_NAMES}
         ).items():
             self._patch(time, name, value)
+        for module in (threading, queue):  # they have a name of their own for the clock
+            self._patch(module, CLOCK_ALIASES[module.__name__], time.monotonic)
         urandom = self._random_bytes(os.urandom)
         self._patch(os, "urandom", urandom)
         self._patch(random, "_urandom", urandom)  # of SystemRandom, and so of `secrets`
         self._patch(random.Random, "seed", self._seeding(random.Random.seed))
-        self._patch(threading, "Lock", lock_class(self))
+        lock = lock_class(self)
+        self._patch(threading, "Lock", lock)
+        self._patch(threading, "_allocate_lock", lock)  # of conditions
+        self._patch(threading, "RLock", rlock_class(self))
         self._patch(uuid, "uuid1", self._uuid1(uuid.uuid1))
         for module in (asyncio, asyncio.tasks):
             self._patch(module, "Task", SimTask)
@@ -156,12 +192,6 @@ class Sandbox:
             "start",
             "A thread started",
             "Use asyncio.to_thread, run_in_executor or a device op: those are simulated.",
-        )
-        self._refuse(
-            threading.Condition,
-            "wait",
-            "A thread blocked",
-            "There is no other thread that could end the wait: await something instead.",
         )
         self._refuse(socket.socket, "__init__", "A socket made", "")
         for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
@@ -221,6 +251,7 @@ def process_starters() -> list[tuple[Any, str]]:
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
+CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
 CLOCK_NAMES: Final = (
     "time",
     "time_ns",

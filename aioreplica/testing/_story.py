@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import PLACE
+from ._device_lanes import DeviceOp
 from ._handles import SimTimer
 from ._keys import Key, Keys
+from ._op_points import point_of_op
 from ._order import OrderWatch
 from ._owners import Owners
 from ._participant import CALLBACKS, CLOCK, START_S, Participant
 from ._points import point_of
-from ._pools import IN_FLIGHT, LATE, PoolOp
+from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp
 from ._task import SimTask
 from ._waits import WaitGraph
 
@@ -123,6 +125,7 @@ class Story:
         nth = self._nth.get(index, 0)
         self._nth[index] = nth + 1
         self._now = (self._intention(chosen), nth, since, len(options))
+        self._loop.stepping = chosen
 
     def after(self, chosen: Participant) -> None:
         """Learn what came of the step."""
@@ -141,6 +144,9 @@ class Story:
         if isinstance(chosen, SimTask):
             reached = point_of(chosen)
             did = f"{at} -> {reached}"
+        elif isinstance(chosen, PoolOp) and chosen.run is not None:
+            reached = point_of_op(chosen)
+            did = f"{did} -> {reached}"
         self._points[index] = reached
         lane = chosen.pool.name if isinstance(chosen, PoolOp) else who
         time_s = self._loop.now - START_S
@@ -179,6 +185,8 @@ class Story:
         if isinstance(participant, SimTask):
             return self._name_task(participant)
         if isinstance(participant, PoolOp):
+            if isinstance(participant, DeviceOp) and participant.replica_id is not None:
+                return f"replica {participant.replica_id}"
             count = self._op_counts.get(id(participant.pool), 0) + 1
             self._op_counts[id(participant.pool)] = count
             return f"op {participant.describe()} #{count} on {participant.pool.name}"
@@ -196,6 +204,8 @@ class Story:
         function = function.rpartition(".")[2]
         if replica is not None:
             number = replica.replica_id_in_sync_group
+            if getattr(place, "is_outside", False):
+                return f"{task.get_name().removeprefix('aioreplica ')} of replica {number}"
             if self._replicas.setdefault(id(replica), task) is task:
                 return f"replica {number}"
             return f"{function} of replica {number}"
@@ -209,6 +219,8 @@ class Story:
             self.name_of(chosen)
             if chosen.state == IN_FLIGHT:
                 return "completes"
+            if chosen.state == AWAKE:
+                return "goes on"
             return "delivers its result" if chosen.state == LATE else "starts"
         if chosen.index == CALLBACKS:
             return f"run {_callback_name(self._loop.waiting[0])}"

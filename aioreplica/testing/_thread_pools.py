@@ -7,7 +7,8 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any, final
 
 from ._forbidden import refuse
-from ._pools import PoolOp, SimPool
+from ._pools import PoolOp
+from ._workers import SimPool
 
 if TYPE_CHECKING:
     from ._sandbox import Sandbox
@@ -33,12 +34,12 @@ class SubmittedFuture(futures.Future[Any]):
     def result(self, timeout: float | None = None) -> Any:
         """Return the result; runs the pool's calls up to this one if it is not there yet."""
         self._catch_up()
-        return super().result(0)
+        return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, in the same way."""
         self._catch_up()
-        return super().exception(0)
+        return super().exception(timeout)
 
     def _catch_up(self) -> None:
         if self.pool is not None:
@@ -51,13 +52,13 @@ def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
     while not is_done():
         for at, op in enumerate(loop.external):
             if getattr(op, "pool", None) is pool:
-                del loop.external[at]
-                loop.order.append(op.index)
-                op.fire()
+                loop.pools.take_step(at)
                 break
         else:
             when = loop.next_when()
             if when is None:
+                if loop.pools.current_op is not None:
+                    return  # somebody else may go on meanwhile
                 refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
             loop.jump(when)
 

@@ -9,8 +9,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
 from ._errors import Wait
+from ._op_points import call_of_op, frames_of_op, site_of_op, wait_of_library
 from ._owners import Owners
-from ._points import MEETING_METHODS, call_of, frames_of, own_frame, primitive_of, site_of
+from ._points import (
+    MEETING_METHODS,
+    call_of,
+    frame_of,
+    frames_of,
+    own_frame,
+    primitive_of,
+    site_of,
+)
 from ._pools import PoolOp
 
 if TYPE_CHECKING:
@@ -51,6 +60,10 @@ class WaitGraph:
             wait, needs = look.at(task)
             waits.append(wait)
             edges[wait.who] = needs
+        for op in loop.pools.waiting:
+            wait, needs = look.at_op(op)
+            waits.append(wait)
+            edges[wait.who] = needs
         return WaitGraph(tuple(waits), _find_cycle(edges), tuple(busy))
 
     def describe(self) -> str:
@@ -78,6 +91,31 @@ class _Look:
         self._frames = {task: frames_of(task) for task in loop.sim_tasks if not task.done()}
         self._ops = {id(op.future): op for op in _ops_of(loop)}
 
+    def at_op(self, op: PoolOp) -> tuple[Wait, tuple[str, ...]]:
+        """Return what an op waits for that stands still, and who could end the wait."""
+        frames = frames_of_op(op)
+        who, site = self._name_of(op), site_of_op(frames)
+        call = call_of_op(frames)
+        if call is not None:
+            missing = self._missing_replicas(frames)
+            return Wait(who, f"blocking {call.describe()}", site, missing=missing), missing
+        words = wait_of_library(frames)
+        if words:
+            missing = self._missing_replicas(frames)
+            return Wait(who, words, site, missing=missing), missing or self._host_task(frames)
+        found = primitive_of(frames)
+        what = "a wait" if found is None else found[0]
+        name = self._variable_name(found[1]) if found is not None else ""
+        holder = getattr(op.run.waits_for, "holder", None) if op.run is not None else None
+        owner = self._name_of(holder) if holder is not None and holder is not op else ""
+        return Wait(who, f"{what} '{name}'" if name else what, site, owner), (owner,)
+
+    def _host_task(self, frames: list[FrameType]) -> tuple[str, ...]:
+        """Return the task that an op waits for on the host."""
+        host = frame_of(frames, "ThreadPoint.call_on_host")
+        task = host.f_locals["call"].task if host is not None else None
+        return () if task is None else (self._name_of(task),)
+
     def at(self, task: SimTask) -> tuple[Wait, tuple[str, ...]]:
         """Return what a task waits for, and the names of those that could end the wait."""
         frames = self._frames[task]
@@ -103,7 +141,8 @@ class _Look:
             return Wait(who, f"gather of {', '.join(names) or 'futures'}", site), names
         op = self._ops.get(id(awaited))
         if op is not None:
-            return Wait(who, self._name_of(op), site, owner=f"the workers of {op.pool.name}"), ()
+            name = self._name_of(op)
+            return Wait(who, name, site, owner=f"the workers of {op.pool.name}"), (name,)
         return self._at_future(who, site, frames)
 
     def _at_primitive(
@@ -142,9 +181,9 @@ class _Look:
         if inner == "ReplicaGroup.wait":
             left = [seat.work for seat in frames[-1].f_locals["self"].seats]
             names = tuple(
-                self._name_of(each)
+                self._name_of(self._ops.get(id(each), each))
                 for each in left
-                if isinstance(each, asyncio.Task) and not each.done()
+                if each is not None and not each.done()
             )
             return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
         if inner == "_wait":
@@ -155,8 +194,10 @@ class _Look:
 
     def _missing_replicas(self, frames: list[FrameType]) -> tuple[str, ...]:
         for frame in reversed(frames):
-            if frame.f_code.co_qualname in MEETING_METHODS:
-                rows = frame.f_locals["self"].rendezvous.rows()
+            if frame.f_code.co_qualname in MEETING_METHODS | {"BridgedCall.wait"}:
+                point = frame.f_locals["self"]
+                point = getattr(point, "_point", point)
+                rows = point.rendezvous.rows()
                 return tuple(f"replica {row.replica_id}" for row in rows if row.state != "waiting")
         return ()
 

@@ -23,15 +23,15 @@ def test_elements_come_out_in_order_and_then_the_end() -> None:
     fill(infeed, 2)
     infeed.end()
 
-    assert [infeed.take(0, look) for _ in range(3)] == [(0, 0), (1, 0), None]
-    assert [infeed.take(1, look) for _ in range(3)] == [(0, 0), (1, 0), None]
+    assert [infeed.take(0) for _ in range(3)] == [(0, 0), (1, 0), None]
+    assert [infeed.take(1) for _ in range(3)] == [(0, 0), (1, 0), None]
 
 
 def test_hosts_are_filled_one_after_the_other() -> None:
     infeed = Infeed([[1], [0]])
     infeed.put([("of 0",), ("of 1",)])
 
-    assert (infeed.take(0, look), infeed.take(1, look)) == (("of 0",), ("of 1",))
+    assert (infeed.take(0), infeed.take(1)) == (("of 0",), ("of 1",))
 
 
 @pytest.mark.parametrize(("size", "capacity"), [(1, 64), (2**20, 2), (2**17, 4)])
@@ -46,9 +46,9 @@ def test_the_slowest_device_decides_about_room() -> None:
     infeed = Infeed([[0, 1]])
     fill(infeed, 64)
 
-    infeed.take(0, look)
+    infeed.take(0)
     assert not infeed.has_room
-    infeed.take(1, look)
+    infeed.take(1)
     assert infeed.has_room
 
 
@@ -58,8 +58,8 @@ def test_a_waiting_filler_is_woken_once_when_half_is_free() -> None:
     assert infeed.wait_for_room(lambda: woken.append(1))
 
     for k in range(32):
-        infeed.take(0, look)
-        infeed.take(1, look)
+        infeed.take(0)
+        infeed.take(1)
         assert len(woken) == (k == 31)
     infeed.abort()
 
@@ -77,13 +77,13 @@ def test_abort_wakes_devices_and_the_filler() -> None:
     fill(infeed, 64)
     assert infeed.wait_for_room(lambda: woken.append(1))
     for _ in range(40):
-        infeed.take(0, look)
+        infeed.take(0)
     infeed.abort()
     infeed.abort()
 
     assert woken == [1]
     assert not infeed.wait_for_room(look)
     for _ in range(24):
-        infeed.take(0, look)
+        infeed.take(0)
     with pytest.raises(asyncio.CancelledError):
-        infeed.take(0, look)
+        infeed.take(0)
