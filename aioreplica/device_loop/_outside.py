@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 from ..autodiff import find_outside_adapter
 from ..context import CLUSTER, PLACE, Place
 from ..errors import ContextError
-from ..replica import ReplicaContext
+from ..replica import ReplicaContext, add_note_once
 
 T = TypeVar("T")
 
@@ -87,11 +87,11 @@ def current_cluster() -> str | None:
 class _Leave:
     """Runs functions on the host for one call of outside_compilation, and for its gradients."""
 
-    __slots__ = ("_frame_site", "_replica")
+    __slots__ = ("_replica", "_site")
 
     def __init__(self, replica: ReplicaContext, frame: FrameType) -> None:
         self._replica = replica
-        self._frame_site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run `fn(*args)` on the event loop in the cluster `name`."""
@@ -99,15 +99,15 @@ class _Leave:
         place = Place(replica.strategy, replica.outside(), is_outside=True)
         blocking = replica.blocking
         replica.strategy.events.add(
-            "outside", name, blocking.steps_done, replica.replica_id_in_sync_group
+            "outside", name, blocking.step, replica.replica_id_in_sync_group
         )
         call = partial(_in_cluster, name, fn)
         try:
             return blocking.call_on_host(call, args, place, f"outside cluster {name!r}")
         except Exception as error:
-            note = f"Raised on the host in outside cluster {name!r}, called at {self._frame_site}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+            add_note_once(
+                error, f"Raised on the host in outside cluster {name!r}, called at {self._site}."
+            )
             raise
 
 

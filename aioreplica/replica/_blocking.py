@@ -123,9 +123,9 @@ class BlockingContext(BlockingCollectives):
         return self._group.num_replicas
 
     @property
-    def steps_done(self) -> int:
-        """How many steps of a device loop are complete."""
-        return self._seat.steps_done
+    def step(self) -> int:
+        """Number of the step under way, in its strategy."""
+        return self._group.step + self._seat.steps_done
 
     @property
     def is_here(self) -> bool:

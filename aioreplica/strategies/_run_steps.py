@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ def checked_plan(
             "Make it a plain `def`: use ctx.blocking for collectives and ar.outside_compilation "
             "for what has to be awaited; or call strategy.run for each step."
         )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"run_steps runs plain functions, but {fn!r} contains `yield`: calling it runs nothing "
+            "of it. Return, and report values with ctx.set_last_step_output."
+        )
     initial = {} if initial_loop_values is None else initial_loop_values
     if not isinstance(initial, Mapping) or not all(isinstance(name, str) for name in initial):
         raise TypeError(
@@ -102,14 +108,19 @@ async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) ->
     )
     infeed = Infeed(strategy.host_replicas)
     elements = Elements(infeed, count, plan.num_steps)
-    contexts = [
-        MultiStepContext(initial[i], events=strategy.events, replica_id=i) for i in range(count)
-    ]
     step = run.group.step
+    contexts = [
+        MultiStepContext(initial[i], events=strategy.events, replica_id=i, first_step=step)
+        for i in range(count)
+    ]
     strategy.events.add("loop", "begin", step, value=plan.num_steps)
-    await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
-    num_run = contexts[0].steps_run
-    strategy.events.add("loop", "end", step, value=num_run)
+    try:
+        await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
+    finally:
+        for context in contexts:
+            context.close(plan.num_steps)
+        num_run = min(context.steps_run for context in contexts)
+        strategy.events.add("loop", "end", step, value=num_run)
     if elements.error is not None:
         _raise_source_error(elements.error, num_run)
     if num_run < plan.num_steps:

@@ -14,8 +14,9 @@ class Event(NamedTuple):
     Attributes:
         time_s: When, on the event loop's clock.
         kind: "loop", "infeed", "outside" or "scalar".
-        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named.
-        step: In which step of the loop.
+        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named. An
+            "end" comes for failed loops too; its value says how many steps are complete.
+        step: Number of the step in its strategy; for a loop that of its first step.
         replica_id: Whose it is; None for all replicas together.
         value: A number or a text that belongs to it; None if there is none.
     """
