@@ -235,11 +235,11 @@ class BlockingContext(BlockingCollectives):
             self._point.look()
 
     def step_ended(self) -> None:
-        """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
+        """Count a step of a device loop; a CancelledError if nobody waits for the next one."""
         self._seat.steps_done += 1
         if self.clusters.num_roots:
             self.clusters.restart()
-        self.check_running()
+        self.look()
 
     def require_device_thread(self, name: str) -> None:
         """Check that the code may wait here, in a device program or an op, for a call of `name`.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..device_loop import (
     Elements,
+    Filler,
     Infeed,
     MultiStepContext,
     combine_outputs,
@@ -150,22 +151,31 @@ async def _run(
     group.threads.when_aborted(infeed.abort)
     lifecycle.started(group)
     try:
+        filler.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(
             [
                 (run_loop, (replica, plan.fn, context, infeed, plan.num_steps), {})
                 for replica, context in zip(run.contexts, contexts, strict=True)
             ]
         )
-        filler.start()
         await group.wait(plan.options.stall_timeout)
+    except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
+        infeed.abort()
+        filler.abandon()
+        run.end(lifecycle)
+        raise
     except BaseException:
         infeed.abort()
+        await _ended(filler, run, lifecycle)
         raise
+    await _ended(filler, run, lifecycle)
+
+
+async def _ended(filler: Filler, run: Run, lifecycle: Lifecycle) -> None:
+    try:
+        await filler.aclose()
     finally:
-        try:
-            await filler.aclose()
-        finally:
-            run.end(lifecycle)
+        run.end(lifecycle)
 
 
 def _raise_source_error(error: BaseException, num_run: int) -> None:
