@@ -157,9 +157,10 @@ async def test_without_a_thread_for_the_iterator_no_program_begins(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+    with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        await pair.run_steps(lambda ctx, x: ran.append(x), [1])
+        with pytest.raises(RuntimeError, match="new thread"):
+            await pair.run_steps(lambda ctx, x: ran.append(x), [1])
 
     assert pair.statistics().num_active == 0
     assert sum(lane.queued for lane in pair.statistics().lanes.values()) == 0

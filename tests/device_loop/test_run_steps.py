@@ -401,8 +401,8 @@ async def test_outputs_reduced_in_different_ways_are_a_mismatch(
     ("second", "text"),
     [
         (np.ones(2), r"leaf \[0\]\['x'\] is of shape \(2,\) and dtype float64, the first was"),
-        (np.ones(3, np.float32), "dtype float32"),
-        (3.0, "is a float"),
+        (np.ones(3, np.float32), r"dtype float32, .* np\.asarray\(leaf, dtype\)"),
+        (3.0, r"is of type float, .* np\.asarray\(leaf, dtype\)"),
     ],
     ids=["shape", "dtype", "type"],
 )
@@ -420,8 +420,17 @@ async def test_a_shape_that_changes_names_leaf_and_step(
 
 
 async def test_a_structure_that_changes_is_refused(pair: ar.MirroredStrategy) -> None:
-    with pytest.raises(ValueError, match="its structure has leaves"):
+    with pytest.raises(ValueError, match=r"leaves \[0\]\['b'\], the first had \[0\]\['a'\]"):
         await pair.run_steps(nothing, iter([{"a": 1}, {"b": 1}]), 2)
+    with pytest.raises(ValueError, match=r"structure is \(\(\*,\),\), the first was \(\[\*\],\)\."):
+        await pair.run_steps(nothing, iter([([1],), ((1,),)]), 2)
+
+
+async def test_a_leaf_with_a_shape_but_no_dtype_is_an_object(pair: ar.MirroredStrategy) -> None:
+    class Sized:
+        shape = (3,)
+
+    assert (await pair.run_steps(nothing, iter([Sized(), Sized()]), 2)).steps_run == 2
 
 
 async def test_uneven_parts_are_fine_as_long_as_they_stay(pair: ar.MirroredStrategy) -> None:
