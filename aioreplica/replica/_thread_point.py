@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 from typing import Any, final
 from weakref import proxy
 
@@ -274,7 +274,7 @@ class ThreadPoint:
         """Park until the generation is merged or the run ended, or for as long as allowed."""
         if timeout_s is None or not generation.missing:
             self._park(replica_id)
-        elif not self._gates[replica_id].acquire(timeout=timeout_s):
+        elif not self._gates[replica_id].acquire(timeout=min(timeout_s, TIMEOUT_MAX)):
             self._end_run(self._stalled, timeout_s, call, generation)
             self._park(replica_id)
 

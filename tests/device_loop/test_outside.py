@@ -133,6 +133,27 @@ async def test_host_exceptions_are_raised_with_both_tracebacks(gang: ar.Mirrored
     assert f"Raised on the host in outside cluster '0', called at {__file__}" in text
 
 
+class Odd(BaseException):
+    """Neither an Exception nor one of those that end the interpreter."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("mine"), GeneratorExit("mine"), Odd()])
+async def test_what_is_no_exception_is_the_device_programs_alone(
+    pair: ar.MirroredStrategy, error: BaseException
+) -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, what: reported.append(what))
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await pair.run(lambda: outside(fail))
+
+    assert caught.value is error
+    assert reported == []
+
+
 async def test_an_async_functions_exception_can_be_caught(pair: ar.MirroredStrategy) -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -164,7 +185,7 @@ async def test_replica_calls_are_refused_there(pair: ar.MirroredStrategy) -> Non
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: me().all_reduce("sum", 1), r"ctx\.blocking\.all_reduce in the device program"),
         (lambda: me().blocking.all_reduce("sum", 1), "was called in outside_compilation"),
-        (lambda: me().run_on_device(len, []), "outside_compilation"),
+        (lambda: me().run_on_device(len, []), r"outside_compilation.*ar\.run_on_host\(fn\)"),
         (lambda: v.assign(2.0), r"variable\.blocking\.assign"),
         (lambda: v.blocking.assign(2.0), "outside_compilation"),
         (lambda: adam.apply_gradients([(1.0, v)]), r"optimizer\.blocking\.apply_gradients"),
