@@ -49,7 +49,7 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_blocking", "_device", "_group", "_is_driven", "_is_outside", "_lane", "_live", "_point",
+        "_blocking", "_device", "_driven_at", "_group", "_is_outside", "_lane", "_live", "_point",
         "_port", "_seat", "_seed", "_strategy",
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ class ReplicaContext(Collectives):
         self._live: Place | None = None
         self._blocking: BlockingContext | None = None
         self._is_outside = False
-        self._is_driven = False
+        self._driven_at: FrameType | None = None
 
     def open(self, place: Place) -> None:
         """Allow collectives where `place` is current; called by the strategy."""
@@ -124,13 +124,22 @@ class ReplicaContext(Collectives):
         return self._blocking
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
-        """Let awaitables of this context be ready at once, on the device thread; for `drive`."""
-        self._is_driven = True
+    def driving(self, frame: FrameType) -> Iterator[None]:
+        """Let awaitables be ready at once, on the device thread, as called at `frame`."""
+        self._driven_at = frame
         try:
             yield
         finally:
-            self._is_driven = False
+            self._driven_at = None
+
+    def require_awaitable(self, name: str) -> None:
+        """Check that what a call of `name` gives can be awaited here.
+
+        Raises:
+            ContextError: If it cannot.
+        """
+        if PLACE.get() is not self._live and self._driven_at is None:
+            raise misuse_error(name, self._seat, self._group.step, self._live)
 
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
@@ -244,9 +253,10 @@ class ReplicaContext(Collectives):
         frame: FrameType,
     ) -> Coroutine[Any, Any, Any]:
         if PLACE.get() is not self._live:
-            if self._is_driven:
+            at = self._driven_at
+            if at is not None:
                 group, me = self._point.everyone, self._seat.replica_id
-                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, frame)
+                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, at)
                 return Ready(made)  # type: ignore[return-value]  # as good to those who await it
             raise misuse_error(collective.name, self._seat, self._group.step, self._live)
         seat, point = self._seat, self._point
@@ -324,8 +334,8 @@ class ReplicaContext(Collectives):
             Ops of one device run one at a time, in the order of their calls.
         """
         if PLACE.get() is not self._live:
-            if self._is_driven:
-                return Ready(fn(*args, **kwargs))  # type: ignore[return-value]  # as above
+            if self._driven_at is not None:
+                return self._done_here(fn, args, kwargs)  # type: ignore[return-value]  # as above
             raise misuse_error("run_on_device", self._seat, self._group.step, self._live)
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
@@ -334,6 +344,16 @@ class ReplicaContext(Collectives):
         lane = self._lane or self._find_lane()
         assert self._port is not None  # _find_lane sets it
         return Op(self._port, fn, args, kwargs, lane, self._group.ops)
+
+    def _done_here(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Ready[T]:
+        """Call a function of the user, such as a loss, in which nothing can be awaited."""
+        at, self._driven_at = self._driven_at, None
+        try:
+            return Ready(fn(*args, **kwargs))
+        finally:
+            self._driven_at = at
 
     def _find_lane(self) -> Lane:
         if self._port is None:

@@ -20,6 +20,8 @@ _OWNERS = {
     "assign_sub": "variable",
     "apply_gradients": "optimizer",
     "minimize": "optimizer",
+    "add": "accumulator",
+    "apply": "accumulator",
 }
 
 
@@ -123,6 +125,5 @@ def no_blocking_handle_error() -> ContextError:
 def _blocking_name(what: str) -> str:
     if what == "outside_compilation":
         return f"ar.{what}"
-    if what == "start_all_reduce":
-        what = "all_reduce"
+    what = {"start_all_reduce": "all_reduce", "apply_accumulated": "apply"}.get(what, what)
     return f"{_OWNERS.get(what, 'ctx')}.blocking.{what}"
