@@ -49,7 +49,7 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_blocking", "_device", "_driven_at", "_group", "_is_outside", "_lane", "_live", "_point",
+        "_blocking", "_device", "_driven_at", "_group", "_is_on_host", "_lane", "_live", "_point",
         "_port", "_seat", "_seed", "_strategy",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class ReplicaContext(Collectives):
         device: Device | None,
         port: CompletionPort | None,
         seed: int,
+        is_on_host: bool = False,
     ) -> None:
         self._strategy = strategy  # Any: the strategies layer lies above this one
         self._group = group
@@ -72,7 +73,7 @@ class ReplicaContext(Collectives):
         self._lane: Lane | None = None
         self._live: Place | None = None
         self._blocking: BlockingContext | None = None
-        self._is_outside = False
+        self._is_on_host = is_on_host
         self._driven_at: FrameType | None = None
 
     def open(self, place: Place) -> None:
@@ -112,9 +113,10 @@ class ReplicaContext(Collectives):
     def device_name(self) -> str | None:
         """Name of the device where ops go, or None for the host.
 
-        In outside_compilation that is the host: the device thread waits for what runs there.
+        It is the host where device threads wait for the code: in outside_compilation, and under
+        a merge function of plain replicas.
         """
-        return None if self._device is None or self._is_outside else str(self._device)
+        return None if self._device is None or self._is_on_host else str(self._device)
 
     @property
     def blocking(self) -> BlockingContext:
@@ -144,9 +146,8 @@ class ReplicaContext(Collectives):
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
         twin = ReplicaContext(
-            self._strategy, self._group, self._seat, self._device, self._port, self._seed
+            self._strategy, self._group, self._seat, self._device, self._port, self._seed, True
         )
-        twin._is_outside = True
         twin._blocking = self.blocking
         return twin
 
@@ -358,7 +359,7 @@ class ReplicaContext(Collectives):
     def _find_lane(self) -> Lane:
         if self._port is None:
             self._port = CompletionPort.of_running_loop()
-        self._lane = lane_table().lane(HOST if self._device is None else str(self._device))
+        self._lane = lane_table().lane(self.device_name or HOST)
         return self._lane
 
     def rng(self, name: str) -> np.random.Generator:
