@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -66,8 +65,11 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     adapter = find_outside_adapter((args, kwargs))
     if adapter is None:
         return leave(name, partial(fn, **kwargs) if kwargs else fn, args)
-    traced, whole = (fn, args) if not kwargs else (_with_keywords(fn), (args, kwargs))
-    return adapter.call(leave, replica.blocking.clusters, name, traced, whole)
+    if not kwargs:
+        return adapter.call(leave, replica.blocking.clusters, name, fn, args)
+    return adapter.call(
+        leave, replica.blocking.clusters, name, lambda a, k: fn(*a, **k), (args, kwargs)
+    )
 
 
 def current_cluster() -> str | None:
@@ -114,13 +116,3 @@ class _Leave:
 def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
     CLUSTER.set(name)  # the context is a copy, made for this call
     return fn(*args)
-
-
-def _with_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(fn):
-
-        async def call_later(args: Any, kwargs: Any) -> Any:
-            return await fn(*args, **kwargs)
-
-        return call_later
-    return lambda args, kwargs: fn(*args, **kwargs)

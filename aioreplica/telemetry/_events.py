@@ -73,8 +73,8 @@ class EventLog:
             raise TypeError(f"The name of an event must be a str, got {name!r}.")
         if not isinstance(value, str):
             try:
-                value = float(value)
-            except (TypeError, ValueError):
+                value = float(value.item() if hasattr(value, "item") else value)
+            except (TypeError, ValueError, OverflowError):
                 raise TypeError(
                     f"Event {name!r} takes a number or a text, got {value!r} "
                     f"({type(value).__name__}). Reduce arrays to one number first."

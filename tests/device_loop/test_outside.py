@@ -415,3 +415,55 @@ async def test_training_with_a_loss_on_the_host(gang: ar.MirroredStrategy) -> No
     assert result.last_step_outputs["loss"] < 6.0
     assert int(adam.iterations.value) == 20
     assert {"0", "0.uid"} == set(clusters_of(gang))
+
+
+class Later:
+    """A callable object whose calls have to be awaited."""
+
+    async def __call__(self, x: Any) -> Any:
+        await asyncio.sleep(0)
+        return x**3
+
+
+async def cube_later(x: Any) -> Any:
+    return await Later()(x)
+
+
+@pytest.mark.parametrize(
+    "fn", [cube_later, Later(), lambda x: cube_later(x)], ids=["async", "object", "lambda"]
+)
+async def test_whatever_has_to_be_awaited_is_differentiated(
+    solo: ar.OneDeviceStrategy, fn: Any
+) -> None:
+    def step() -> Any:
+        once = autograd.grad(lambda x: outside(fn, x))
+        return float(once(2.0)), float(autograd.grad(once)(2.0))
+
+    first, second = await solo.run(step)
+
+    assert (first.values, second.values) == ((12.0,), (12.0,))
+
+
+async def test_every_part_of_a_result_has_its_gradient(solo: ar.OneDeviceStrategy) -> None:
+    def parts(x: Any) -> Any:
+        return {"a": 2.0 * x, "rest": (x**3, None, "text", 5)}
+
+    def loss(x: Any) -> Any:
+        made = outside(parts, x)
+        assert made["rest"][1:] == (None, "text", 5)
+        return made["a"] * made["rest"][0]  # 2 x^4
+
+    def step() -> Any:
+        return float(autograd.grad(loss)(2.0)), float(autograd.grad(autograd.grad(loss))(2.0))
+
+    first, second = await solo.run(step)
+
+    assert (first.values, second.values) == ((64.0,), (96.0,))
+    assert clusters_of(solo)[:2] == ["0", "0.uid"]
+
+
+async def test_a_part_that_is_not_used_has_no_gradient(solo: ar.OneDeviceStrategy) -> None:
+    def step() -> Any:
+        return float(autograd.grad(lambda x: outside(lambda y: (y * y, y**3), x)[1])(2.0))
+
+    assert (await solo.run(step)).values == (12.0,)
