@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from ..tree import leaves
@@ -66,3 +66,14 @@ def find_outside_adapter(args: Any) -> OutsideAdapter | None:
         if any(map(needs_gradient, found)):
             return TorchOutside()
     return None
+
+
+def finished(value: Any, use: Callable[[Any], Any]) -> Any:
+    """Return `use(value)`; if the value has to be awaited, an awaitable of that."""
+    if not isinstance(value, Awaitable):
+        return use(value)
+
+    async def later() -> Any:
+        return use(await value)
+
+    return later()

@@ -10,20 +10,20 @@ programs that call autograd by themselves.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
 
-import autograd.builtins  # noqa: F401 - teaches autograd about tuples
+from autograd.builtins import make_sequence
 from autograd.core import VJPNode, backward_pass, vspace
 from autograd.extend import defvjp_argnums, primitive
 from autograd.tracer import Box, getval, isbox, new_box, trace_stack
 
 from ..tree import flatten, unflatten
 from ._autograd_traces import separate_threads
-from ._outside import NameGradients, OutsideAdapter, RunOutside
+from ._outside import NameGradients, OutsideAdapter, RunOutside, finished
 
 separate_threads()
 
@@ -45,7 +45,7 @@ class AutogradOutside(OutsideAdapter):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Any:
-        """Run the call and return its result, traced if it is a number or an array."""
+        """Run the call and return its result, traced where it depends on the arguments."""
         leaves, spec = flatten(list(args))
         positions = [i for i, leaf in enumerate(leaves) if isbox(leaf)]
 
@@ -55,7 +55,7 @@ class AutogradOutside(OutsideAdapter):
                 whole[position] = value
             return fn(*unflatten(spec, whole))
 
-        outside = _Outside(run, names, name, of_traced, is_async=inspect.iscoroutinefunction(fn))
+        outside = _Outside(run, names, name, of_traced)
         return outside.at([leaves[i] for i in positions])
 
 
@@ -68,7 +68,6 @@ class _Outside:
         names: Names the gradients.
         name: The cluster.
         fn: The function, of traced values only.
-        is_async: Whether it has to be awaited.
         known: Gives the value without running `fn`: the kept pullback of another call.
     """
 
@@ -79,27 +78,25 @@ class _Outside:
         name: str,
         fn: Callable[..., Any],
         *,
-        is_async: bool = False,
         known: Callable[[Any], Any] | None = None,
     ) -> None:
         self._run = run
         self._names = names
         self._name = name
         self._fn = fn
-        self._is_async = is_async
         self._known = known
         self._pullback: Callable[[Any], Any] | None = None
+        self._put_back: Callable[[Any], Any] | None = None
         self.value: Any = None
 
     def at(self, args: Sequence[Any]) -> Any:
         """Run the call outside; the result is traced like the arguments."""
         plain = tuple(map(getval, args))
-        self.value = self._run(
-            self._name, self._evaluate_async if self._is_async else self._evaluate, plain
-        )
+        self.value = self._run(self._name, self._evaluate, plain)
         if type(self.value) not in Box.type_mappings:
             return self.value  # nothing that has a gradient, such as None
-        return _result(self, *args)
+        result = _result(self, *args)
+        return result if self._put_back is None else self._put_back(result)
 
     def gradient(self, cotangent: Any, args: Sequence[Any]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
@@ -110,15 +107,27 @@ class _Outside:
     def _evaluate(self, *args: Any) -> Any:
         if self._known is not None:
             return self._known(args[0])
-        value, self._pullback = _traced(self._fn, args)
-        return value
+        return _traced(self._fn, args, self._keep)
 
-    async def _evaluate_async(self, *args: Any) -> Any:
-        root = VJPNode.new_root()
-        with trace_stack.new_trace() as trace:
-            end = await self._fn(*_unpacked(new_box(args, trace, root)))
-        value, self._pullback = _result_of(end, trace, args)
-        return value
+    def _keep(self, traced: _Traced) -> Any:
+        self._pullback, self._put_back = traced.pullback, traced.put_back
+        return traced.value
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What a traced function gave.
+
+    Attributes:
+        value: Its value; of a tree the tuple of those leaves that depend on the arguments.
+        pullback: Takes the cotangent of the value to those of the arguments.
+        put_back: Makes the tree of such a tuple; None if the value is what the function returned.
+    """
+
+    value: Any
+    pullback: Callable[[Any], Any]
+    put_back: Callable[[Any], Any] | None = None
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
@@ -145,23 +154,45 @@ def _vjp_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of (cotangent, *args) that gives the cotangents of the arguments."""
 
     def pull_back(cotangent: Any, *args: Any) -> Any:
-        return _traced(fn, args)[1](cotangent)
+        return _traced(fn, args, lambda traced: traced.pullback(cotangent))
 
     return pull_back
 
 
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    """Run a function in a trace of its own; return its value and its pullback."""
+def _traced(fn: Callable[..., Any], args: tuple[Any, ...], use: Callable[[_Traced], Any]) -> Any:
+    """Run a function in a trace of its own; return what `use` makes of that.
+
+    If the function has to be awaited, what is returned has to be too. Traces have numbers of their
+    own, so whatever else is traced meanwhile keeps apart.
+    """
     root = VJPNode.new_root()
     with trace_stack.new_trace() as trace:
         end = fn(*_unpacked(new_box(args, trace, root)))
-    return _result_of(end, trace, args)
+    return finished(end, lambda end: use(_result_of(end, trace, args)))
 
 
-def _result_of(end: Any, trace: int, args: tuple[Any, ...]) -> tuple[Any, Callable[[Any], Any]]:
-    if not isbox(end) or end._trace != trace:  # it does not depend on them
-        return end, lambda _cotangent: vspace(args).zeros()
-    return end._value, lambda cotangent: backward_pass(cotangent, end._node)
+def _result_of(end: Any, trace: int, args: tuple[Any, ...]) -> _Traced:
+    if _is_of(end, trace):
+        return _Traced(end._value, lambda cotangent: backward_pass(cotangent, end._node))
+    leaves, spec = flatten(end)
+    positions = [i for i, leaf in enumerate(leaves) if _is_of(leaf, trace)]
+    if not positions:  # it does not depend on them
+        return _Traced(end, lambda _cotangent: vspace(args).zeros())
+    packed = make_sequence(tuple, *[leaves[i] for i in positions])
+
+    def put_back(values: Any) -> Any:
+        whole = list(leaves)
+        for k, position in enumerate(positions):
+            whole[position] = values[k]
+        return unflatten(spec, whole)
+
+    return _Traced(
+        packed._value, lambda cotangent: backward_pass(cotangent, packed._node), put_back
+    )
+
+
+def _is_of(value: Any, trace: int) -> bool:
+    return bool(isbox(value) and value._trace == trace)
 
 
 def _unpacked(packed: Any) -> list[Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, final
 
 from ..tree import flatten, unflatten
-from ._outside import NameGradients, OutsideAdapter, RunOutside
+from ..tree import leaves as leaves_of
+from ._outside import NameGradients, OutsideAdapter, RunOutside, finished
 
 
 def needs_gradient(leaf: Any) -> bool:
@@ -30,7 +30,7 @@ class TorchOutside(OutsideAdapter):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> Any:
-        """Run the call and return its result, tracked if it is a tensor."""
+        """Run the call and return its result, tracked where it depends on the arguments."""
         leaves, spec = flatten(list(args))
         positions = [i for i, leaf in enumerate(leaves) if needs_gradient(leaf)]
 
@@ -40,7 +40,7 @@ class TorchOutside(OutsideAdapter):
                 whole[position] = value
             return fn(*unflatten(spec, whole))
 
-        outside = _Outside(run, names, name, of_tracked, is_async=inspect.iscoroutinefunction(fn))
+        outside = _Outside(run, names, name, of_tracked)
         return outside.at([leaves[i] for i in positions])
 
 
@@ -49,37 +49,29 @@ class _Outside:
     """One call: its result, and the inputs that it was made from, on the host."""
 
     def __init__(
-        self,
-        run: RunOutside,
-        names: NameGradients,
-        name: str,
-        fn: Callable[..., Any],
-        *,
-        is_async: bool = False,
+        self, run: RunOutside, names: NameGradients, name: str, fn: Callable[..., Any]
     ) -> None:
         self._run = run
         self._names = names
         self._name = name
         self._fn = fn
-        self._is_async = is_async
         self._inputs: list[Any] = []
-        self._made: Any = None
-        self.value: Any = None
+        self._made: list[Any] = []
+        self.value: tuple[Any, ...] = ()
 
     def at(self, args: Sequence[Any]) -> Any:
         """Run the call outside; the result is tracked like the arguments."""
-        import torch
-
         self._inputs = [arg.detach().requires_grad_() for arg in args]
-        forward = self._forward_async if self._is_async else self._forward
-        self._made = self._run(self._name, forward, tuple(self._inputs))
-        if isinstance(self._made, torch.Tensor):
-            self.value = self._made.detach()
-        elif type(self._made) is tuple and all(isinstance(m, torch.Tensor) for m in self._made):
-            self.value = tuple(made.detach() for made in self._made)
-        else:
-            return self._made  # nothing that has a gradient, such as None
-        return _function().apply(self, *args)
+        made = self._run(self._name, self._forward, tuple(self._inputs))
+        leaves, spec = flatten(made)
+        positions = [i for i, leaf in enumerate(leaves) if needs_gradient(leaf)]
+        if not positions:
+            return made  # nothing that has a gradient, such as None
+        self._made = [leaves[i] for i in positions]
+        self.value = tuple(tensor.detach() for tensor in self._made)
+        for position, result in zip(positions, _function().apply(self, *args), strict=True):
+            leaves[position] = result
+        return unflatten(spec, leaves)
 
     def gradient(self, cotangents: Sequence[Any], args: Sequence[Any]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
@@ -92,9 +84,15 @@ class _Outside:
 
         def pull_back(*values: Any) -> Any:
             given, inputs = values[:count], values[count:]
-            made = self._fn(*inputs)
-            found = torch.autograd.grad(made, inputs, given, create_graph=True, allow_unused=True)
-            return _filled(found, inputs)
+
+            def back(made: Any) -> tuple[Any, ...]:
+                tensors = [leaf for leaf in leaves_of(made) if needs_gradient(leaf)]
+                found = torch.autograd.grad(
+                    tensors, inputs, given, create_graph=True, allow_unused=True
+                )
+                return _filled(found, inputs)
+
+            return finished(self._fn(*inputs), back)
 
         return _Outside(self._run, self._names, name, pull_back).at([*cotangents, *args])
 
@@ -102,13 +100,8 @@ class _Outside:
         import torch
 
         with torch.enable_grad():
-            return self._fn(*inputs)
-
-    async def _forward_async(self, *inputs: Any) -> Any:
-        import torch
-
-        with torch.enable_grad():
-            return await self._fn(*inputs)
+            made = self._fn(*inputs)
+        return _with_gradients(made) if isinstance(made, Awaitable) else made
 
     def _pull_back_kept(self, cotangents: Sequence[Any]) -> Any:
         import torch
@@ -117,6 +110,13 @@ class _Outside:
             self._made, self._inputs, cotangents, retain_graph=True, allow_unused=True
         )
         return _filled(found, self._inputs)
+
+
+async def _with_gradients(made: Awaitable[Any]) -> Any:
+    import torch
+
+    with torch.enable_grad():
+        return await made
 
 
 @functools.cache

@@ -48,9 +48,13 @@ class Place:
         in_merge: True inside a merge function.
         staging: Holds the components written so far, in the update context only.
         is_outside: True in a host function that a device program waits for.
+        holds_devices: True inside a merge function that device programs wait for.
     """
 
-    __slots__ = ("in_merge", "is_outside", "replica", "staging", "strategy", "update_replica_id")
+    __slots__ = (
+        "holds_devices", "in_merge", "is_outside", "replica", "staging", "strategy",
+        "update_replica_id",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Place:
         in_merge: bool = False,
         staging: Any = None,  # Any: so does the values layer
         is_outside: bool = False,
+        holds_devices: bool = False,
     ) -> None:
         self.strategy = strategy
         self.replica = replica
@@ -68,6 +73,7 @@ class Place:
         self.in_merge = in_merge
         self.staging = staging
         self.is_outside = is_outside
+        self.holds_devices = holds_devices
 
     def describe(self) -> str:
         """Say where this is, for error messages.

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from ..collectives import require_reducible
 from ..errors import ContextError
+from ..replica import add_note_once
 from ..telemetry import EventLog, source_line
 from ..tree import leaves
 from ..typing import ReduceOp
@@ -27,20 +28,22 @@ class MultiStepContext:
         steps_run: How many steps are complete.
         events: Where `record` goes; None outside a loop.
         replica_id: Whose it is; None for that of all replicas.
+        first_step: Number of the loop's first step in its strategy, for events.
 
     Attributes:
         last_step_outputs: By name: what the last step that set it has set, or the initial value.
             Inside the loop the replica's own value; afterwards reduced, or PerReplica.
         non_tensor_outputs: By name: any objects; afterwards PerReplica.
         steps_run: How many steps are complete.
+        error: What a step raised; noted and dropped when the loop ends.
 
     Source:
         tf.distribute's MultiStepContext.
     """
 
     __slots__ = (
-        "_events", "_ops", "_replica_id", "_sites", "last_step_outputs", "non_tensor_outputs",
-        "steps_run",
+        "_events", "_first_step", "_is_open", "_ops", "_replica_id", "_sites", "error",
+        "last_step_outputs", "non_tensor_outputs", "steps_run",
     )  # fmt: skip
 
     def __init__(
@@ -50,13 +53,17 @@ class MultiStepContext:
         steps_run: int = 0,
         events: EventLog | None = None,
         replica_id: int | None = None,
+        first_step: int = 0,
     ) -> None:
         self.last_step_outputs: dict[str, Any] = dict(last_step_outputs or {})
         self.non_tensor_outputs: dict[str, Any] = dict(non_tensor_outputs or {})
         self.steps_run = steps_run
+        self.error: Exception | None = None
         self._events = events
         self._replica_id = replica_id
-        self._ops: dict[str, ReduceOp | None] = dict.fromkeys(self.last_step_outputs)
+        self._first_step = first_step
+        self._is_open = replica_id is not None
+        self._ops: dict[str, ReduceOp | None] = {}
         self._sites: dict[str, tuple[CodeType, int]] = {}
 
     def set_last_step_output(
@@ -113,14 +120,25 @@ class MultiStepContext:
         """
         self._require_loop("record")
         if self._events is not None and self._replica_id == 0:
-            self._events.add_scalar(self.steps_run, self._replica_id, name, value)
+            step = self._first_step + self.steps_run
+            self._events.add_scalar(step, self._replica_id, name, value)
+
+    def close(self, num_steps: int) -> None:
+        """Refuse further outputs, and note in what a step raised which one of how many it was.
+
+        Called by the strategy, where no replica runs any more: several may raise one object.
+        """
+        self._is_open = False
+        error, self.error = self.error, None
+        if error is not None:
+            add_note_once(error, f"Raised in step {self.steps_run} of {num_steps} of run_steps.")
 
     def reduce_op(self, name: str) -> ReduceOp | None:
-        """Return how an output is to be combined."""
-        return self._ops[name]
+        """Return how an output is to be combined; None for one that stays apart."""
+        return self._ops.get(name)
 
     def site(self, name: str) -> str:
-        """Return `file:line` of where an output was set last; "-" for an initial value."""
+        """Return `file:line` of where an output was set last; "-" if no `set_` method did."""
         if name not in self._sites:
             return "-"
         code, instruction = self._sites[name]
@@ -133,9 +151,10 @@ class MultiStepContext:
         self._sites[name] = (frame.f_code, frame.f_lasti)
 
     def _require_loop(self, what: str) -> None:
-        if self._replica_id is None:
+        if not self._is_open:
+            where = "what run_steps returned" if self._replica_id is None else "a loop's context"
             raise ContextError(
-                f"{what} was called on what run_steps returned. Call it in the step function, on "
+                f"{what} was called on {where}, after the loop. Call it in the step function, on "
                 "its first argument."
             )
 

@@ -27,63 +27,104 @@ class Filler(ABC):
     async def aclose(self) -> None:
         """End; waits for what runs, but not for ever for a thread that the source blocks."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave what runs to itself: there is no event loop to wait on."""
+
 
 @final
 class ThreadFiller(Filler):
-    """Advances a plain iterator on a thread of its own, as it may block."""
+    """Advances a plain iterator on a thread of its own, as it may block.
 
-    def __init__(self, source: Iterator[Any], elements: Elements, infeed: Infeed) -> None:
+    Args:
+        source: The iterator.
+        elements: Where its elements go.
+        infeed: The queues.
+        is_owned: Whether it was made for this loop, and is closed with it, on the thread.
+    """
+
+    def __init__(
+        self, source: Iterator[Any], elements: Elements, infeed: Infeed, *, is_owned: bool
+    ) -> None:
         self._source = source
         self._elements = elements
         self._infeed = infeed
+        self._is_owned = is_owned
         self._lane = SourceLane()
         self._op: Op[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._gave_up = False
 
     def start(self) -> None:
         """Begin on the thread."""
-        self._op = self._lane.run(self._fill, new_gate(asyncio.get_running_loop()))
-        self._op.put()
+        op = self._lane.run(self._fill, new_gate(asyncio.get_running_loop()))
+        op.put()
+        self._op = op
 
     async def aclose(self) -> None:
-        """Wait for the thread."""
-        op = self._op
+        """Wait for the thread; only for a moment if the loop failed or the wait is cancelled."""
+        op, self._op = self._op, None  # it holds this object
         cancelled: list[asyncio.CancelledError] = []
+
+        def was_cancelled(error: asyncio.CancelledError) -> None:
+            cancelled.append(error)
+            self._give_up_soon()
+
         if op is not None and not op.done():
-            await wait_shielded(lambda: op.done() or self._gave_up, self._waiter, cancelled.append)
+            if self._infeed.is_aborted:
+                self._give_up_soon()
+            await wait_shielded(
+                lambda: op.done() or self._gave_up, lambda: self._new_waiter(op), was_cancelled
+            )
+        if self._timer is not None:
+            self._timer.cancel()
         self._lane.close()
         if cancelled:
             raise cancelled[0]
 
-    def _waiter(self) -> asyncio.Future[None]:
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        assert self._op is not None  # it is what is waited for
-        self._op.add_done_callback(lambda _op: _resolve(waiter))
-        if self._infeed.is_aborted:
-            loop.call_later(GIVE_UP_S, self._give_up, waiter)
+    def abandon(self) -> None:
+        """Let the thread end when the source lets it."""
+        self._lane.close()
+
+    def _new_waiter(self, op: Op[None]) -> asyncio.Future[None]:
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        op.add_done_callback(lambda _op: _resolve(waiter))
         return waiter
 
-    def _give_up(self, waiter: asyncio.Future[None]) -> None:
+    def _give_up_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
         self._gave_up = True
-        _resolve(waiter)
+        if self._waiter is not None:
+            _resolve(self._waiter)
 
     def _fill(self, room: Gate) -> None:
-        elements, infeed = self._elements, self._infeed
         error: BaseException | None = None
         try:
-            while not elements.are_complete:
-                element = next(self._source, Mark.END)
-                if element is Mark.END:
-                    break
-                if not infeed.has_room and infeed.wait_for_room(room.open):
-                    room.wait()
-                if infeed.is_aborted:
-                    return
-                elements.add(element)
+            try:
+                self._pass_on(room)
+            finally:
+                close = getattr(self._source, "close", None)
+                if self._is_owned and callable(close):
+                    close()
         except BaseException as raised:  # noqa: BLE001 - it belongs to whoever runs the loop
             error = raised
-        elements.end(error)
+        self._elements.end(error)
+
+    def _pass_on(self, room: Gate) -> None:
+        elements, infeed = self._elements, self._infeed
+        while not elements.are_complete:
+            element = next(self._source, Mark.END)
+            if element is Mark.END:
+                return
+            if not infeed.has_room and infeed.wait_for_room(room.open):
+                room.wait()
+            if infeed.is_aborted:
+                return
+            elements.add(element)
 
 
 @final
@@ -94,7 +135,7 @@ class TaskFiller(Filler):
         source: The iterator.
         elements: Where its elements go.
         infeed: The queues.
-        is_owned: Whether it was made for this loop, and is closed with it.
+        is_owned: Whether it was made for this loop, and is closed with it, in the same task.
     """
 
     def __init__(
@@ -104,6 +145,7 @@ class TaskFiller(Filler):
         self._elements = elements
         self._infeed = infeed
         self._is_owned = is_owned
+        self._has_begun = False
         self._task: OwnedTask[None] | None = None
 
     def start(self) -> None:
@@ -113,33 +155,42 @@ class TaskFiller(Filler):
     async def aclose(self) -> None:
         """End the task, wherever it waits, and see it gone."""
         if self._task is not None:
-            if self._infeed.is_aborted:
+            if self._infeed.is_aborted and self._has_begun:  # else it sees that by itself
                 self._task.cancel()
             await self._task.ended()
-        close = getattr(self._source, "aclose", None)
-        if self._is_owned and close is not None:
-            await close()
+
+    def abandon(self) -> None:
+        """Leave the task to the loop's end."""
 
     async def _fill(self) -> None:
-        elements, infeed = self._elements, self._infeed
+        self._has_begun = True
         error: BaseException | None = None
         try:
-            while not elements.are_complete:
-                element = await anext(self._source, Mark.END)
-                if element is Mark.END:
-                    break
-                if not infeed.has_room:
-                    await self._room()
-                if infeed.is_aborted:
-                    return
-                elements.add(element)
+            try:
+                await self._pass_on()
+            finally:
+                close = getattr(self._source, "aclose", None)
+                if self._is_owned and callable(close):
+                    await close()
         except asyncio.CancelledError as cancelled:
-            if infeed.is_aborted:
+            if self._infeed.is_aborted:
                 raise
             error = cancelled
         except BaseException as raised:  # noqa: BLE001 - it belongs to whoever runs the loop
             error = raised
-        elements.end(error)
+        self._elements.end(error)
+
+    async def _pass_on(self) -> None:
+        elements, infeed = self._elements, self._infeed
+        while not elements.are_complete:
+            element = await anext(self._source, Mark.END)
+            if element is Mark.END:
+                return
+            if not infeed.has_room:
+                await self._room()
+            if infeed.is_aborted:
+                return
+            elements.add(element)
 
     async def _room(self) -> None:
         loop = asyncio.get_running_loop()
@@ -159,9 +210,10 @@ def new_filler(
     source: Iterator[Any] | AsyncIterator[Any], elements: Elements, infeed: Infeed, given: Any
 ) -> Filler:
     """Return what fills the infeed from `source`, the iterator of what was `given`."""
+    is_owned = source is not given
     if isinstance(source, Iterator):
-        return ThreadFiller(source, elements, infeed)
-    return TaskFiller(source, elements, infeed, is_owned=source is not given)
+        return ThreadFiller(source, elements, infeed, is_owned=is_owned)
+    return TaskFiller(source, elements, infeed, is_owned=is_owned)
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

@@ -82,10 +82,14 @@ class Infeed:
             False if there is room already or the infeed is aborted: nobody will call.
         """
         with self._lock:
-            if self.is_aborted or self.has_room:
+            if self.is_aborted:
                 return False
             self._wake_filler = wake
+        if not self.has_room:  # looked at behind the callback: a device takes first, then looks
             return True
+        with self._lock:
+            is_called, self._wake_filler = self._wake_filler is None, None
+        return is_called
 
     # ---- the devices' side ---------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ..errors import MergeMismatchError, ReplicaRow
+from ..replica import add_note_once
 from ..typing import ReduceOp
 from ..values import PerReplica, regroup_results
 from ._context import MultiStepContext
@@ -42,7 +43,11 @@ async def combine_outputs(
         values = [context.last_step_outputs[name] for context in contexts]
         value = values[0] if has_plain_values else regroup_results(values, device_names)
         op = first.reduce_op(name)
-        outputs[name] = value if op is None else await reduce(op, value)
+        try:
+            outputs[name] = value if op is None else await reduce(op, value)
+        except Exception as error:
+            add_note_once(error, f"Raised by the reduction of output {name!r}, {first.site(name)}.")
+            raise
     others = {
         name: first.non_tensor_outputs[name]
         if has_plain_values

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any, TypeVar, final
 from ..autodiff import find_outside_adapter
 from ..context import CLUSTER, PLACE, Place
 from ..errors import ContextError
-from ..replica import ReplicaContext
+from ..replica import ReplicaContext, add_note_once
 
 T = TypeVar("T")
 
@@ -66,8 +65,11 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     adapter = find_outside_adapter((args, kwargs))
     if adapter is None:
         return leave(name, partial(fn, **kwargs) if kwargs else fn, args)
-    traced, whole = (fn, args) if not kwargs else (_with_keywords(fn), (args, kwargs))
-    return adapter.call(leave, replica.blocking.clusters, name, traced, whole)
+    if not kwargs:
+        return adapter.call(leave, replica.blocking.clusters, name, fn, args)
+    return adapter.call(
+        leave, replica.blocking.clusters, name, lambda a, k: fn(*a, **k), (args, kwargs)
+    )
 
 
 def current_cluster() -> str | None:
@@ -87,11 +89,11 @@ def current_cluster() -> str | None:
 class _Leave:
     """Runs functions on the host for one call of outside_compilation, and for its gradients."""
 
-    __slots__ = ("_frame_site", "_replica")
+    __slots__ = ("_replica", "_site")
 
     def __init__(self, replica: ReplicaContext, frame: FrameType) -> None:
         self._replica = replica
-        self._frame_site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self._site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run `fn(*args)` on the event loop in the cluster `name`."""
@@ -99,28 +101,18 @@ class _Leave:
         place = Place(replica.strategy, replica.outside(), is_outside=True)
         blocking = replica.blocking
         replica.strategy.events.add(
-            "outside", name, blocking.steps_done, replica.replica_id_in_sync_group
+            "outside", name, blocking.step, replica.replica_id_in_sync_group
         )
         call = partial(_in_cluster, name, fn)
         try:
             return blocking.call_on_host(call, args, place, f"outside cluster {name!r}")
         except Exception as error:
-            note = f"Raised on the host in outside cluster {name!r}, called at {self._frame_site}."
-            if note not in getattr(error, "__notes__", ()):
-                error.add_note(note)
+            add_note_once(
+                error, f"Raised on the host in outside cluster {name!r}, called at {self._site}."
+            )
             raise
 
 
 def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
     CLUSTER.set(name)  # the context is a copy, made for this call
     return fn(*args)
-
-
-def _with_keywords(fn: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(fn):
-
-        async def call_later(args: Any, kwargs: Any) -> Any:
-            return await fn(*args, **kwargs)
-
-        return call_later
-    return lambda args, kwargs: fn(*args, **kwargs)

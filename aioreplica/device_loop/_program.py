@@ -21,8 +21,8 @@ def run_loop(
     """Run up to `num_steps` steps of one replica on the calling device thread.
 
     Raises:
-        TypeError: If the step function gives a coroutine.
-        Exception: What the step function raises, with a note that names the step.
+        TypeError: If the step function gives a coroutine or a generator: none of it has run.
+        Exception: What the step function raises; the context keeps it for a note.
 
     Cancellation:
         Looked for between steps, in every collective, and while the infeed is empty.
@@ -40,14 +40,27 @@ def run_loop(
         try:
             result = fn(context, *inputs)
         except Exception as error:
-            error.add_note(f"Raised in step {step} of {num_steps} of run_steps.")
+            context.error = error  # gets its note when all threads are done with it
             raise
-        if result is not None and inspect.iscoroutine(result):
-            result.close()
+        if result is not None and _is_unfinished(result):
             raise TypeError(
-                f"The step function {fn!r} returned a coroutine. A device loop runs plain "
-                "functions: use ctx.blocking for collectives, ar.outside_compilation for the rest."
+                f"The step function {fn!r} returned {_refused(result)} (step {step} of {num_steps} "
+                "of run_steps). A device loop runs plain functions: use ctx.blocking for "
+                "collectives, ar.outside_compilation for the rest."
             )
         context.steps_run = step + 1
         blocking.step_ended()
     return context
+
+
+def _is_unfinished(result: Any) -> bool:
+    """Tell whether what a function returned is its own body, waiting to be run."""
+    return inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)
+
+
+def _refused(result: Any) -> str:
+    """Name what nobody will run; close it if it would warn of that."""
+    if inspect.iscoroutine(result):
+        result.close()
+        return "a coroutine"
+    return "a generator" if inspect.isgenerator(result) else "an async generator"

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from ..tree import TreeSpec, flatten, paths
+from ..tree import TreeSpec, describe_structure, flatten, paths_of
 
 Look: TypeAlias = tuple[Any, ...]  # shape and dtype of an array; the type of anything else
 
@@ -47,20 +47,22 @@ class StaticShapes:
                     self._arrays[replica_id] = looks
                 self._specs[replica_id], self._looks[replica_id] = spec, looks
             elif looks != self._looks[replica_id] or spec != self._specs[replica_id]:
-                raise ValueError(self._difference(step, replica_id, part, spec, looks))
+                raise ValueError(self._difference(step, replica_id, spec, looks))
 
-    def _difference(
-        self, step: int, replica_id: int, part: Any, spec: TreeSpec, looks: list[Look]
-    ) -> str:
+    def _difference(self, step: int, replica_id: int, spec: TreeSpec, looks: list[Look]) -> str:
         where = f"The element of step {step} differs from the first one, for replica {replica_id}:"
-        advice = "A device loop has static shapes"
-        if spec != self._specs[replica_id]:
-            return f"{where} its structure has leaves {paths(part)}. {advice}."
-        for name, first, look in zip(paths(part), self._looks[replica_id], looks, strict=True):
+        first_spec = self._specs[replica_id]
+        assert first_spec is not None  # there was a first element
+        if spec != first_spec:
+            return (
+                f"{where} {_structures(first_spec, spec)}. A device loop has one structure: bring "
+                "every element into it."
+            )
+        for name, first, look in zip(paths_of(spec), self._looks[replica_id], looks, strict=True):
             if first != look:
                 return (
                     f"{where} leaf {name} is {_show(look)}, the first was {_show(first)}. "
-                    f"{advice}: drop or pad a short last batch (drop_remainder=True)."
+                    f"A device loop has static shapes: {_cure(first, look)}."
                 )
         raise AssertionError("the elements do not differ")
 
@@ -76,11 +78,25 @@ def _are_like(part: Any, looks: list[Look]) -> bool:
 
 
 def _look(leaf: Any) -> Look:
-    shape = getattr(leaf, "shape", None)
-    return (type(leaf),) if shape is None else (shape, leaf.dtype)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return (type(leaf),) if shape is None or dtype is None else (shape, dtype)
+
+
+def _structures(first: TreeSpec, spec: TreeSpec) -> str:
+    """Say how two structures differ: by their leaves, or by what holds them."""
+    names, first_names = paths_of(spec), paths_of(first)
+    if names != first_names:
+        return f"it has leaves {', '.join(names)}, the first had {', '.join(first_names)}"
+    return f"its structure is {describe_structure(spec)}, the first was {describe_structure(first)}"
+
+
+def _cure(first: Look, look: Look) -> str:
+    if len(first) == len(look) == 2 and first[1] == look[1]:
+        return "drop or pad a short last batch (drop_remainder=True)"
+    return "convert it to what the first was, such as with np.asarray(leaf, dtype)"
 
 
 def _show(look: Look) -> str:
     if len(look) == 1:
-        return f"a {look[0].__name__}"
+        return f"of type {look[0].__name__}"
     return f"of shape {tuple(look[0])} and dtype {look[1]}"

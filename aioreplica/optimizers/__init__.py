@@ -7,6 +7,7 @@ from ._adagrad import Adagrad as Adagrad
 from ._adam import Adam as Adam
 from ._adamw import AdamW as AdamW
 from ._block import Block as Block
+from ._blocking import BlockingAccumulator as BlockingAccumulator
 from ._blocking import BlockingOptimizer as BlockingOptimizer
 from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._from_optax import from_optax as from_optax
@@ -24,6 +25,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Block",
+    "BlockingAccumulator",
     "BlockingOptimizer",
     "DynamicLossScale",
     "ElementwiseOptimizer",

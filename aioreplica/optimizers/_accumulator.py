@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives import leaf_bytes
-from ..context import PLACE
+from ..context import PLACE, Place
 from ..devices import run_together
 from ..errors import ContextError
 from ..replica import ReplicaContext
 from ..values import IndexedSlices, PerReplica, Variable, Weighted
+from ._blocking import BlockingAccumulator
 from ._gradient import checked_pairs
 from ._optimizer import Optimizer
 from ._whereabouts import require_owner
@@ -120,7 +121,7 @@ class GradientAccumulator:
         self._optimizer = optimizer
         self._sums: dict[Variable, dict[int, _Sum]] = {}
 
-    async def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+    def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Coroutine[Any, Any, None]:
         """Add gradients of one batch to this replica's sums.
 
         Args:
@@ -141,21 +142,9 @@ class GradientAccumulator:
                 f"GradientAccumulator.add was called in {place.describe()}, but gradients belong "
                 "to replicas. Call it in the step."
             )
-        gradients, variables = checked_pairs(grads_and_vars)
-        require_owner(variables)
-        replica_id = 0 if place.replica is None else place.replica.replica_id_in_sync_group
-        sums = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            own = self._sums.setdefault(variable, {})
-            _require_one_kind(variable, gradient, own.values())
-            sums.append(own.setdefault(replica_id, _Sum(variable)))
-        work = partial(_add_all, sums, gradients)
-        if fits_inline(sum(map(_num_bytes, gradients))):
-            work()
-        elif isinstance(place.replica, ReplicaContext):
-            await place.replica.run_on_device(work)
-        else:
-            await run_together([work])
+        if isinstance(place.replica, ReplicaContext):
+            place.replica.require_awaitable("add")
+        return self._add(grads_and_vars, place)
 
     def apply(self, global_step: Variable | None = None) -> Coroutine[Any, Any, None]:
         """Apply what all replicas have added since the last time, and start anew.
@@ -180,6 +169,11 @@ class GradientAccumulator:
         return self._apply(global_step)
 
     @property
+    def blocking(self) -> BlockingAccumulator:
+        """The same methods for plain step functions: they wait on the device thread."""
+        return BlockingAccumulator(self)
+
+    @property
     def num_added(self) -> int:
         """How many gradients the sums of all replicas hold, at most, for one variable."""
         return max(
@@ -194,6 +188,23 @@ class GradientAccumulator:
 
     def __repr__(self) -> str:
         return f"<GradientAccumulator | {self.num_added} added for {len(self._sums)} variables>"
+
+    async def _add(self, grads_and_vars: Iterable[tuple[Any, Any]], place: Place) -> None:
+        gradients, variables = checked_pairs(grads_and_vars)
+        require_owner(variables)
+        replica_id = 0 if place.replica is None else place.replica.replica_id_in_sync_group
+        sums = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            own = self._sums.setdefault(variable, {})
+            _require_one_kind(variable, gradient, tuple(own.values()))
+            sums.append(own.setdefault(replica_id, _Sum(variable)))
+        work = partial(_add_all, sums, gradients)
+        if fits_inline(sum(map(_num_bytes, gradients))):
+            work()
+        elif isinstance(place.replica, ReplicaContext):
+            await place.replica.run_on_device(work)
+        else:
+            await run_together([work])
 
     def _merge(
         self, _strategy: object, _iterations: Variable, global_step: Variable | None

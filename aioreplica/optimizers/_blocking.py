@@ -1,8 +1,10 @@
-"""Optimizers on device threads: the methods that wait there."""
+"""Optimizers and accumulators on device threads: the methods that wait there."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from ..context import PLACE
@@ -11,6 +13,7 @@ from ..replica import ReplicaContext, drive
 from ..values import Variable
 
 if TYPE_CHECKING:
+    from ._accumulator import GradientAccumulator
     from ._optimizer import Optimizer
 
 
@@ -43,13 +46,16 @@ class BlockingOptimizer:
             Leaves everything as it was, or everything updated.
         """
         name = "optimizer.blocking.apply_gradients"
-        drive(_replica(name), name, self._optimizer.apply_gradients, grads_and_vars, global_step)
+        make = self._optimizer.apply_gradients
+        drive(_replica(name), name, sys._getframe(1), make, grads_and_vars, global_step)
 
     def minimize(
         self,
         loss: Callable[[], Any],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
+        *,
+        backend: str = "autograd",
     ) -> Any:
         """Differentiate a loss here and apply the gradients; return this replica's own loss.
 
@@ -57,15 +63,60 @@ class BlockingOptimizer:
             loss: As for `Optimizer.minimize`.
             var_list: As for `Optimizer.minimize`.
             global_step: As for `Optimizer.minimize`.
+            backend: As for `Optimizer.minimize`.
 
         Raises:
             Exception: As `Optimizer.minimize`.
         """
         name = "optimizer.blocking.minimize"
-        return drive(_replica(name), name, self._optimizer.minimize, loss, var_list, global_step)
+        make = partial(self._optimizer.minimize, backend=backend)
+        return drive(_replica(name), name, sys._getframe(1), make, loss, var_list, global_step)
 
     def __repr__(self) -> str:
         return f"<BlockingOptimizer of {self._optimizer!r}>"
+
+
+@final
+class BlockingAccumulator:
+    """A gradient accumulator as plain step functions use it; got as `accumulator.blocking`.
+
+    ContextError elsewhere than on the device thread of a replica.
+    """
+
+    __slots__ = ("_accumulator",)
+
+    def __init__(self, accumulator: GradientAccumulator) -> None:
+        self._accumulator = accumulator
+
+    def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Add gradients of one batch to this replica's sums.
+
+        Args:
+            grads_and_vars: As for `GradientAccumulator.add`.
+
+        Raises:
+            Exception: As `GradientAccumulator.add`.
+        """
+        name = "accumulator.blocking.add"
+        drive(_replica(name), name, sys._getframe(1), self._accumulator.add, grads_and_vars)
+
+    def apply(self, global_step: Variable | None = None) -> None:
+        """Apply what all replicas have added since the last time, and start anew.
+
+        Args:
+            global_step: As for `GradientAccumulator.apply`.
+
+        Raises:
+            Exception: As `GradientAccumulator.apply`.
+
+        Cancellation:
+            As for `GradientAccumulator.apply`.
+        """
+        name = "accumulator.blocking.apply"
+        drive(_replica(name), name, sys._getframe(1), self._accumulator.apply, global_step)
+
+    def __repr__(self) -> str:
+        return f"<BlockingAccumulator of {self._accumulator!r}>"
 
 
 def _replica(name: str) -> ReplicaContext:

@@ -29,10 +29,12 @@ def require_replica_context(what: str) -> ReplicaContext | None:
     """Return the replica that runs here; None outside every strategy, where one acts alone.
 
     Raises:
-        ContextError: If the code runs in cross-replica or update context.
+        ContextError: If the code runs in cross-replica or update context, or in a plain function,
+            where nothing can be awaited.
     """
     place = PLACE.get()
     if isinstance(place.replica, ReplicaContext):
+        place.replica.require_awaitable(what)
         return place.replica
     if place.strategy is not None:
         raise ContextError(

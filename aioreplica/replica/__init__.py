@@ -18,6 +18,7 @@ from ._driven import drive as drive
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
+from ._failure import add_note_once as add_note_once
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group_context import GroupContext as GroupContext
 from ._handle import Handle as Handle
@@ -62,6 +63,7 @@ __all__ = [
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
+    "add_note_once",
     "collective_named",
     "drive",
     "payload_along",

@@ -122,9 +122,9 @@ class BlockingContext(BlockingCollectives):
         return self._group.num_replicas
 
     @property
-    def steps_done(self) -> int:
-        """How many steps of a device loop are complete."""
-        return self._seat.steps_done
+    def step(self) -> int:
+        """Number of the step under way, in its strategy."""
+        return self._group.step + self._seat.steps_done
 
     @property
     def is_here(self) -> bool:
@@ -229,11 +229,12 @@ class BlockingContext(BlockingCollectives):
             self._seat.activity = None
 
     def step_ended(self) -> None:
-        """Count a step of a device loop; a CancelledError if the run was aborted meanwhile."""
+        """Count a step of a device loop; a CancelledError if nobody waits for the next one."""
         self._seat.steps_done += 1
         if self.clusters.num_roots:
             self.clusters.restart()
-        self.check_running()
+        if self._point is not None:
+            self._point.look()
 
     def require_device_thread(self, name: str) -> None:
         """Check that the code may wait here, in a device program or an op, for a call of `name`.

@@ -49,7 +49,7 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_blocking", "_device", "_group", "_is_driven", "_is_outside", "_lane", "_live", "_point",
+        "_blocking", "_device", "_driven_at", "_group", "_is_on_host", "_lane", "_live", "_point",
         "_port", "_seat", "_seed", "_strategy",
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class ReplicaContext(Collectives):
         device: Device | None,
         port: CompletionPort | None,
         seed: int,
+        is_on_host: bool = False,
     ) -> None:
         self._strategy = strategy  # Any: the strategies layer lies above this one
         self._group = group
@@ -72,8 +73,8 @@ class ReplicaContext(Collectives):
         self._lane: Lane | None = None
         self._live: Place | None = None
         self._blocking: BlockingContext | None = None
-        self._is_outside = False
-        self._is_driven = False
+        self._is_on_host = is_on_host
+        self._driven_at: FrameType | None = None
 
     def open(self, place: Place) -> None:
         """Allow collectives where `place` is current; called by the strategy."""
@@ -112,9 +113,10 @@ class ReplicaContext(Collectives):
     def device_name(self) -> str | None:
         """Name of the device where ops go, or None for the host.
 
-        In outside_compilation that is the host: the device thread waits for what runs there.
+        It is the host where device threads wait for the code: in outside_compilation, and under
+        a merge function of plain replicas.
         """
-        return None if self._device is None or self._is_outside else str(self._device)
+        return None if self._device is None or self._is_on_host else str(self._device)
 
     @property
     def blocking(self) -> BlockingContext:
@@ -124,20 +126,28 @@ class ReplicaContext(Collectives):
         return self._blocking
 
     @contextmanager
-    def driving(self) -> Iterator[None]:
-        """Let awaitables of this context be ready at once, on the device thread; for `drive`."""
-        self._is_driven = True
+    def driving(self, frame: FrameType) -> Iterator[None]:
+        """Let awaitables be ready at once, on the device thread, as called at `frame`."""
+        self._driven_at = frame
         try:
             yield
         finally:
-            self._is_driven = False
+            self._driven_at = None
+
+    def require_awaitable(self, name: str) -> None:
+        """Check that what a call of `name` gives can be awaited here.
+
+        Raises:
+            ContextError: If it cannot.
+        """
+        if PLACE.get() is not self._live and self._driven_at is None:
+            raise misuse_error(name, self._seat, self._group.step, self._live)
 
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
         twin = ReplicaContext(
-            self._strategy, self._group, self._seat, self._device, self._port, self._seed
+            self._strategy, self._group, self._seat, self._device, self._port, self._seed, True
         )
-        twin._is_outside = True
         twin._blocking = self.blocking
         return twin
 
@@ -200,14 +210,11 @@ class ReplicaContext(Collectives):
         return GroupContext(self, self._point.sub_group(ids))
 
     def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
-        """Create one distributed variable from inside the step; a collective.
+        """Create one distributed variable, the same object on every replica; a collective.
 
         Args:
             initial_value: As for `ar.Variable`; replica 0's is taken.
             **options: As for `ar.Variable`; equal on all replicas.
-
-        Returns:
-            The variable, the same object on every replica.
 
         Raises:
             Exception: As `ar.Variable`, and as `merge_call`.
@@ -250,9 +257,10 @@ class ReplicaContext(Collectives):
         frame: FrameType,
     ) -> Coroutine[Any, Any, Any]:
         if PLACE.get() is not self._live:
-            if self._is_driven:
+            at = self._driven_at
+            if at is not None:
                 group, me = self._point.everyone, self._seat.replica_id
-                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, frame)
+                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, at)
                 return Ready(made)  # type: ignore[return-value]  # as good to those who await it
             raise misuse_error(collective.name, self._seat, self._group.step, self._live)
         seat, point = self._seat, self._point
@@ -330,8 +338,8 @@ class ReplicaContext(Collectives):
             Ops of one device run one at a time, in the order of their calls.
         """
         if PLACE.get() is not self._live:
-            if self._is_driven:
-                return Ready(fn(*args, **kwargs))  # type: ignore[return-value]  # as above
+            if self._driven_at is not None:
+                return self._done_here(fn, args, kwargs)  # type: ignore[return-value]  # as above
             raise misuse_error("run_on_device", self._seat, self._group.step, self._live)
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
@@ -341,10 +349,20 @@ class ReplicaContext(Collectives):
         assert self._port is not None  # _find_lane sets it
         return Op(self._port, fn, args, kwargs, lane, self._group.ops)
 
+    def _done_here(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Ready[T]:
+        """Call a function of the user, such as a loss, in which nothing can be awaited."""
+        at, self._driven_at = self._driven_at, None
+        try:
+            return Ready(fn(*args, **kwargs))
+        finally:
+            self._driven_at = at
+
     def _find_lane(self) -> Lane:
         if self._port is None:
             self._port = CompletionPort.of_running_loop()
-        self._lane = lane_table().lane(HOST if self._device is None else str(self._device))
+        self._lane = lane_table().lane(self.device_name or HOST)
         return self._lane
 
     def rng(self, name: str) -> np.random.Generator:
@@ -354,16 +372,15 @@ class ReplicaContext(Collectives):
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
             one name per purpose.
         """
-        step = self._group.step + self._seat.steps_done
-        return random_stream(self._seed, step, self._seat.replica_id, name)
+        seat = self._seat
+        return random_stream(self._seed, self._group.step + seat.steps_done, seat.replica_id, name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
         return random_stream(self._seed, self._group.step + self._seat.steps_done, None, name)
 
     def __repr__(self) -> str:
-        state = "open" if self._live is not None else "closed"
-        seat, group = self._seat, self._group
+        seat, group, state = self._seat, self._group, "closed" if self._live is None else "open"
         return (
             f"<ReplicaContext {seat.replica_id}/{group.num_replicas} on {self._device} | "
             f"step {group.step}, {seat.sequence} collectives, {state}>"

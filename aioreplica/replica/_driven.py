@@ -8,6 +8,7 @@ out what is ready, so one step of the coroutine takes it to its end. No code exi
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 from ..errors import ContextError
@@ -32,12 +33,19 @@ class Ready(Generic[T]):
         yield
 
 
-def drive(replica: ReplicaContext, name: str, make: Callable[..., Awaitable[T]], *args: Any) -> T:
+def drive(
+    replica: ReplicaContext,
+    name: str,
+    frame: FrameType,
+    make: Callable[..., Awaitable[T]],
+    *args: Any,
+) -> T:
     """Call `make(*args)` and run what it gives to its end, on the device thread.
 
     Args:
         replica: Whose waits it may hold.
         name: What errors call it.
+        frame: Where tables say that its collectives were called.
         make: Gives the awaitable.
         *args: Passed on.
 
@@ -47,7 +55,7 @@ def drive(replica: ReplicaContext, name: str, make: Callable[..., Awaitable[T]],
         Exception: What the awaitable raises.
     """
     replica.blocking.require_here(name)
-    with replica.driving():
+    with replica.driving(frame):
         steps = make(*args).__await__()
         try:
             steps.send(None)

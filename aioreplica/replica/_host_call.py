@@ -89,8 +89,8 @@ class HostCall:
             result = self._context.run(self._fn, *self._args)
         except BaseException as error:
             self._end(error)
-            if not isinstance(error, Exception):
-                raise
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise  # as from a task: they are for the event loop too
             return
         if not isinstance(result, Awaitable):
             self._result = result

@@ -20,6 +20,8 @@ _OWNERS = {
     "assign_sub": "variable",
     "apply_gradients": "optimizer",
     "minimize": "optimizer",
+    "add": "accumulator",
+    "apply": "accumulator",
 }
 
 
@@ -51,6 +53,12 @@ def misuse_error(what: str, seat: Seat, step: int, live: Place | None) -> Contex
 
 def _awaitable_in_thread_error(what: str, place: Place) -> ContextError:
     """Build the error of an awaitable method in a plain step function, or in its host calls."""
+    if place.is_outside and what == "run_on_device":
+        return ContextError(
+            "run_on_device was called in outside_compilation, while the device is busy with the "
+            "program that waits for that. Use `await ar.run_on_host(fn)`, or call the function in "
+            "the device program."
+        )
     if place.is_outside:
         return ContextError(
             f"{what} was called in outside_compilation, while the device program waits for that. "
@@ -117,6 +125,5 @@ def no_blocking_handle_error() -> ContextError:
 def _blocking_name(what: str) -> str:
     if what == "outside_compilation":
         return f"ar.{what}"
-    if what == "start_all_reduce":
-        what = "all_reduce"
+    what = {"start_all_reduce": "all_reduce", "apply_accumulated": "apply"}.get(what, what)
     return f"{_OWNERS.get(what, 'ctx')}.blocking.{what}"

@@ -151,6 +151,13 @@ class ThreadPoint:
             raise asyncio.CancelledError
         return call.result()
 
+    def look(self) -> None:
+        """Raise CancelledError if the run was aborted, or if nobody is left to end it."""
+        if self._loop.is_closed():
+            self._abandon()
+        if self._point.is_aborted:
+            raise asyncio.CancelledError
+
     # ---- on the event loop ---------------------------------------------------------------
 
     def when_aborted(self, wake: Callable[[], None]) -> None:

@@ -9,8 +9,9 @@ from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
 
-from ..context import Place
+from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort
+from ..errors import ContextError
 from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._lifecycle import Lifecycle
@@ -87,11 +88,18 @@ class Run:
         is_blocking: bool,
         num_steps: int = 1,
     ) -> Run:
-        """Make the contexts of a run of `fn`, on the running event loop."""
+        """Make the contexts of a run of `fn`, on the running event loop.
+
+        Raises:
+            ContextError: If device programs are to run where others wait on all devices.
+        """
+        holds_devices = PLACE.get().holds_devices
+        if holds_devices and is_blocking:
+            raise _nested_programs_error(strategy, fn)
         loop, port = lifecycle.open()
         group = ReplicaGroup(
             strategy,
-            strategy.merge_place,
+            strategy.blocking_merge_place if is_blocking else strategy.merge_place,
             strategy.device_names,
             loop,
             strategy.reducer,
@@ -102,7 +110,7 @@ class Run:
             is_blocking=is_blocking,
         )
         contexts = [
-            ReplicaContext(strategy, group, seat, device, port, seed or 0)
+            ReplicaContext(strategy, group, seat, device, port, seed or 0, holds_devices)
             for seat, device in zip(group.seats, strategy.replica_devices, strict=True)
         ]
         return Run(strategy, group, contexts, [Place(strategy, c) for c in contexts], port)
@@ -124,6 +132,14 @@ class Run:
             context.close()
         self.group.forget()
         lifecycle.ended(self.group)
+
+
+def _nested_programs_error(strategy: Strategy, fn: Any) -> ContextError:
+    return ContextError(
+        f"{fn!r} was to run on the devices of {strategy!r} in a merge function of plain replicas, "
+        "which hold the devices while they wait for it. Call it in the merge function, or make "
+        "it `async def`: then its ops go to the host; or make the outer step `async def`."
+    )
 
 
 def is_async(fn: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
 
 
@@ -17,7 +18,8 @@ class RunOptions:
         seed: Seed of `ctx.rng` and `ctx.shared_rng`; None means 0.
 
     Raises:
-        ValueError: If `stall_timeout` is not positive or `seed` is negative.
+        ValueError: If `stall_timeout` is not positive, or `seed` no int or negative.
+        TypeError: If `stall_timeout` is no number.
 
     Example:
         >>> RunOptions(stall_timeout=30.0)
@@ -28,6 +30,10 @@ class RunOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if self.stall_timeout is not None and not isinstance(self.stall_timeout, Real):
+            raise TypeError(
+                f"stall_timeout must be seconds as a number or None, got {self.stall_timeout!r}."
+            )
         if self.stall_timeout is not None and not self.stall_timeout > 0:
             raise ValueError(
                 f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}."

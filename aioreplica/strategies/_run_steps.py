@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..device_loop import (
     Elements,
+    Filler,
     Infeed,
     MultiStepContext,
     combine_outputs,
@@ -65,6 +67,11 @@ def checked_plan(
             "Make it a plain `def`: use ctx.blocking for collectives and ar.outside_compilation "
             "for what has to be awaited; or call strategy.run for each step."
         )
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"run_steps runs plain functions, but {fn!r} contains `yield`: calling it runs nothing "
+            "of it. Return, and report values with ctx.set_last_step_output."
+        )
     initial = {} if initial_loop_values is None else initial_loop_values
     if not isinstance(initial, Mapping) or not all(isinstance(name, str) for name in initial):
         raise TypeError(
@@ -103,14 +110,19 @@ async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) ->
     )
     infeed = Infeed(strategy.host_replicas, asyncio.get_running_loop())
     elements = Elements(infeed, count, plan.num_steps)
-    contexts = [
-        MultiStepContext(initial[i], events=strategy.events, replica_id=i) for i in range(count)
-    ]
     step = run.group.step
+    contexts = [
+        MultiStepContext(initial[i], events=strategy.events, replica_id=i, first_step=step)
+        for i in range(count)
+    ]
     strategy.events.add("loop", "begin", step, value=plan.num_steps)
-    await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
-    num_run = contexts[0].steps_run
-    strategy.events.add("loop", "end", step, value=num_run)
+    try:
+        await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
+    finally:
+        for context in contexts:
+            context.close(plan.num_steps)
+        num_run = min(context.steps_run for context in contexts)
+        strategy.events.add("loop", "end", step, value=num_run)
     if elements.error is not None:
         _raise_source_error(elements.error, num_run)
     if num_run < plan.num_steps:
@@ -140,22 +152,31 @@ async def _run(
     group.threads.when_aborted(infeed.abort)
     lifecycle.started(group)
     try:
+        filler.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(
             [
                 (run_loop, (replica, plan.fn, context, infeed, plan.num_steps), {})
                 for replica, context in zip(run.contexts, contexts, strict=True)
             ]
         )
-        filler.start()
         await group.wait(plan.options.stall_timeout)
+    except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
+        infeed.abort()
+        filler.abandon()
+        run.end(lifecycle)
+        raise
     except BaseException:
         infeed.abort()
+        await _ended(filler, run, lifecycle)
         raise
+    await _ended(filler, run, lifecycle)
+
+
+async def _ended(filler: Filler, run: Run, lifecycle: Lifecycle) -> None:
+    try:
+        await filler.aclose()
     finally:
-        try:
-            await filler.aclose()
-        finally:
-            run.end(lifecycle)
+        run.end(lifecycle)
 
 
 def _raise_source_error(error: BaseException, num_run: int) -> None:

@@ -64,6 +64,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._events = EventLog()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
+        self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
         super().__init__(default_store() if devices is None else VariableStore())
         self._extended = Extended(self)
         self._open_loops = OpenLoops()
@@ -235,6 +236,11 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     def merge_place(self) -> Place:
         """Where merge functions of this strategy run."""
         return self._merge_place
+
+    @property
+    def blocking_merge_place(self) -> Place:
+        """The same for merge functions that device threads wait for."""
+        return self._blocking_merge_place
 
     @property
     def has_plain_values(self) -> bool:

@@ -14,8 +14,9 @@ class Event(NamedTuple):
     Attributes:
         time_s: When, on the event loop's clock.
         kind: "loop", "infeed", "outside" or "scalar".
-        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named.
-        step: In which step of the loop.
+        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named. An
+            "end" comes for failed loops too; its value says how many steps are complete.
+        step: Number of the step in its strategy; for a loop that of its first step.
         replica_id: Whose it is; None for all replicas together.
         value: A number or a text that belongs to it; None if there is none.
     """
@@ -72,8 +73,8 @@ class EventLog:
             raise TypeError(f"The name of an event must be a str, got {name!r}.")
         if not isinstance(value, str):
             try:
-                value = float(value)
-            except (TypeError, ValueError):
+                value = float(value.item() if hasattr(value, "item") else value)
+            except (TypeError, ValueError, OverflowError):
                 raise TypeError(
                     f"Event {name!r} takes a number or a text, got {value!r} "
                     f"({type(value).__name__}). Reduce arrays to one number first."

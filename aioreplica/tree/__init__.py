@@ -4,24 +4,28 @@ from .._export import export_public
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import TreeSpec as TreeSpec
+from ._tree import describe_structure as describe_structure
 from ._tree import flatten as flatten
 from ._tree import flatten_arrays as flatten_arrays
 from ._tree import flatten_one_level as flatten_one_level
 from ._tree import leaves as leaves
 from ._tree import map_leaves as map_leaves
 from ._tree import paths as paths
+from ._tree import paths_of as paths_of
 from ._tree import register_node as register_node
 from ._tree import unflatten as unflatten
 
 __all__ = [
     "LEAF_SPEC",
     "LEAF_TYPES",
+    "describe_structure",
     "flatten",
     "flatten_arrays",
     "flatten_one_level",
     "leaves",
     "map_leaves",
     "paths",
+    "paths_of",
     "register_node",
     "unflatten",
 ]

@@ -150,8 +150,22 @@ def paths(tree: Tree) -> list[str]:
         >>> paths({"w": [1, 2]})
         ["['w'][0]", "['w'][1]"]
     """
-    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=OPAQUE)
-    return [accessor.codify("") or "value" for accessor in accessors]
+    return paths_of(optree.tree_structure(tree, none_is_leaf=True, namespace=OPAQUE))
+
+
+def paths_of(spec: TreeSpec) -> list[str]:
+    """Return the path of each leaf of a structure, as `paths` does."""
+    return [accessor.codify("") or "value" for accessor in spec.accessors()]
+
+
+def describe_structure(spec: TreeSpec) -> str:
+    """Return a structure as text, with an asterisk for each leaf.
+
+    Example:
+        >>> describe_structure(flatten({"w": [1, (2,)]})[1])
+        "{'w': [*, (*,)]}"
+    """
+    return str(spec).removeprefix("PyTreeSpec(").split(", NoneIsLeaf")[0]
 
 
 def flatten_one_level(tree: Tree) -> tuple[list[Any], Callable[[Sequence[Any]], Tree], Any] | None:

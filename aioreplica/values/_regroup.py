@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import LEAF_TYPES, flatten, flatten_one_level, unflatten
+from ..tree import LEAF_TYPES, describe_structure, flatten, flatten_one_level, unflatten
 from ._distributed import new_per_replica
 from ._variable import Variable
 
@@ -112,7 +112,8 @@ def argument_difference(first: Any, other: Any, name: str) -> str | None:
     leaves, spec = flatten(first)
     other_leaves, other_spec = flatten(other)
     if spec != other_spec:
-        return f"{name} has structure {_show(spec)} here and {_show(other_spec)} there"
+        ours, theirs = describe_structure(spec), describe_structure(other_spec)
+        return f"{name} has structure {ours} here and {theirs} there"
     for a, b in zip(leaves, other_leaves, strict=True):
         if isinstance(a, Variable) or isinstance(b, Variable):
             if a is not b:
@@ -131,7 +132,3 @@ def _same_constant(a: Any, b: Any) -> bool:
     if isinstance(a, (FunctionType, MethodType)):
         return a == b or getattr(a, "__code__", a) is getattr(b, "__code__", None)
     return bool(a == b)
-
-
-def _show(spec: object) -> str:
-    return str(spec).removeprefix("PyTreeSpec(").split(", NoneIsLeaf")[0]

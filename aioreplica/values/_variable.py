@@ -406,7 +406,8 @@ def _create_variable(
     if place.replica is not None or place.update_replica_id is not None:
         raise ContextError(
             f"ar.Variable(...) was called in {place.describe()}. Create variables in "
-            "strategy.scope() before the run, or with `await ctx.variable(...)` inside it."
+            "strategy.scope() before the run, or inside it with `await ctx.variable(...)`, in a "
+            "plain function ctx.blocking.variable(...)."
         )
     if name is not None and not isinstance(name, str):
         raise TypeError(f"The name of a variable must be a str, got {name!r}.")

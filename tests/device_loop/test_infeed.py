@@ -87,3 +87,21 @@ def test_abort_wakes_devices_and_the_filler() -> None:
         infeed.take(0)
     with pytest.raises(asyncio.CancelledError):
         infeed.take(0)
+
+
+def test_room_made_while_the_filler_looks_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices take everything just after the filler saw no room: nobody would wake it later."""
+    infeed, woken = Infeed([[0, 1]]), []
+    fill(infeed, 64)
+
+    def drained_meanwhile(self: Infeed) -> bool:
+        monkeypatch.undo()
+        had_room = self.has_room
+        for k in range(128):
+            self.take(k % 2)
+        return had_room
+
+    monkeypatch.setattr(Infeed, "has_room", property(drained_meanwhile))
+    has_to_wait = infeed.wait_for_room(lambda: woken.append(1))
+
+    assert woken == [1] if has_to_wait else woken == []

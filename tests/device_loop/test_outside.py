@@ -133,6 +133,27 @@ async def test_host_exceptions_are_raised_with_both_tracebacks(gang: ar.Mirrored
     assert f"Raised on the host in outside cluster '0', called at {__file__}" in text
 
 
+class Odd(BaseException):
+    """Neither an Exception nor one of those that end the interpreter."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("mine"), GeneratorExit("mine"), Odd()])
+async def test_what_is_no_exception_is_the_device_programs_alone(
+    pair: ar.MirroredStrategy, error: BaseException
+) -> None:
+    reported: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, what: reported.append(what))
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await pair.run(lambda: outside(fail))
+
+    assert caught.value is error
+    assert reported == []
+
+
 async def test_an_async_functions_exception_can_be_caught(pair: ar.MirroredStrategy) -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -164,7 +185,7 @@ async def test_replica_calls_are_refused_there(pair: ar.MirroredStrategy) -> Non
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: me().all_reduce("sum", 1), r"ctx\.blocking\.all_reduce in the device program"),
         (lambda: me().blocking.all_reduce("sum", 1), "was called in outside_compilation"),
-        (lambda: me().run_on_device(len, []), "outside_compilation"),
+        (lambda: me().run_on_device(len, []), r"outside_compilation.*ar\.run_on_host\(fn\)"),
         (lambda: v.assign(2.0), r"variable\.blocking\.assign"),
         (lambda: v.blocking.assign(2.0), "outside_compilation"),
         (lambda: adam.apply_gradients([(1.0, v)]), r"optimizer\.blocking\.apply_gradients"),
@@ -394,3 +415,55 @@ async def test_training_with_a_loss_on_the_host(gang: ar.MirroredStrategy) -> No
     assert result.last_step_outputs["loss"] < 6.0
     assert int(adam.iterations.value) == 20
     assert {"0", "0.uid"} == set(clusters_of(gang))
+
+
+class Later:
+    """A callable object whose calls have to be awaited."""
+
+    async def __call__(self, x: Any) -> Any:
+        await asyncio.sleep(0)
+        return x**3
+
+
+async def cube_later(x: Any) -> Any:
+    return await Later()(x)
+
+
+@pytest.mark.parametrize(
+    "fn", [cube_later, Later(), lambda x: cube_later(x)], ids=["async", "object", "lambda"]
+)
+async def test_whatever_has_to_be_awaited_is_differentiated(
+    solo: ar.OneDeviceStrategy, fn: Any
+) -> None:
+    def step() -> Any:
+        once = autograd.grad(lambda x: outside(fn, x))
+        return float(once(2.0)), float(autograd.grad(once)(2.0))
+
+    first, second = await solo.run(step)
+
+    assert (first.values, second.values) == ((12.0,), (12.0,))
+
+
+async def test_every_part_of_a_result_has_its_gradient(solo: ar.OneDeviceStrategy) -> None:
+    def parts(x: Any) -> Any:
+        return {"a": 2.0 * x, "rest": (x**3, None, "text", 5)}
+
+    def loss(x: Any) -> Any:
+        made = outside(parts, x)
+        assert made["rest"][1:] == (None, "text", 5)
+        return made["a"] * made["rest"][0]  # 2 x^4
+
+    def step() -> Any:
+        return float(autograd.grad(loss)(2.0)), float(autograd.grad(autograd.grad(loss))(2.0))
+
+    first, second = await solo.run(step)
+
+    assert (first.values, second.values) == ((64.0,), (96.0,))
+    assert clusters_of(solo)[:2] == ["0", "0.uid"]
+
+
+async def test_a_part_that_is_not_used_has_no_gradient(solo: ar.OneDeviceStrategy) -> None:
+    def step() -> Any:
+        return float(autograd.grad(lambda x: outside(lambda y: (y * y, y**3), x)[1])(2.0))
+
+    assert (await solo.run(step)).values == (12.0,)

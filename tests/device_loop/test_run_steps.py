@@ -242,6 +242,32 @@ async def test_events_are_recorded_by_the_first_replica(gang: ar.MirroredStrateg
     assert [e.value for e in gang.events.events("infeed")] == [2]
 
 
+async def test_events_count_steps_over_all_loops(pair: ar.MirroredStrategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: int) -> None:
+        ctx.record("x", x)
+        ar.outside_compilation(str)
+
+    for _ in range(2):
+        await pair.run_steps(step, iter(range(3)), 3)
+
+    assert [e.step for e in pair.events.events("scalar")] == list(range(6))
+    outside = [e.step for e in pair.events.events("outside") if e.replica_id == 1]
+    assert outside == list(range(6))
+    assert [e.step for e in pair.events.events("loop")] == [0, 0, 3, 3]
+
+
+async def test_a_loop_that_fails_has_an_end_too(pair: ar.MirroredStrategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: int) -> None:
+        blocking().barrier()
+        if x == 2:
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await pair.run_steps(step, iter(range(9)), 9)
+
+    assert [(e.name, e.value) for e in pair.events.events("loop")] == [("begin", 9), ("end", 2)]
+
+
 # --- bad arguments --------------------------------------------------------------------------------
 
 
@@ -254,6 +280,26 @@ async def test_an_async_step_is_refused(strategy: ar.Strategy) -> None:
         await strategy.run_steps(lambda ctx, x: step(ctx), iter([1]))
     with pytest.raises(TypeError, match="needs a step function"):
         await strategy.run_steps(3, iter([1]))  # type: ignore[arg-type]
+
+
+async def test_a_step_of_which_nothing_would_run_is_refused(pair: ar.MirroredStrategy) -> None:
+    """Calling a generator function runs none of it; that must not pass for a step."""
+
+    def generator(ctx: ar.MultiStepContext, x: int) -> Iterator[None]:
+        yield
+
+    async def async_generator(ctx: ar.MultiStepContext, x: int) -> AsyncIterator[None]:
+        yield
+
+    taken = iter([1, 2])
+    for fn in (generator, async_generator):
+        with pytest.raises(TypeError, match=r"contains `yield`.*set_last_step_output"):
+            await pair.run_steps(fn, taken)
+    assert next(taken) == 1
+    with pytest.raises(TypeError, match=r"returned a generator \(step 0 of 3"):
+        await pair.run_steps(lambda ctx, x: generator(ctx, x), iter([1]), 3)
+    with pytest.raises(TypeError, match="returned an async generator"):
+        await pair.run_steps(lambda ctx, x: async_generator(ctx, x), iter([1]))
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "2"])
@@ -297,6 +343,35 @@ async def test_outputs_are_checked(solo: ar.Strategy) -> None:
         result.set_last_step_output("late", 1)
 
 
+async def test_a_loops_context_is_closed_after_the_loop(solo: ar.Strategy) -> None:
+    kept: list[ar.MultiStepContext] = []
+
+    await solo.run_steps(lambda ctx, x: kept.append(ctx), iter([1]))
+
+    for late in (
+        lambda: kept[0].set_last_step_output("late", 1),
+        lambda: kept[0].set_non_tensor_output("late", 1),
+        lambda: kept[0].record("late", 1),
+    ):
+        with pytest.raises(ContextError, match="on a loop's context, after the loop"):
+            late()
+    assert not solo.events.events("scalar")
+
+
+async def test_the_outputs_may_be_written_as_a_dict(pair: ar.MirroredStrategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: int) -> None:
+        ctx.last_step_outputs["own"] = x + my_id()
+
+    assert (await pair.run_steps(step, iter([1]))).last_step_outputs["own"].values == (1, 2)
+
+    def odd(ctx: ar.MultiStepContext, x: int) -> None:
+        if my_id() == 1:
+            ctx.last_step_outputs["own"] = x
+
+    with pytest.raises(MergeMismatchError, match="Output 'own'"):
+        await pair.run_steps(odd, iter([1]))
+
+
 async def test_an_output_of_some_replicas_only_is_a_mismatch(gang: ar.MirroredStrategy) -> None:
     def step(ctx: ar.MultiStepContext, x: int) -> None:
         if my_id() == 1:
@@ -326,8 +401,8 @@ async def test_outputs_reduced_in_different_ways_are_a_mismatch(
     ("second", "text"),
     [
         (np.ones(2), r"leaf \[0\]\['x'\] is of shape \(2,\) and dtype float64, the first was"),
-        (np.ones(3, np.float32), "dtype float32"),
-        (3.0, "is a float"),
+        (np.ones(3, np.float32), r"dtype float32, .* np\.asarray\(leaf, dtype\)"),
+        (3.0, r"is of type float, .* np\.asarray\(leaf, dtype\)"),
     ],
     ids=["shape", "dtype", "type"],
 )
@@ -345,8 +420,17 @@ async def test_a_shape_that_changes_names_leaf_and_step(
 
 
 async def test_a_structure_that_changes_is_refused(pair: ar.MirroredStrategy) -> None:
-    with pytest.raises(ValueError, match="its structure has leaves"):
+    with pytest.raises(ValueError, match=r"leaves \[0\]\['b'\], the first had \[0\]\['a'\]"):
         await pair.run_steps(nothing, iter([{"a": 1}, {"b": 1}]), 2)
+    with pytest.raises(ValueError, match=r"structure is \(\(\*,\),\), the first was \(\[\*\],\)\."):
+        await pair.run_steps(nothing, iter([([1],), ((1,),)]), 2)
+
+
+async def test_a_leaf_with_a_shape_but_no_dtype_is_an_object(pair: ar.MirroredStrategy) -> None:
+    class Sized:
+        shape = (3,)
+
+    assert (await pair.run_steps(nothing, iter([Sized(), Sized()]), 2)).steps_run == 2
 
 
 async def test_uneven_parts_are_fine_as_long_as_they_stay(pair: ar.MirroredStrategy) -> None:
@@ -429,6 +513,18 @@ async def test_a_failing_step_is_named(gang: ar.MirroredStrategy) -> None:
     notes = "\n".join(caught.value.__notes__)
     assert "step 3 of 9" in notes
     assert "replica 1 (cpu:1)" in notes
+
+
+async def test_an_error_of_all_replicas_is_noted_once(gang: ar.MirroredStrategy) -> None:
+    """What a merge function raises is one object, which every device thread raises."""
+
+    def merge(strategy: ar.Strategy) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        await gang.run_steps(lambda ctx, x: blocking().merge_call(merge), iter([1]))
+
+    assert len(set(caught.value.__notes__)) == len(caught.value.__notes__) == 3
 
 
 async def test_cancelling_wakes_whoever_waits_for_the_infeed(gang: ar.MirroredStrategy) -> None:

@@ -1,7 +1,9 @@
 """Device threads whose event loop was closed under them."""
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Iterator
 
 import aioreplica as ar
 from tests.conftest import mirrored
@@ -33,5 +35,33 @@ def test_threads_are_let_go_when_their_loop_is_gone() -> None:
     strategy.abandon()
 
     assert all(event.wait(10) for event in ended)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
+    del task
+
+
+def test_a_device_loop_that_never_waits_ends_too() -> None:
+    stepped = [threading.Event(), threading.Event()]
+    strategy = mirrored(2)
+    source_ended = threading.Event()
+
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            try:
+                yield from itertools.repeat(1)
+            finally:
+                source_ended.set()
+
+    def step(ctx: ar.MultiStepContext, x: int) -> None:
+        me().blocking.barrier()
+        stepped[my_id()].set()
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(strategy.run_steps(step, Endless(), 10**9))
+    while not all(event.is_set() for event in stepped):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    strategy.abandon()
+
+    assert source_ended.wait(10)
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
     del task
