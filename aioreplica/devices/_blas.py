@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, final
 
 from threadpoolctl import ThreadpoolController
+
+from ._cores import num_cores
 
 
 @final
@@ -24,7 +25,7 @@ class BlasBudget:
         """BLAS threads an op may use, or None while no CPU lane is in use."""
         if self._num_lanes == 0:
             return None
-        return max(1, len(os.sched_getaffinity(0)) // self._num_lanes)
+        return max(1, num_cores() // self._num_lanes)
 
     def set_num_lanes(self, num_lanes: int) -> None:
         """Apply the budget for so many CPU lanes; 0 restores what was found at first."""

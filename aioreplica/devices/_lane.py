@@ -17,9 +17,11 @@ from typing import Any, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
+from ._neighbours import Neighbours
 from ._op import Op
 from ._tracker import OpTracker
 
+LONG_S = 0.0005  # after an op of this length, who may have to wait for the next one is looked for
 STOPPED_S = 0.1  # how often a thread that wants its lane back looks whether it was stopped
 
 
@@ -49,10 +51,19 @@ class Lane:
         name: Device name, used for the threads too.
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
         nice: Added to the threads' OS niceness; a system that refuses is ignored.
+        neighbours: The lanes that share the cores with this one.
     """
 
-    def __init__(self, name: str, *, num_streams: int = 1, nice: int = 5) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_streams: int = 1,
+        nice: int = 5,
+        neighbours: Neighbours | None = None,
+    ) -> None:
         self.name = name
+        self._neighbours = neighbours
         self._num_streams = num_streams
         self._nice = nice
         self._queue: SimpleQueue[Op[Any] | _Handover | None] = SimpleQueue()
@@ -65,6 +76,18 @@ class Lane:
         self._past = _Stream()  # what threads did that have ended
         self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
         self._held_back: deque[Op[Any]] = deque()  # ops of those runs, until that op has ended
+
+    @property
+    def has_yet_to_run(self) -> bool:
+        """Whether there are ops, and the thread that was woken for them does not run yet."""
+        if self._queue.empty():
+            return False
+        return all(stream.is_idle for stream in self._streams)
+
+    @property
+    def native_id(self) -> int | None:
+        """The system's number of the newest thread, None without one."""
+        return self._threads[-1].native_id if self._threads else None
 
     def put(self, op: Op[Any]) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
@@ -173,8 +196,12 @@ class Lane:
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice)
         _serving_threads()[threading.get_ident()] = self, stream
+        neighbours = self._neighbours
         while True:
+            if self._queue.empty():
+                stream.is_idle = True
             op = self._next_op()
+            stream.is_idle = False
             if type(op) is not Op:
                 self._end(stream, op)
                 return
@@ -184,11 +211,14 @@ class Lane:
                 continue
             stream.tracker = tracker
             stream.is_running = True
+            if stream.last_s > LONG_S and neighbours is not None and neighbours.lanes:
+                neighbours.make_room(self)
             started = op.perform()
             stream.is_running = False
             if started:
                 stream.num_done += 1
-                stream.busy_s += op.seconds
+                stream.last_s = seconds = op.seconds
+                stream.busy_s += seconds
                 port = op.port
                 port.add(op)
                 del op  # before anybody learns that it is done: its result may be used again
@@ -245,13 +275,15 @@ class _Handover:
 class _Stream:
     """The counts of one thread, written by that thread alone, so without a lock."""
 
-    __slots__ = ("busy_s", "is_running", "num_done", "tracker")
+    __slots__ = ("busy_s", "is_idle", "is_running", "last_s", "num_done", "tracker")
 
     def __init__(self) -> None:
         self.tracker: OpTracker | None = None  # of the run whose op it runs, or ran last
+        self.is_idle = True  # waits for an op, or was woken for one and does not run yet
         self.is_running = False
         self.num_done = 0
         self.busy_s = 0.0
+        self.last_s = 0.0
 
 
 def served_lane() -> Lane | None:

@@ -13,8 +13,10 @@ from typing import final
 from ..context import REGISTRY
 from ..errors import DeviceError
 from ._blas import BlasBudget
+from ._cores import num_cores
 from ._gate import Gate
 from ._lane import Lane, LaneStatistics, served_lane
+from ._neighbours import Neighbours
 
 HOST = "host"
 COLLECTIVES = "collectives"
@@ -36,7 +38,8 @@ class LaneTable:
         self.num_streams = 1
         self.num_collective_streams = _default_collective_streams()
         self._reset()
-        os.register_at_fork(after_in_child=self._after_fork)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
         atexit.register(self._at_exit)
 
     def _reset(self) -> None:
@@ -45,6 +48,7 @@ class LaneTable:
         self._lanes: dict[str, Lane] = {}
         self._users: dict[str, int] = {}
         self._blas = BlasBudget()
+        self._neighbours = Neighbours()
 
     def lane(self, name: str, *, num_streams: int | None = None) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
@@ -55,7 +59,10 @@ class LaneTable:
         if lane is None:
             with self._lock:
                 streams = num_streams or self._streams_of(name)
-                lane = self._lanes.setdefault(name, Lane(name, num_streams=streams, nice=self.nice))
+                near = self._neighbours if _is_on_cores(name) else None
+                new = Lane(name, num_streams=streams, nice=self.nice, neighbours=near)
+                lane = self._lanes.setdefault(name, new)
+                self._settle()
         return lane
 
     def served_lane(self) -> Lane | None:
@@ -114,7 +121,12 @@ class LaneTable:
         return _host_streams() if name == HOST else self.num_streams
 
     def _budget(self) -> None:
-        self._blas.set_num_lanes(sum(1 for name in self._users if name.startswith("cpu:")))
+        self._blas.set_num_lanes(sum(map(_is_on_cores, self._users)))
+        self._settle()
+
+    def _settle(self) -> None:
+        lanes = (lane for name, lane in self._lanes.items() if _is_on_cores(name))
+        self._neighbours.settle(lanes, num_cores())
 
     def _after_fork(self) -> None:
         """Start afresh in the child: the parent's threads do not exist here."""
@@ -132,13 +144,17 @@ class LaneTable:
             lane.join(max(0.0, deadline - monotonic()))
 
 
+def _is_on_cores(name: str) -> bool:
+    return name.startswith("cpu:")
+
+
 def _host_streams() -> int:
-    return min(32, len(os.sched_getaffinity(0)) + 4)
+    return min(32, num_cores() + 4)
 
 
 def _default_collective_streams() -> int:
     """Return as many threads as keep memory busy; more would only take cores from the devices."""
-    return min(4, len(os.sched_getaffinity(0)))
+    return min(4, num_cores())
 
 
 def lane_table() -> LaneTable:

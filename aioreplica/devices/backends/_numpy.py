@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import final
@@ -11,6 +10,7 @@ import numpy as np
 from array_api_compat import is_numpy_array
 
 from ...typing import ReduceOp
+from .._cores import num_cores
 from ._backend import Array, Backend
 from ._numpy_reduce import reduce_arrays
 
@@ -31,7 +31,7 @@ class NumpyBackend(Backend):
 
     def num_devices(self, kind: str) -> int:
         """Return the cores this process may use, at least 2, for "cpu"; 0 for other kinds."""
-        return max(2, len(os.sched_getaffinity(0))) if kind == "cpu" else 0
+        return max(2, num_cores()) if kind == "cpu" else 0
 
     def owns(self, value: object) -> bool:
         """Tell whether `value` is a NumPy array or scalar."""
