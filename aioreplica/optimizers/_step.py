@@ -15,7 +15,7 @@ from ..values import Variable
 from ._aggregate import Aggregation, Column
 from ._application import Application, Piece
 from ._finite import non_finite_error
-from ._total import Total
+from ._total import Total, quiet
 from ._update import Update
 from ._work import fits_inline, num_bytes, run_here, run_in_threads
 
@@ -78,9 +78,10 @@ class Step:
         needs_sums = self._treatment.clipping.needs_norms or not self._optimizer.is_elementwise
         if not needs_sums and self._aggregation.can_wait(reducer):
             return self._take_now(self._aggregation.unsummed(), is_blocking=is_blocking)
-        reduced = self._aggregation.reduce(reducer, is_blocking=is_blocking)
-        if not isinstance(reduced, list):
-            return self._take_later(reduced)
+        if not is_blocking and self._aggregation.takes_long(reducer):
+            return self._take_later(reducer)
+        reduced = self._aggregation.reduce(reducer, is_blocking=True)
+        assert isinstance(reduced, list)  # it was done here
         return self._take_now(self._aggregation.totals(reduced), is_blocking=is_blocking)
 
     def _take_now(self, totals: list[Total], *, is_blocking: bool) -> Awaitable[None] | None:
@@ -92,8 +93,13 @@ class Step:
             return None
         return run_in_threads(work)
 
-    async def _take_later(self, reduced: Awaitable[list[Any]]) -> None:
-        await run_in_threads(self._stages(self._aggregation.totals(await reduced)))
+    async def _take_later(self, reducer: Reducer | None) -> None:
+        # Begun here, not before: a step of a run that is given up is closed unawaited.
+        with quiet():  # also in the threads, which run in copies of this context
+            reduced = self._aggregation.reduce(reducer)
+            if not isinstance(reduced, list):
+                reduced = await reduced
+        await run_in_threads(self._stages(self._aggregation.totals(reduced)))
 
     def _stages(self, totals: list[Total]) -> Iterator[Sequence[Piece]]:
         self._totals = totals

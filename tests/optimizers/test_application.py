@@ -1,6 +1,8 @@
 """One application of gradients: exact sums, shared components, all or nothing."""
 
 import asyncio
+import gc
+import inspect
 import threading
 from typing import Any
 
@@ -9,6 +11,9 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.collectives import Reducer
+from aioreplica.optimizers import SGD
+from aioreplica.optimizers._step import take_step
 from tests.optimizers.rules import LARGE, Descent, made
 
 
@@ -255,3 +260,35 @@ async def test_concurrent_runs_lose_no_update(pair: ar.MirroredStrategy) -> None
     await asyncio.gather(*(pair.run(step) for _ in range(5)))
 
     assert (w.value[0], optimizer.iterations.value) == (-10.0, 5)
+
+
+@pytest.mark.asyncio
+async def test_a_slot_that_is_the_gradient_does_not_follow_the_user_s_array() -> None:
+    class Keeping(Descent):
+        def new_slot(self, name: str, variable: ar.Variable) -> Any:
+            return np.zeros(variable.shape)
+
+        def update(self, prepared: float, value: Any, gradient: Any, slots: Any) -> Any:
+            return value - gradient, {"count": gradient}
+
+    w, rule, gradient = ar.Variable([1.0]), Keeping(), np.array([1.0])
+
+    await rule.apply_gradients([(gradient, w)])
+    gradient[:] = 9.0
+
+    slot = rule.get_slot(w, "count")
+    assert slot is not None
+    assert slot.value == 1.0
+
+
+def test_a_large_step_that_never_begins_leaves_nothing_to_await(recwarn: Any) -> None:
+    w = ar.Variable(np.zeros(LARGE))
+    columns = [[np.ones(LARGE)] * 2]
+
+    pending = take_step(SGD(1.0, clipnorm=1.0), Reducer(), columns, [w], None, None)
+    assert inspect.iscoroutine(pending)
+    pending.close()
+    del pending
+    gc.collect()
+
+    assert not recwarn.list
