@@ -50,6 +50,7 @@ class Application:
         optimizer: Whose hooks are called.
         touched: What sparse updates remember, for an `ElementwiseOptimizer`; else None.
         scratch: Lends memory for blocks.
+        update: Has the old values of all that is written; made before anything was read from them.
         rate: The learning rate of this step.
         rates: That of each variable.
         groups: Each variable with its slots.
@@ -79,6 +80,7 @@ class Application:
         optimizer: Optimizer,
         touched: TouchedRows | None,
         scratch: ScratchPool,
+        update: Update,
         rate: float,
         rates: Sequence[float],
         groups: Sequence[tuple[Variable, ...]],
@@ -93,9 +95,7 @@ class Application:
         self._totals = totals
         self._counters = counters
         self._extra = extra
-        self._update = Update(
-            [*(variable for group in groups for variable in group), *counters, *extra]
-        )
+        self._update = update
         iteration = int(counters[0].components[0])
         made = {each: optimizer.prepare(each, iteration) for each in dict.fromkeys([rate, *rates])}
         self._of_step = made[rate]

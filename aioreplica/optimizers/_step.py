@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from ..collectives import Reducer
 from ..values import Variable
 from ._aggregate import Aggregation, Column
-from ._application import Application, Piece
+from ._application import Piece
 from ._finite import non_finite_error
 from ._total import Total, quiet
 from ._update import Update
@@ -115,7 +115,7 @@ class Step:
             return
         clipping.apply(totals, squares)
         while True:
-            application = self._application()
+            application = self._optimizer.new_application(totals, self._global_step)
             yield application.pieces()
             if not self._are_finite():
                 yield from self._refuse()
@@ -127,14 +127,6 @@ class Step:
         if self._treatment.on_non_finite == "ignore":
             return True
         return all(total.is_finite for total in self._totals)
-
-    def _application(self) -> Application:
-        scaling = self._treatment.loss_scaling
-        return self._optimizer.new_application(
-            self._totals,
-            self._global_step,
-            {} if scaling is None else scaling.after(is_finite=True),
-        )
 
     def _refuse(self) -> Iterator[Sequence[Piece]]:
         """Raise, or skip the step: only the loss scale and the count of skipped steps change."""
@@ -149,8 +141,8 @@ class Step:
             raise found[0]
         while True:
             scaling = treatment.loss_scaling
-            changes = {} if scaling is None else dict(scaling.after(is_finite=False))
-            update = Update([treatment.skipped, *changes])
+            update = Update([treatment.skipped, *(() if scaling is None else scaling.variables)])
+            changes = {} if scaling is None else scaling.after(is_finite=False)
             update.replace(treatment.skipped, treatment.skipped.components[0] + 1)
             for variable, value in changes.items():
                 update.replace(variable, value)

@@ -12,7 +12,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.collectives import Reducer
-from aioreplica.optimizers import SGD
+from aioreplica.optimizers import SGD, DynamicLossScale
 from aioreplica.optimizers._step import take_step
 from tests.optimizers.rules import LARGE, Descent, made
 
@@ -247,6 +247,43 @@ async def test_a_write_during_the_update_is_not_lost(pair: ar.MirroredStrategy) 
     assert w.value[0] == 8.0
     assert optimizer.hooks.count("update") == 2
     assert optimizer.iterations.value == 1
+
+
+@pytest.mark.asyncio
+async def test_a_step_with_the_rate_of_an_older_count_is_done_again() -> None:
+    seen: list[int] = []
+
+    def rate(count: int) -> float:
+        seen.append(count)
+        if len(seen) == 1:  # another run's steps end while this one begins
+            sgd.iterations.commit((np.array(5),))
+        return float(count)
+
+    w, sgd = ar.Variable(0.0), SGD(rate)
+    await sgd.apply_gradients([(1.0, w)])
+
+    assert (seen, w.value, sgd.iterations.value) == ([0, 5], -5.0, 6)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("gradient", "expected"), [(np.inf, (2.0, 0)), (0.0, (8.0, 2))])
+async def test_no_change_of_a_loss_scale_by_another_run_is_lost(
+    monkeypatch: pytest.MonkeyPatch, gradient: float, expected: Any
+) -> None:
+    w, scaling = ar.Variable(np.zeros(1)), DynamicLossScale(8.0)
+    after, others = DynamicLossScale.after, [gradient == 0]
+
+    def overtaken(self: DynamicLossScale, is_finite: bool) -> Any:
+        changes = after(self, is_finite)
+        while others and is_finite is others[0]:  # the step of another run ends here
+            for variable, value in after(self, others.pop()).items():
+                variable.commit((np.array(value, variable.dtype),))
+        return changes
+
+    monkeypatch.setattr(DynamicLossScale, "after", overtaken)
+    await SGD(loss_scale=scaling).apply_gradients([(np.array([gradient]), w)])
+
+    assert (scaling.scale, scaling.variables[1].value) == expected
 
 
 @pytest.mark.asyncio

@@ -356,3 +356,17 @@ async def test_replicas_must_bring_gradients_for_the_same_variables_in_order() -
 
         with pytest.raises(MergeMismatchError, match=r"gradients for w, b.*gradients for b, w"):
             await strategy.run(step, args=(ar.PerReplica(["wb", "bw"]),))
+
+
+@pytest.mark.asyncio
+async def test_the_first_variable_that_comes_on_one_side_only_is_named(
+    pair: ar.MirroredStrategy,
+) -> None:
+    with pair.scope():
+        variables, sgd = [ar.Variable(0.0, name=f"v{i}") for i in range(10)], SGD(1.0)
+
+    async def step(count: int) -> None:
+        await sgd.apply_gradients([(1.0, variable) for variable in variables[:count]])
+
+    with pytest.raises(MergeMismatchError, match="number 9 is 'v9' and comes only there"):
+        await pair.run(step, args=(ar.PerReplica([9, 10]),))
