@@ -401,11 +401,10 @@ class Optimizer(UpdateRule):
             (total.variable, *self._slots.of(total.variable, self.new_slot)) for total in totals
         ]
         counters = [self._iterations] if global_step is None else [self._iterations, global_step]
-        scaling = self._treatment.loss_scaling
-        scales = () if scaling is None else scaling.variables
+        scales = self._treatment.scale_variables
         # Before any of them is read: what another run writes from here on is noticed.
         update = Update([*(each for group in groups for each in group), *counters, *scales])
-        extra = {} if scaling is None else scaling.after(is_finite=True)
+        extra = self._treatment.scale_after(is_finite=True)
         rate = learning_rate_at(self._learning_rate, int(self._iterations.components[0]))
         rates = [rate * self._multiplier_of(total.variable) for total in totals]
         memory = (self._touched, self._scratch)

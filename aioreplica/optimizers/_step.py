@@ -140,9 +140,8 @@ class Step:
             yield [Piece(self._aggregation.num_bytes, look)]
             raise found[0]
         while True:
-            scaling = treatment.loss_scaling
-            update = Update([treatment.skipped, *(() if scaling is None else scaling.variables)])
-            changes = {} if scaling is None else scaling.after(is_finite=False)
+            update = Update([treatment.skipped, *treatment.scale_variables])
+            changes = treatment.scale_after(is_finite=False)
             update.replace(treatment.skipped, treatment.skipped.components[0] + 1)
             for variable, value in changes.items():
                 update.replace(variable, value)
