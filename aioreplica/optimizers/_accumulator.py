@@ -19,6 +19,7 @@ from ..values import IndexedSlices, PerReplica, Variable, Weighted
 from ._blocking import BlockingAccumulator
 from ._gradient import checked_pairs
 from ._optimizer import Optimizer
+from ._total import quiet
 from ._whereabouts import require_owner
 from ._work import fits_inline
 
@@ -61,7 +62,8 @@ class _Sum:
             np.copyto(self._buffer, total)
         else:
             assert self._buffer is not None  # the first one made it
-            np.add(self._buffer, total, out=self._buffer)
+            with quiet():  # it is checked when it is applied
+                np.add(self._buffer, total, out=self._buffer)
 
     def total(self, *, is_sparse: bool) -> Any:
         """Return the sum; zeros if nothing counted."""

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Reducer, leaf_bytes
+from ..collectives import INLINE_SUM_BYTES, Reducer, leaf_bytes
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
-from ._total import Total
+from ._total import Total, quiet
 
 Array = npt.NDArray[Any]
 Column: TypeAlias = Sequence[Any]
@@ -102,6 +102,12 @@ class Aggregation:
             for leaf in row
         )
 
+    def takes_long(self, reducer: Reducer | None) -> bool:
+        """Tell whether to sum the rows off the event loop."""
+        if reducer is None:
+            return False
+        return reducer.options.compression is not None or self.num_bytes > INLINE_SUM_BYTES
+
     def unsummed(self) -> list[Total]:
         """Return totals that sum their parts as they are read."""
         return self._totals(list(zip(*self.rows, strict=True)))
@@ -126,7 +132,8 @@ class Aggregation:
         if all(type(leaf) is np.ndarray for leaf in first):
             signature = ([leaf.dtype for leaf in first], [leaf.shape for leaf in first])
         method = reducer.reduce_here if is_blocking else reducer.reduce
-        return method(ReduceOp.SUM, self.rows, members=self.members, signature=signature)
+        with quiet():
+            return method(ReduceOp.SUM, self.rows, members=self.members, signature=signature)
 
     def totals(self, reduced: Sequence[Any]) -> list[Total]:
         """Put the sums together with what they are to be divided by."""
@@ -167,7 +174,8 @@ def _require_one_kind(variable: Variable, column: Column) -> None:
 def _at_one_scale(column: Column, scales: Sequence[float]) -> Column:
     """Bring parts to the scale of the first: another run changed it while this one was on."""
     pairs = zip(column, scales, strict=True)
-    return [_times(part, scales[0] / scale) for part, scale in pairs]
+    with quiet():
+        return [_times(part, scales[0] / scale) for part, scale in pairs]
 
 
 def _times(part: Any, factor: float) -> Any:

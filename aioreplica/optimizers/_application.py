@@ -50,6 +50,7 @@ class Application:
         optimizer: Whose hooks are called.
         touched: What sparse updates remember, for an `ElementwiseOptimizer`; else None.
         scratch: Lends memory for blocks.
+        update: Has the old values of all that is written; made before anything was read from them.
         rate: The learning rate of this step.
         rates: That of each variable.
         groups: Each variable with its slots.
@@ -79,6 +80,7 @@ class Application:
         optimizer: Optimizer,
         touched: TouchedRows | None,
         scratch: ScratchPool,
+        update: Update,
         rate: float,
         rates: Sequence[float],
         groups: Sequence[tuple[Variable, ...]],
@@ -93,9 +95,7 @@ class Application:
         self._totals = totals
         self._counters = counters
         self._extra = extra
-        self._update = Update(
-            [*(variable for group in groups for variable in group), *counters, *extra]
-        )
+        self._update = update
         iteration = int(counters[0].components[0])
         made = {each: optimizer.prepare(each, iteration) for each in dict.fromkeys([rate, *rates])}
         self._of_step = made[rate]
@@ -135,7 +135,10 @@ class Application:
 
     def _run_rule(self) -> None:
         for group, total, prepared in zip(self._groups, self._totals, self._prepared, strict=True):
-            self._update.compute(group, partial(self._new_component, prepared, total.dense()))
+            gradient = total.dense()
+            if not total.is_finite and self._optimizer.treatment.on_non_finite != "ignore":
+                return  # nothing will be written, and the rule may fail at such numbers
+            self._update.compute(group, partial(self._new_component, prepared, gradient))
 
     def _new_component(
         self, prepared: Any, gradient: Array, old: tuple[Array, ...]
@@ -143,7 +146,8 @@ class Application:
         names = self._optimizer.slot_names
         slots = dict(zip(names, old[1:], strict=True))
         value, new_slots = self._optimizer.update(prepared, old[0], gradient, slots)
-        return (value, *(new_slots[name] for name in names))
+        new = (value, *(new_slots[name] for name in names))
+        return tuple(_apart(each, gradient) for each in new)
 
     # ---- a rule for elements -------------------------------------------------------------
 
@@ -187,7 +191,8 @@ class Application:
             flat_new = [array.reshape(-1) for array in new_rows]
             block = BlockRange(group[0], prepared, flat_old, flat_new, some, 0, some.size)
             run_blocks([block], self._rule, self._scratch)
-            total.is_finite &= some.is_finite
+            if not some.is_finite:
+                total.is_finite = False
             for array, changed in zip(column.new, new_rows, strict=True):
                 array[rows] = changed
         for variable, old, new in zip(group, *column, strict=True):
@@ -206,6 +211,13 @@ def _ranges(
     step = RANGE_BLOCKS * (BLOCK_BYTES // old[0].itemsize)
     for start in range(0, total.size, step):
         yield BlockRange(variable, prepared, old, new, total, start, min(start + step, total.size))
+
+
+def _apart(new: Any, gradient: Array) -> Any:
+    """Copy what a rule returned if it is the gradient, which the user may change later."""
+    if isinstance(new, np.ndarray) and np.may_share_memory(new, gradient):
+        return new.copy()
+    return new
 
 
 def _count(old: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -144,6 +144,8 @@ def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str
     pairs = zip(here, there, strict=False)
     index = next((i for i, (a, b) in enumerate(pairs) if a is not b), None)
     text = f"gradients for {len(here)} variables here and for {len(there)} there"
-    if index is None:
-        return text
+    if index is None:  # one begins like the other and ends earlier
+        more, where = (here, "here") if len(here) > len(there) else (there, "there")
+        index = min(len(here), len(there))
+        return f"{text}; number {index} is {more[index].name!r} and comes only {where}"
     return f"{text}; number {index} is {here[index].name!r} here and {there[index].name!r} there"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..values import Variable
 from ._scratch import ScratchPool
-from ._total import Total
+from ._total import Total, quiet
 
 Array = npt.NDArray[Any]
 UpdateBlock: TypeAlias = Callable[[Any, "Block"], None]
@@ -127,8 +127,6 @@ def run_blocks(ranges: Sequence[BlockRange], update: UpdateBlock, pool: ScratchP
         pool: Lends pieces of `BLOCK_BYTES`.
     """
     dtype = ranges[0].dtype
-    # What is not finite is found by the check, so NumPy need not warn of it.
-    quiet = np.errstate(over="ignore", invalid="ignore", divide="ignore")
-    with quiet, pool.lend(dtype) as scratch, pool.lend(dtype) as spare:
+    with quiet(), pool.lend(dtype) as scratch, pool.lend(dtype) as spare:
         for each in ranges:
             each.run(update, scratch, spare)

@@ -38,18 +38,18 @@ def non_finite_error(aggregation: Aggregation, totals: Sequence[Total]) -> NonFi
     index = next(i for i, total in enumerate(totals) if not total.is_finite)
     variable = totals[index].variable
     replica_id: int | None = None
-    where, number = _first(totals[index].summed) or ((), float("nan"))
+    where, number = _first(totals[index].unscaled) or ((), float("nan"))
     for member, row in zip(aggregation.members, aggregation.rows, strict=True):
         found = _first(row[index])
         if found is not None:
             replica_id, (where, number) = member, found
             break
-    count = len(aggregation.rows)
-    who = (
-        f"the sum over {count} replicas overflows to {number}"
-        if replica_id is None
-        else f"replica {replica_id} brought {number}"
-    )
+    if replica_id is not None:
+        who = f"replica {replica_id} brought {number}"
+    elif _first(totals[index].summed) is not None:
+        who = f"the sum over {len(aggregation.rows)} replicas overflows to {number}"
+    else:
+        who = f"divided by {totals[index].divisor:g} (weight, loss scale) it overflows to {number}"
     return NonFiniteError(
         f"The gradient of {variable.name!r} is not finite: {who} at index {where}. Nothing was "
         "updated. Look for a division by 0 or a learning rate that is too high, clip gradients, or "

@@ -7,7 +7,7 @@ merge of all replicas; `_step.py` has the order, `_application.py` the last part
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
 from typing import Any, TypedDict
 
@@ -38,6 +38,7 @@ from ._step import take_step
 from ._total import Total
 from ._touched import TouchedRows
 from ._treatment import Treatment, checked_treatment
+from ._update import Update
 from ._whereabouts import (
     require_cross_replica_context,
     require_outside_replicas,
@@ -394,18 +395,20 @@ class Optimizer(UpdateRule):
             return _take(brought)
         return replica.meet(APPLY_GRADIENTS, None, brought, frame)
 
-    def new_application(
-        self, totals: Sequence[Total], global_step: Variable | None, extra: Mapping[Variable, Any]
-    ) -> Application:
+    def new_application(self, totals: Sequence[Total], global_step: Variable | None) -> Application:
         """Return the application of some totals to the newest values; called by a step."""
         groups = [
             (total.variable, *self._slots.of(total.variable, self.new_slot)) for total in totals
         ]
+        counters = [self._iterations] if global_step is None else [self._iterations, global_step]
+        scales = self._treatment.scale_variables
+        # Before any of them is read: what another run writes from here on is noticed.
+        update = Update([*(each for group in groups for each in group), *counters, *scales])
+        extra = self._treatment.scale_after(is_finite=True)
         rate = learning_rate_at(self._learning_rate, int(self._iterations.components[0]))
         rates = [rate * self._multiplier_of(total.variable) for total in totals]
-        counters = [self._iterations] if global_step is None else [self._iterations, global_step]
         memory = (self._touched, self._scratch)
-        return Application(self, *memory, rate, rates, groups, totals, counters, extra)
+        return Application(self, *memory, update, rate, rates, groups, totals, counters, extra)
 
 
 def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:

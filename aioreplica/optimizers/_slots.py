@@ -45,7 +45,8 @@ class SlotTable:
 
     def all(self) -> tuple[Variable, ...]:
         """Return every slot, variable by variable in order of their first update."""
-        return tuple(slot for slots in self._slots.values() for slot in slots)
+        made = tuple(self._slots.values())  # another thread may add some
+        return tuple(slot for slots in made for slot in slots)
 
     def of(
         self, variable: Variable, initial: Callable[[str, Variable], Any]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, final
 from ..collectives import Reducer
 from ..values import Variable
 from ._aggregate import Aggregation, Column
-from ._application import Application, Piece
+from ._application import Piece
 from ._finite import non_finite_error
-from ._total import Total
+from ._total import Total, quiet
 from ._update import Update
 from ._work import fits_inline, num_bytes, run_here, run_in_threads
 
@@ -78,9 +78,10 @@ class Step:
         needs_sums = self._treatment.clipping.needs_norms or not self._optimizer.is_elementwise
         if not needs_sums and self._aggregation.can_wait(reducer):
             return self._take_now(self._aggregation.unsummed(), is_blocking=is_blocking)
-        reduced = self._aggregation.reduce(reducer, is_blocking=is_blocking)
-        if not isinstance(reduced, list):
-            return self._take_later(reduced)
+        if not is_blocking and self._aggregation.takes_long(reducer):
+            return self._take_later(reducer)
+        reduced = self._aggregation.reduce(reducer, is_blocking=True)
+        assert isinstance(reduced, list)  # it was done here
         return self._take_now(self._aggregation.totals(reduced), is_blocking=is_blocking)
 
     def _take_now(self, totals: list[Total], *, is_blocking: bool) -> Awaitable[None] | None:
@@ -92,8 +93,13 @@ class Step:
             return None
         return run_in_threads(work)
 
-    async def _take_later(self, reduced: Awaitable[list[Any]]) -> None:
-        await run_in_threads(self._stages(self._aggregation.totals(await reduced)))
+    async def _take_later(self, reducer: Reducer | None) -> None:
+        # Begun here, not before: a step of a run that is given up is closed unawaited.
+        with quiet():  # also in the threads, which run in copies of this context
+            reduced = self._aggregation.reduce(reducer)
+            if not isinstance(reduced, list):
+                reduced = await reduced
+        await run_in_threads(self._stages(self._aggregation.totals(reduced)))
 
     def _stages(self, totals: list[Total]) -> Iterator[Sequence[Piece]]:
         self._totals = totals
@@ -109,7 +115,7 @@ class Step:
             return
         clipping.apply(totals, squares)
         while True:
-            application = self._application()
+            application = self._optimizer.new_application(totals, self._global_step)
             yield application.pieces()
             if not self._are_finite():
                 yield from self._refuse()
@@ -121,14 +127,6 @@ class Step:
         if self._treatment.on_non_finite == "ignore":
             return True
         return all(total.is_finite for total in self._totals)
-
-    def _application(self) -> Application:
-        scaling = self._treatment.loss_scaling
-        return self._optimizer.new_application(
-            self._totals,
-            self._global_step,
-            {} if scaling is None else scaling.after(is_finite=True),
-        )
 
     def _refuse(self) -> Iterator[Sequence[Piece]]:
         """Raise, or skip the step: only the loss scale and the count of skipped steps change."""
@@ -142,9 +140,8 @@ class Step:
             yield [Piece(self._aggregation.num_bytes, look)]
             raise found[0]
         while True:
-            scaling = treatment.loss_scaling
-            changes = {} if scaling is None else dict(scaling.after(is_finite=False))
-            update = Update([treatment.skipped, *changes])
+            update = Update([treatment.skipped, *treatment.scale_variables])
+            changes = treatment.scale_after(is_finite=False)
             update.replace(treatment.skipped, treatment.skipped.components[0] + 1)
             for variable, value in changes.items():
                 update.replace(variable, value)

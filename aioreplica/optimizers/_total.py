@@ -2,7 +2,7 @@
 
 Adding up the replicas' parts, dividing by weights and loss scale, and clipping treat every element
 by itself. They wait until the rule reads the element, so that none of them needs a pass or an
-array of its own.
+array of its own. Elements are checked when they are divided: dividing can overflow, too.
 """
 
 from __future__ import annotations
@@ -73,11 +73,23 @@ class Total:
         """The sum as a whole, an array of the variable's shape or IndexedSlices."""
         first, *others = self._parts
         if others:
-            with np.errstate(over="ignore", invalid="ignore"):
-                first = np.add(first, others[0])
-                for other in others[1:]:
-                    np.add(first, other, out=first)
+            with quiet():
+                for other in others:
+                    first = np.add(first, other)
         return first
+
+    @property
+    def unscaled(self) -> Any:
+        """The sum divided, as a whole: what has to be finite."""
+        whole = self.summed
+        if self.divisor == 1.0:
+            return whole
+        rows = whole.values if isinstance(whole, IndexedSlices) else whole
+        with quiet():
+            rows = _divided(rows, self.divisor, np.empty_like(rows))
+        if isinstance(whole, IndexedSlices):
+            return IndexedSlices(rows, whole.indices, whole.dense_shape)
+        return rows
 
     def gradient(self, start: int, stop: int, out: Array, scratch: Array) -> Array:
         """Return some elements of the gradient, checked.
@@ -92,8 +104,7 @@ class Total:
         part = first[start:stop]
         for other in others:
             part = np.add(part, other[start:stop], out=out)
-        self._check(part, scratch.view(np.bool_)[: part.size])
-        return self._ready(part, out) if self.needs_work else part
+        return self._ready(part, out, scratch.view(np.bool_)[: part.size])
 
     def rows(self, begin: int, end: int) -> Total:
         """Return some rows of a sparse one, as a total that is treated likewise."""
@@ -107,10 +118,9 @@ class Total:
         whole = self.summed
         if isinstance(whole, IndexedSlices):
             whole = whole.to_dense()
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._check(whole)
-            result: Array = self._ready(whole, np.empty_like(whole)) if self.needs_work else whole
-        result = result.view()
+        with quiet():
+            out = np.empty_like(whole) if self.needs_work else whole
+            result = self._ready(whole, out).view()
         result.flags.writeable = False
         return result
 
@@ -123,22 +133,27 @@ class Total:
         total = 0.0
         [values] = self._flat  # what is measured was summed before
         scratch = np.empty(min(MEASURED, self.size), values.dtype)
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        with quiet():
             for begin in range(0, self.size, MEASURED):
                 part = values[begin : begin + MEASURED]
-                self._check(part, scratch.view(np.bool_)[: part.size])
-                total += _sum_of_squares(part, scratch[: part.size], self.divisor)
+                found = _sum_of_squares(_divided(part, self.divisor, scratch[: part.size]))
+                if found is None:
+                    self._check(_divided(part, self.divisor, scratch[: part.size]))
+                    wide = part.astype(np.float64) / self.divisor
+                    found = float(np.add.reduce(wide * wide))
+                total += found
         return total
 
     def _check(self, part: Array, mask: npt.NDArray[np.bool_] | None = None) -> None:
-        """Note whether some elements of the sum are finite; `mask` is memory for that."""
+        """Note whether some elements are finite; `mask` is memory for that."""
         if not np.isfinite(part, out=mask).all():
             self.is_finite = False  # only ever set to False, so any thread may
 
-    def _ready(self, part: Array, out: Array) -> Array:
-        """Turn some elements of the sum into those of the gradient, in `out`."""
+    def _ready(self, part: Array, out: Array, mask: npt.NDArray[np.bool_] | None = None) -> Array:
+        """Turn some elements of the sum into those of the gradient, checked, perhaps in `out`."""
         if self.divisor != 1.0:
             part = _divided(part, self.divisor, out)
+        self._check(part, mask)
         if self.limit is not None:
             part = np.clip(part, -self.limit, self.limit, out=out)
         if self.factor != 1.0:
@@ -150,17 +165,23 @@ class Total:
         return f"<Total of {self.variable.name} | {kind}, divided by {self.divisor:g}>"
 
 
+def quiet() -> np.errstate:
+    """Keep NumPy from warning of what is not finite or 0: a step checks that by itself."""
+    return np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore")
+
+
 def _divided(part: Array, divisor: float, out: Array) -> Array:
     """Divide; by a power of two with a multiplication, which is faster and has the same bits."""
+    if part.dtype == np.float16:  # a divisor above 65504 would be infinite, its inverse 0
+        return np.divide(part, divisor, out=out, dtype=np.float32, casting="same_kind")
     if math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100:
         return np.multiply(part, 1.0 / divisor, out=out)
     return np.divide(part, divisor, out=out)
 
 
-def _sum_of_squares(part: Array, scratch: Array, divisor: float) -> float:
-    small = np.divide(part, divisor, out=scratch)
-    found = float(np.add.reduce(np.multiply(small, small, out=scratch)))
-    if math.isfinite(found) and found > 1e-30:
-        return found
-    wide = part.astype(np.float64) / divisor  # the squares left the range of a narrow dtype
-    return float(np.add.reduce(wide * wide))
+def _sum_of_squares(part: Array) -> float | None:
+    """Square elements in place and add them up; None if that left the range of their dtype."""
+    if part.dtype == np.float16:
+        return None
+    found = float(np.add.reduce(np.multiply(part, part, out=part)))
+    return found if math.isfinite(found) and found > 1e-30 else None

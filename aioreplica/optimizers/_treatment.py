@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -32,6 +33,15 @@ class Treatment:
     on_non_finite: OnNonFinite
     skipped: Variable | None
     is_mean: bool
+
+    @property
+    def scale_variables(self) -> tuple[Variable, ...]:
+        """What the loss scale remembers from step to step."""
+        return () if self.loss_scaling is None else self.loss_scaling.variables
+
+    def scale_after(self, is_finite: bool) -> Mapping[Variable, Any]:
+        """Return what becomes of those after a step whose gradients were or were not finite."""
+        return {} if self.loss_scaling is None else self.loss_scaling.after(is_finite)
 
 
 def checked_treatment(

@@ -151,3 +151,15 @@ async def test_misuse_is_told(pair: ar.MirroredStrategy) -> None:
             await pair.run(mixed, args=(second,))
     with pytest.raises(TypeError, match=r"needs an optimizer, got 0\.1"):
         ar.GradientAccumulator(0.1)
+
+
+@pytest.mark.asyncio
+async def test_sums_that_overflow_are_refused_when_they_are_applied() -> None:
+    w = ar.Variable(np.float32([0.0]), name="w")
+    window = ar.GradientAccumulator(ar.optimizers.SGD(1.0))
+
+    for _ in range(2):
+        await window.add([(np.float32([3e38]), w)])
+    with pytest.raises(ar.errors.NonFiniteError, match="'w'"):
+        await window.apply()
+    assert w.version == 0

@@ -177,6 +177,17 @@ def test_half_precision_is_divided_as_it_is() -> None:
     assert (Total(w, [part], 2.0**12).dense() == part / np.float16(2.0**12)).all()
 
 
+@pytest.mark.parametrize("divisor", [1e5, 2.0**20, 2.0**26, 2.0**40])
+def test_divisors_beyond_half_precision_are_not_infinite(divisor: float) -> None:
+    part = np.array([6e4, -3e4], np.float16)
+    w = ar.Variable(np.zeros_like(part), name="w")
+    total = Total(w, [part], divisor)
+
+    expected = (part.astype(np.float64) / divisor).astype(np.float16)
+    np.testing.assert_array_equal(total.dense(), expected)
+    assert total.squares() == pytest.approx(((part.astype(np.float64) / divisor) ** 2).sum())
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [

@@ -1,6 +1,8 @@
 """One application of gradients: exact sums, shared components, all or nothing."""
 
 import asyncio
+import gc
+import inspect
 import threading
 from typing import Any
 
@@ -9,6 +11,9 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.collectives import Reducer
+from aioreplica.optimizers import SGD, DynamicLossScale
+from aioreplica.optimizers._step import take_step
 from tests.optimizers.rules import LARGE, Descent, made
 
 
@@ -245,6 +250,43 @@ async def test_a_write_during_the_update_is_not_lost(pair: ar.MirroredStrategy) 
 
 
 @pytest.mark.asyncio
+async def test_a_step_with_the_rate_of_an_older_count_is_done_again() -> None:
+    seen: list[int] = []
+
+    def rate(count: int) -> float:
+        seen.append(count)
+        if len(seen) == 1:  # another run's steps end while this one begins
+            sgd.iterations.commit((np.array(5),))
+        return float(count)
+
+    w, sgd = ar.Variable(0.0), SGD(rate)
+    await sgd.apply_gradients([(1.0, w)])
+
+    assert (seen, w.value, sgd.iterations.value) == ([0, 5], -5.0, 6)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("gradient", "expected"), [(np.inf, (2.0, 0)), (0.0, (8.0, 2))])
+async def test_no_change_of_a_loss_scale_by_another_run_is_lost(
+    monkeypatch: pytest.MonkeyPatch, gradient: float, expected: Any
+) -> None:
+    w, scaling = ar.Variable(np.zeros(1)), DynamicLossScale(8.0)
+    after, others = DynamicLossScale.after, [gradient == 0]
+
+    def overtaken(self: DynamicLossScale, is_finite: bool) -> Any:
+        changes = after(self, is_finite)
+        while others and is_finite is others[0]:  # the step of another run ends here
+            for variable, value in after(self, others.pop()).items():
+                variable.commit((np.array(value, variable.dtype),))
+        return changes
+
+    monkeypatch.setattr(DynamicLossScale, "after", overtaken)
+    await SGD(loss_scale=scaling).apply_gradients([(np.array([gradient]), w)])
+
+    assert (scaling.scale, scaling.variables[1].value) == expected
+
+
+@pytest.mark.asyncio
 async def test_concurrent_runs_lose_no_update(pair: ar.MirroredStrategy) -> None:
     w = made(pair, np.zeros(LARGE))
     optimizer = Descent()
@@ -255,3 +297,35 @@ async def test_concurrent_runs_lose_no_update(pair: ar.MirroredStrategy) -> None
     await asyncio.gather(*(pair.run(step) for _ in range(5)))
 
     assert (w.value[0], optimizer.iterations.value) == (-10.0, 5)
+
+
+@pytest.mark.asyncio
+async def test_a_slot_that_is_the_gradient_does_not_follow_the_user_s_array() -> None:
+    class Keeping(Descent):
+        def new_slot(self, name: str, variable: ar.Variable) -> Any:
+            return np.zeros(variable.shape)
+
+        def update(self, prepared: float, value: Any, gradient: Any, slots: Any) -> Any:
+            return value - gradient, {"count": gradient}
+
+    w, rule, gradient = ar.Variable([1.0]), Keeping(), np.array([1.0])
+
+    await rule.apply_gradients([(gradient, w)])
+    gradient[:] = 9.0
+
+    slot = rule.get_slot(w, "count")
+    assert slot is not None
+    assert slot.value == 1.0
+
+
+def test_a_large_step_that_never_begins_leaves_nothing_to_await(recwarn: Any) -> None:
+    w = ar.Variable(np.zeros(LARGE))
+    columns = [[np.ones(LARGE)] * 2]
+
+    pending = take_step(SGD(1.0, clipnorm=1.0), Reducer(), columns, [w], None, None)
+    assert inspect.iscoroutine(pending)
+    pending.close()
+    del pending
+    gc.collect()
+
+    assert not recwarn.list

@@ -139,6 +139,39 @@ async def test_a_sum_that_overflows_is_nobody_s_fault(pair: ar.MirroredStrategy)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("number", [np.nan, 3e38])
+@pytest.mark.parametrize("options", [{}, {"clipnorm": 1.0}], ids=["plain", "clipped"])
+async def test_a_scalar_of_three_replicas_is_named_without_a_warning(
+    triple: ar.MirroredStrategy, number: float, options: Any
+) -> None:
+    w, sgd = sgd_in(triple, np.float32(0.0), **options)
+
+    with pytest.raises(NonFiniteError) as e:
+        await apply(triple, sgd, [[np.float32(1.0), np.float32(number), np.float32(number)]], w)
+
+    assert (e.value.replica_id, e.value.index) == (1 if np.isnan(number) else None, ())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(
+    "options", [{}, {"clipvalue": 1.0}, {"clipnorm": 1.0}], ids=["plain", "value", "norm"]
+)
+async def test_what_overflows_when_it_is_divided_is_not_finite(
+    pair: ar.MirroredStrategy, options: Any, is_sparse: bool
+) -> None:
+    w, sgd = sgd_in(pair, np.zeros(3, np.float32), **options)
+    big: Any = np.array([0.0, 1e38, 0.0], np.float32)
+    if is_sparse:
+        big = ar.IndexedSlices(big[1:2], [1], (3,))
+
+    with pytest.raises(NonFiniteError, match=r"divided by 0\.002 .*inf at index \(1,\)") as e:
+        await apply(pair, sgd, [[ar.Weighted(big, 1e-3)] * 2], w)
+
+    assert (e.value.replica_id, e.value.index, w.version) == (None, (1,), 0)
+
+
+@pytest.mark.asyncio
 async def test_rows_that_are_not_finite_are_named_by_their_index(
     pair: ar.MirroredStrategy,
 ) -> None:
@@ -186,6 +219,17 @@ async def test_rules_for_whole_arrays_are_checked_too() -> None:
     with pytest.raises(NonFiniteError, match=r"'w'.*\(1,\)"):
         await Descent().apply_gradients([(np.array([0.0, np.inf]), w)])
     assert w.version == 0
+
+
+@pytest.mark.asyncio
+async def test_rules_for_whole_arrays_never_see_what_is_not_finite() -> None:
+    w = ar.Variable([0.0], name="w")
+    rule = Descent()
+
+    with pytest.raises(NonFiniteError):
+        await rule.apply_gradients([(np.array([np.nan]), w)])
+
+    assert "update" not in rule.hooks
 
 
 # ---- loss scale --------------------------------------------------------------------------------
@@ -312,3 +356,17 @@ async def test_replicas_must_bring_gradients_for_the_same_variables_in_order() -
 
         with pytest.raises(MergeMismatchError, match=r"gradients for w, b.*gradients for b, w"):
             await strategy.run(step, args=(ar.PerReplica(["wb", "bw"]),))
+
+
+@pytest.mark.asyncio
+async def test_the_first_variable_that_comes_on_one_side_only_is_named(
+    pair: ar.MirroredStrategy,
+) -> None:
+    with pair.scope():
+        variables, sgd = [ar.Variable(0.0, name=f"v{i}") for i in range(10)], SGD(1.0)
+
+    async def step(count: int) -> None:
+        await sgd.apply_gradients([(1.0, variable) for variable in variables[:count]])
+
+    with pytest.raises(MergeMismatchError, match="number 9 is 'v9' and comes only there"):
+        await pair.run(step, args=(ar.PerReplica([9, 10]),))

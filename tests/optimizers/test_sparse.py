@@ -88,6 +88,35 @@ async def test_other_writes_in_between_are_not_lost(pair: ar.MirroredStrategy) -
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("others", ["dense gradients", "another optimizer"])
+async def test_steps_in_between_that_use_the_same_buffers_are_not_lost(
+    pair: ar.MirroredStrategy, others: str
+) -> None:
+    """Two steps bring the buffers of a sparse one back, with other rows changed."""
+    with pair.scope():
+        table, optimizer, second = ar.Variable(np.zeros(SHAPE)), SGD(1.0), SGD(1.0)
+    everywhere = np.ones(SHAPE)
+    sparse = ar.IndexedSlices(np.ones((1, 3)), [5], SHAPE)
+    rows = ar.IndexedSlices(everywhere, np.arange(len(everywhere)), SHAPE)
+
+    async def step() -> None:
+        for _ in range(3):
+            await optimizer.apply_gradients([(sparse, table)])
+            for _ in range(2):
+                if others == "dense gradients":
+                    await optimizer.apply_gradients([(everywhere, table)])
+                else:
+                    await second.apply_gradients([(rows, table)])
+        await optimizer.apply_gradients([(sparse, table)])
+
+    await pair.run(step)
+
+    expected = np.full(SHAPE, -12.0)
+    expected[5] -= 8.0
+    np.testing.assert_array_equal(table.value, expected)
+
+
+@pytest.mark.asyncio
 async def test_components_that_differ_are_updated_one_by_one(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         table, sgd = ar.Variable(np.zeros((3, 1))), SGD(1.0)
