@@ -17,12 +17,18 @@ import logging
 from asyncio import Future
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar, final
+from functools import partial
+from types import CodeType
+from typing import Protocol, TypeAlias, final
 from weakref import WeakSet
 
 from ..context import REGISTRY
 
-E = TypeVar("E")
+Visit: TypeAlias = tuple[CodeType, int, float]
+"""One replica's call: the code object and byte offset it was made at, and when it arrived."""
+
+MergeEntry: TypeAlias = tuple[int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
+"""A merge as it is recorded: step, sequence, collective, operator, sizes, members and visits."""
 
 
 class ObservedCall(Protocol):
@@ -80,6 +86,9 @@ class ObservedMerge(Protocol):
 
     def describe(self) -> str:
         """Name the collective with its number and argument."""
+
+    def entry(self) -> MergeEntry:
+        """Return what is recorded of it, once it has ended."""
 
 
 class ObservedWait(Protocol):
@@ -163,6 +172,9 @@ KINDS = tuple(field.name for field in fields(Observer))
 class Observers:
     """Those who are told what happens in the runs of one strategy.
 
+    Args:
+        own: The strategy's own observer, which is told first.
+
     Every kind is an attribute: None where nobody wants it, else a function that tells all who do,
     in the order in which they were added.
 
@@ -177,7 +189,7 @@ class Observers:
         (True, [3])
     """
 
-    __slots__ = (*KINDS, "__weakref__", "_added")
+    __slots__ = (*KINDS, "__weakref__", "_added", "_own")
 
     run_began: Callable[[ObservedRun], None] | None
     run_ended: Callable[[ObservedRun], None] | None
@@ -192,8 +204,9 @@ class Observers:
     write_published: Callable[[int], None] | None
     fault: Callable[[int, BaseException], None] | None
 
-    def __init__(self) -> None:
-        self._added: list[Observer] = list(_everywhere().observers)
+    def __init__(self, own: Observer | None = None) -> None:
+        self._own = own
+        self._added = list(_everywhere().observers)
         _everywhere().strategies.add(self)
         self._tell()
 
@@ -202,16 +215,18 @@ class Observers:
         self._added.append(observer)
         self._tell()
 
-        def remove() -> None:
-            self._added = [each for each in self._added if each is not observer]
-            self._tell()
+        return partial(self.remove, observer)
 
-        return remove
+    def remove(self, observer: Observer) -> None:
+        """Stop telling an observer; idempotent."""
+        self._added = [each for each in self._added if each is not observer]
+        self._tell()
 
     def _tell(self) -> None:
         for kind in KINDS:
+            own = getattr(self._own, kind, None)
             told = [tell for each in self._added if (tell := getattr(each, kind)) is not None]
-            setattr(self, kind, _all_of(kind, told) if told else None)
+            setattr(self, kind, _all_of(kind, own, told) if told else own)
 
     def __repr__(self) -> str:
         kinds = ", ".join(kind for kind in KINDS if getattr(self, kind) is not None)
@@ -225,15 +240,13 @@ def observe_everywhere(observer: Observer) -> Callable[[], None]:
     """
     everywhere = _everywhere()
     everywhere.observers.append(observer)
-    removes = [each.add(observer) for each in tuple(everywhere.strategies)]
+    for each in tuple(everywhere.strategies):
+        each.add(observer)
 
     def remove() -> None:
         everywhere.observers[:] = [each for each in everywhere.observers if each is not observer]
-        for each in removes:
-            each()
-        for strategy in tuple(everywhere.strategies):
-            strategy._added = [one for one in strategy._added if one is not observer]
-            strategy._tell()
+        for each in tuple(everywhere.strategies):
+            each.remove(observer)
 
     return remove
 
@@ -251,10 +264,14 @@ def _everywhere() -> _Everywhere:
     return REGISTRY.once("observers", _Everywhere)
 
 
-def _all_of(kind: str, told: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """Return one function that tells all; what one of them raises is logged."""
+def _all_of(
+    kind: str, own: Callable[..., None] | None, told: Sequence[Callable[..., None]]
+) -> Callable[..., None]:
+    """Return one function that tells all; what others than the strategy's own raise is logged."""
 
     def tell_all(*event: object) -> None:
+        if own is not None:
+            own(*event)
         for tell in told:
             try:
                 tell(*event)
