@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import ContextError, MergeMismatchError, ReplicaRow, StallError
-from ._call import Call
+from ._meeting import Call
 
 MAX_ROWS = 64
 _HEAD = ReplicaRow(-1, "device", "state", "collective", "where")
@@ -92,6 +92,16 @@ def stall_error(
         timeout_s=timeout_s,
         rows=rows,
         stacks=stacks,
+    )
+
+
+def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
+    """Return the warning of replicas that may wait for each other through handles."""
+    return (
+        f"Replicas of step {step} seem to wait for each other: each waits for a handle in a child "
+        f"task, and what another one waits for has not been called.\n{format_rows(rows)}\n"
+        "Await handles in the same order on every replica, or in the replica's own task, where a "
+        "circle is an error at once; RunOptions(stall_timeout=...) ends a run that is stuck."
     )
 
 

@@ -1,0 +1,135 @@
+"""One replica of one run: the mutable state that its group keeps of it."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Coroutine, Sequence
+from inspect import CORO_CLOSED, getcoroutinestate
+from typing import Any, final
+
+from ..devices import Op
+from ._meeting import Call, SyncGroup
+
+
+@final
+class Replica:
+    """State of one replica in one run.
+
+    Attributes:
+        replica_id: Index in the sync group.
+        work: The replica's task; in a run of a plain function, the future of its op;
+            None before the start and after the run.
+        op: The op of a plain function's run, else None.
+        waiting: The task that waits in a collective, the replica's own or a child; else None.
+        cancels_before: How often that task had been cancelled when it began to wait.
+        sequence: Number of the replica's latest call among all replicas.
+        sequences: The same for groups of some replicas.
+        unawaited: Calls whose coroutine has not been started.
+        started: Calls made with a handle that has not been awaited, as the keys.
+        was_cancelled: Whether the group cancelled it; what it raises then is no failure.
+        thread_id: The device thread that a plain function runs on; None elsewhere.
+        steps_done: In a device loop, how many of its steps are complete.
+        activity: What the replica waits for outside every collective, for tables; else None.
+        is_over: Whether the run has ended, and with it everything that belongs to it.
+    """
+
+    __slots__ = (
+        "activity", "cancels_before", "is_over", "op", "replica_id", "sequence", "sequences",
+        "started", "steps_done", "thread_id", "unawaited", "waiting", "was_cancelled", "work",
+    )  # fmt: skip
+
+    def __init__(self, replica_id: int) -> None:
+        self.replica_id = replica_id
+        self.work: asyncio.Future[Any] | None = None  # Any: step functions return everything
+        self.op: Op[Any] | None = None
+        self.waiting: asyncio.Task[Any] | None = None
+        self.cancels_before = 0
+        self.sequence = 0
+        self.sequences: dict[SyncGroup, int] = {}
+        self.unawaited: dict[Call, Coroutine[Any, Any, Any]] = {}
+        self.started: dict[Call, None] = {}
+        self.was_cancelled = False
+        self.thread_id: int | None = None
+        self.steps_done = 0
+        self.activity: str | None = None
+        self.is_over = False
+
+    def cancel(self) -> None:
+        """Cancel the replica where it waits; an op that has started runs to its end."""
+        if self.work is None or self.work.done():
+            return
+        self.was_cancelled = True
+        if self.op is not None:
+            if self.op.withdraw():
+                self.op.cancel()
+            return
+        self.work.cancel()
+
+    def next_in(self, group: SyncGroup) -> int:
+        """Number the next call in a group."""
+        if not group.is_partial:
+            self.sequence += 1
+            return self.sequence
+        number = self.sequences[group] = self.sequences.get(group, 0) + 1
+        return number
+
+    def not_awaited(self) -> list[str]:
+        """Name the calls whose coroutine has not been started so far."""
+        return [
+            f"replica {self.replica_id}: {call.describe()} at {call.site}"
+            for call in self.unawaited
+        ]
+
+    def given_up(self) -> Call | None:
+        """Return a call that was cancelled before its first step, if there is one."""
+        for call, coroutine in self.unawaited.items():
+            if getcoroutinestate(coroutine) == CORO_CLOSED:
+                return call
+        return None
+
+    def close_unawaited(self) -> None:
+        """Close what will never be awaited, once the replica has ended."""
+        for coroutine in self.unawaited.values():
+            coroutine.close()
+        self.unawaited.clear()
+
+    def forget(self) -> None:
+        """Let go of the ended task and of what was started."""
+        self.work = self.op = None
+        self.started.clear()
+        self.is_over = True
+
+
+def who_withdrew(replicas: Sequence[Replica], woken: Replica) -> Replica:
+    """Return whose cancellation cancelled the future that all waiting tasks share.
+
+    Each of them wakes with a CancelledError. The one whose own count of cancellations has grown is
+    the cause; else one that had been cancelled just before it arrived.
+    """
+    waiting = [(each, each.waiting.cancelling()) for each in replicas if each.waiting is not None]
+    grown = [replica for replica, cancels in waiting if cancels > replica.cancels_before]
+    earlier = [replica for replica, cancels in waiting if cancels]
+    return (grown or earlier or [woken])[0]
+
+
+def warn_never_awaited(replicas: Sequence[Replica]) -> None:
+    """Warn of every handle whose result was not asked for, once per call site.
+
+    Warns:
+        RuntimeWarning: At the line of the call.
+    """
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for replica in replicas:
+        for call in replica.started:
+            where = (call.file, call.line, call.describe())
+            found.setdefault(where, []).append(replica.replica_id)
+    for (file, line, text), ids in found.items():
+        who = f"replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
+        warnings.warn_explicit(
+            f"The handle of {text}, called at {file}:{line} in {who}, was never awaited, so its "
+            "result is lost. Await it, or call handle.discard() if it is not wanted.",
+            RuntimeWarning,
+            file,
+            line,
+        )
