@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -367,16 +368,27 @@ class Generation:
         Raises:
             BaseException: What the merge raised.
         """
-        error = self.error
-        if error is not None:
-            if isinstance(error, StopIteration):  # would look like the end of a coroutine
-                raise RuntimeError(f"A merge raised {error!r}.") from error
-            raise error.with_traceback(self.traceback)
+        if self.error is not None:
+            self.raise_error()
         parts = self.parts
         part = parts[position]
         if type(parts) is list:
             parts[position] = None
         return part
+
+    def look(self, position: int) -> Any:
+        """Return a member's part, or raise what the merge raised; as often as wanted."""
+        if self.error is not None:
+            self.raise_error()
+        return self.parts[position]
+
+    def raise_error(self) -> None:
+        """Raise what the merge raised, with the frames of the merge itself."""
+        error = self.error
+        if isinstance(error, StopIteration):  # would look like the end of a coroutine
+            raise RuntimeError(f"A merge raised {error!r}.") from error
+        if error is not None:
+            raise error.with_traceback(self.traceback)
 
     def entry(self) -> MergeEntry:
         """Return the record of the merge: numbers and strings only."""
@@ -408,3 +420,9 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     generation.waiter = generation.timer = generation.task = generation.error = None
     group.open[first.sequence] = generation
     return generation
+
+
+@lru_cache(maxsize=256)
+def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
+    """Return the one collective of a kind that tables show as `name`."""
+    return kind(name)

@@ -321,7 +321,8 @@ class MeetingPoint:
         if left_s > 0:
             self.loop.call_later(left_s, self._look_for_circle, generation)
         elif self.rendezvous.may_be_stuck():
-            warnings.warn(circle_text(self.rendezvous.rows(), self.everyone.step), RuntimeWarning, 2)
+            text = circle_text(self.rendezvous.rows(), self.everyone.step)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def began_to_wait(self, wait: ObservedWait) -> None:
         """Tell observers that the current task or thread waits from now on."""

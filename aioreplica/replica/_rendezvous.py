@@ -260,10 +260,10 @@ class Rendezvous:
     def _waits(self, replica_id: int) -> list[Generation]:
         """Return the same, or none where only child tasks wait: then the replica may go on."""
         current = self._current[replica_id]
-        if current is None or current.is_merged or replica_id in self._states:
-            if replica_id not in self._own_waits:
-                return []
-        return self._all_waits(replica_id)
+        is_in_call = current is not None and not current.is_merged
+        if (is_in_call and replica_id not in self._states) or replica_id in self._own_waits:
+            return self._all_waits(replica_id)
+        return []
 
     def _deadlock(self, joined: Generation) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
