@@ -16,12 +16,18 @@ from ._plain import default_store as default_store
 from ._regroup import argument_difference as argument_difference
 from ._regroup import merged_column as merged_column
 from ._regroup import regroup_results as regroup_results
+from ._select import read_at as read_at
 from ._select import split_per_replica as split_per_replica
 from ._snapshot import Snapshot as Snapshot
 from ._snapshot import take_snapshot as take_snapshot
-from ._staging import Staging as Staging
 from ._store import VariableStore as VariableStore
 from ._sync_on_read import SyncOnReadVariable as SyncOnReadVariable
+from ._update import Staging as Staging
+from ._update import is_own as is_own
+from ._update import require_own as require_own
+from ._update import run_per_component as run_per_component
+from ._update import split_arguments as split_arguments
+from ._update import update_components as update_components
 from ._variable import Variable as Variable
 from ._variable import VariableOptions as VariableOptions
 from ._weighted import Weighted as Weighted
@@ -45,11 +51,17 @@ __all__ = [
     "Weighted",
     "argument_difference",
     "default_store",
+    "is_own",
     "merged_column",
     "new_per_replica",
+    "read_at",
     "regroup_results",
+    "require_own",
+    "run_per_component",
+    "split_arguments",
     "split_per_replica",
     "take_snapshot",
+    "update_components",
     "writable_buffer",
 ]
 

@@ -228,7 +228,10 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
 
     def local_value(self) -> Array:
         """Return what `value` is when no gradient is being taken."""
-        place = PLACE.get()
+        return self.value_at(PLACE.get())
+
+    def value_at(self, place: Place) -> Array:
+        """Return what code that runs at a place reads, whichever thread asks."""
         if place.strategy is self._strategy:
             if place.replica is not None:
                 return self.components[place.replica.replica_id_in_sync_group]
