@@ -1,9 +1,11 @@
 """strategy.view_of: combining the values of some of the replicas."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
@@ -13,9 +15,10 @@ from tests.conftest import mirrored
 MEMBERS = (1, 3)
 
 
-@pytest.fixture
-def quad() -> ar.MirroredStrategy:
-    return mirrored(4)
+@pytest_asyncio.fixture
+async def quad() -> AsyncIterator[ar.MirroredStrategy]:
+    async with mirrored(4) as strategy:
+        yield strategy
 
 
 @pytest.fixture
@@ -25,11 +28,13 @@ def view(quad: ar.MirroredStrategy) -> GroupView:
     return made
 
 
-def test_the_view_of_all_is_the_strategy(quad: ar.MirroredStrategy) -> None:
+@pytest.mark.asyncio
+async def test_the_view_of_all_is_the_strategy(quad: ar.MirroredStrategy) -> None:
     assert quad.view_of(range(4)) is quad
 
 
-def test_it_says_who_is_in_it(quad: ar.MirroredStrategy, view: GroupView) -> None:
+@pytest.mark.asyncio
+async def test_it_says_who_is_in_it(quad: ar.MirroredStrategy, view: GroupView) -> None:
     assert view.num_replicas_in_sync == 2
     assert view.members == MEMBERS
     assert view.device_names == ("cpu:1", "cpu:3")
@@ -106,4 +111,3 @@ async def test_inside_a_replica_it_names_the_collective_of_the_group(
 
     with pytest.raises(ContextError, match=r"Use ctx\.group\(members\)\.all_reduce"):
         await quad.run(step)
-    await quad.aclose()

@@ -156,7 +156,11 @@ def test_a_place_is_read_from_any_thread() -> None:
     async def step() -> None:
         places.append(PLACE.get())
 
-    asyncio.run(strategy.run(step))
+    async def main() -> None:
+        async with strategy:
+            await strategy.run(step)
+
+    asyncio.run(main())
     read: list[Any] = []
     thread = threading.Thread(
         target=lambda: read.extend(read_at(total, place, "all_reduce") for place in places)
