@@ -117,7 +117,7 @@ class SyncGroup:
         return SyncGroup(
             members,
             [self.device_names[i] for i in members],
-            self.strategy,
+            None if self.strategy is None else self.strategy.view_of(members),
             self.merge_place,
             self.reducer,
             self.step,
