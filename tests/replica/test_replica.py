@@ -125,5 +125,3 @@ async def test_a_child_task_left_behind_ends_with_the_run(pair: ar.MirroredStrat
         await pair.run(step)
     await asyncio.wait(tasks, timeout=1)
     assert [task.done() for task in tasks] == [True, True]
-    for task in tasks:
-        assert task.cancelled() or task.exception() is not None
