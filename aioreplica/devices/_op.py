@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ T = TypeVar("T")
 LIBRARY = __name__.partition(".")[0] + "."
 PACKAGE = str(Path(__file__).parents[1])
 MAX_DEPTH = 64  # of a chain of awaits
+FUTURE_INIT, FUTURE_DEL = asyncio.Future.__init__, asyncio.Future.__del__  # super() is slower
 RELEASED: dict[str, Any] = {}  # in place of keyword arguments that were let go
 
 
@@ -95,7 +96,7 @@ class Op(asyncio.Future[T]):
         lane: OpQueue | None = None,
         tracker: OpTracker | None = None,
     ) -> None:
-        asyncio.Future.__init__(self, loop=completions.loop)  # super() costs every op 0.1 µs more
+        FUTURE_INIT(self, loop=completions.loop)
         self._lane = lane
         self._is_put = lane is None
         self.tracker = tracker
@@ -176,7 +177,9 @@ class Op(asyncio.Future[T]):
         if lane is None or self.done():
             return
         if tracker is not None:
-            tracker.add(self)
+            if tracker.is_closed:
+                raise tracker.closed_error()
+            tracker.pending[self] = None
         lane.put(self)
 
     def withdraw(self) -> bool:
@@ -186,14 +189,15 @@ class Op(asyncio.Future[T]):
         self._was_withdrawn = True
         self._args, self._kwargs = None, RELEASED  # the lane may hold the op for a while
         if self.tracker is not None:
-            self.tracker.done(self)
+            self.tracker.forget(self)
         return True
 
     def resolve(self) -> None:
         """Wake those who wait for the op, whose call has ended."""
         self.is_done = True
-        if self.tracker is not None:
-            self.tracker.done(self)
+        tracker = self.tracker
+        if tracker is not None:
+            tracker.forget(self)
         for waiter in self._drained:
             if not waiter.done():
                 waiter.set_result(None)
@@ -269,7 +273,8 @@ class Op(asyncio.Future[T]):
                 stacklevel=2,
                 source=self,
             )
-        asyncio.Future.__del__(self)
+        if self._error is not None:  # else there is nothing that asyncio would have to report
+            FUTURE_DEL(self)
 
     # ---- as a coroutine ------------------------------------------------------------------
 
@@ -302,7 +307,8 @@ class UnfinishedOp:
     Attributes:
         fn_name: Name of the function that it runs.
         device_name: Where; None for a program that its replica's group put there.
-        task_name: Name of the task that waits for it; None if it was put outside every task.
+        task_name: Name of the task that awaits it; None if it is waited for in another way, as
+            `asyncio.gather` does with ops that it was given.
         where: `file:line` of that task's await in the user's code; "-" if it has none.
         is_running: Whether it has begun; else it is queued.
     """
@@ -331,38 +337,33 @@ class OpTracker:
         observers: Told what happens to the ops; None takes those of all strategies.
 
     Attributes:
-        pending: The task that put each op in flight, in the order in which they were put. An op
-            that was withdrawn is not in flight any more.
+        pending: Ops in flight, as the keys, in the order in which they were put. An op that was
+            withdrawn is not in flight any more.
         num_done: Ops that have ended, a sign of progress.
+        is_closed: Whether the run has ended, so that ops are refused.
     """
 
-    __slots__ = ("_is_closed", "_waiter", "num_done", "observers", "pending")
+    __slots__ = ("_waiter", "is_closed", "num_done", "observers", "pending")
 
     def __init__(self, observers: Observers | None = None) -> None:
         self.observers = observers if observers is not None else observers_of_all()
-        self.pending: dict[Op[Any], asyncio.Task[Any] | None] = {}
+        self.pending: dict[Op[Any], None] = {}  # ordered: a set is walked by address
         self.num_done = 0
-        self._is_closed = False
+        self.is_closed = False
         self._waiter: asyncio.Future[None] | None = None
-
-    def add(self, op: Op[Any]) -> None:
-        """Count an op that is about to be put on its lane.
-
-        Raises:
-            ContextError: If the run has ended.
-        """
-        if self._is_closed:
-            raise ContextError(
-                "A device op was awaited after the run that it was made in. Await it in its step."
-            )
-        self.pending[op] = asyncio.current_task(op.completions.loop)
 
     def close(self) -> None:
         """Refuse ops from now on: the run has ended."""
-        self._is_closed = True
+        self.is_closed = True
 
-    def done(self, op: Op[Any]) -> None:
-        """Count an op that has ended or was withdrawn; on the event loop."""
+    def closed_error(self) -> ContextError:
+        """Return the error of an op that is put after the end of the run."""
+        return ContextError(
+            "A device op was awaited after the run that it was made in. Await it in its step."
+        )
+
+    def forget(self, op: Op[Any]) -> None:
+        """Count an op in flight less: it is done or was withdrawn."""
         pending = self.pending
         pending.pop(op, None)
         self.num_done += 1
@@ -382,16 +383,11 @@ class OpTracker:
 
     def unfinished(self, replica_id: int) -> tuple[UnfinishedOp, ...]:
         """Return the ops of this replica in flight, in the order in which they were put."""
+        ops = [op for op in self.pending if _replica_id(op) == replica_id]
+        waits = _tasks_that_await(ops)
         return tuple(
-            UnfinishedOp(
-                op.fn_name,
-                op.device_name,
-                None if task is None else task.get_name(),
-                _site_of(task),
-                op.is_running,
-            )
-            for op, task in self.pending.items()
-            if _replica_id(op) == replica_id
+            UnfinishedOp(op.fn_name, op.device_name, *waits.get(op, (None, "-")), op.is_running)
+            for op in ops
         )
 
     def withdraw_queued(self) -> None:
@@ -429,14 +425,25 @@ def _replica_id(op: Op[Any]) -> int | None:
     return None if replica is None else replica.replica_id_in_sync_group
 
 
-def _site_of(task: asyncio.Task[Any] | None) -> str:
-    """Return `file:line` of the innermost await of a task outside the library."""
-    site = "-"
-    awaited: Any = None if task is None else task.get_coro()  # Any: a chain of many kinds
-    for _ in range(MAX_DEPTH):
-        frame = getattr(awaited, "cr_frame", getattr(awaited, "gi_frame", None))
-        if frame is None or frame.f_code.co_filename.startswith(PACKAGE):
-            break
-        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        awaited = getattr(awaited, "cr_await", getattr(awaited, "gi_yieldfrom", None))
-    return site
+def _tasks_that_await(ops: Sequence[Op[Any]]) -> dict[Op[Any], tuple[str, str]]:
+    """Return the name of the task that awaits each op, and `file:line` of its await.
+
+    Looked for in all tasks when it is needed: knowing it for every op would cost each 0.3 µs.
+    """
+    found: dict[Op[Any], tuple[str, str]] = {}
+    for task in asyncio.all_tasks(ops[0].get_loop()) if ops else ():
+        awaited: Any = task.get_coro()  # Any: a chain of coroutines, generators and futures
+        site = "-"
+        for _ in range(MAX_DEPTH):
+            if isinstance(awaited, Op):  # the task was made of it
+                found[awaited] = task.get_name(), site
+            frame = getattr(awaited, "cr_frame", getattr(awaited, "gi_frame", None))
+            if frame is None:
+                break
+            if frame.f_code is Op.__await__.__code__:
+                found[frame.f_locals["self"]] = task.get_name(), site
+                break
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            awaited = getattr(awaited, "cr_await", getattr(awaited, "gi_yieldfrom", None))
+    return found

@@ -1,6 +1,7 @@
 """The completion queue: few wake-ups, bounded batches, closed and second loops."""
 
 import asyncio
+import contextvars
 import gc
 import threading
 import weakref
@@ -194,3 +195,84 @@ async def test_an_op_that_nobody_awaits_is_not_reported(
     assert await last == 2
     gc.collect()
     assert reports == []
+
+
+# --- calls from threads -----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_armed", [True, False], ids=["a wake-up on its way", "none"])
+async def test_a_call_made_during_an_op_comes_before_its_completion(
+    lane: Lane, is_armed: bool
+) -> None:
+    """Also when a wake-up for another op was on its way before the call was made."""
+    queue, events = CompletionQueue.of_running_loop(), []
+    if is_armed:
+        queue.wake()
+
+    def work() -> None:
+        for i in range(3):
+            queue.call_soon(lambda i=i: events.append(i))
+
+    op = Op(queue, work, (), {})
+    op.add_done_callback(lambda _op: events.append("done"))
+    lane.put(op)
+
+    await op
+    await asyncio.sleep(0)
+
+    assert events == [0, 1, 2, "done"]
+
+
+@pytest.mark.asyncio
+async def test_calls_run_on_the_loop_with_the_context_of_the_caller() -> None:
+    colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")
+    queue, called = CompletionQueue.of_running_loop(), asyncio.Event()
+    seen: list[object] = []
+
+    def note() -> None:
+        seen.extend([colour.get(), threading.current_thread()])
+        called.set()
+
+    def other_thread() -> None:
+        colour.set("red")
+        queue.call_soon(note)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join(LIMIT_S)
+    await called.wait()
+
+    assert seen == ["red", threading.current_thread()]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_fails_is_reported_and_holds_nothing_up(lane: Lane) -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
+    queue = CompletionQueue.of_running_loop()
+    error = ValueError("broken")
+
+    def fail() -> None:
+        raise error
+
+    queue.call_soon(fail)
+    op = Op(queue, int, (3,), {})
+    lane.put(op)
+
+    assert await op == 3
+    assert [report["exception"] for report in reports] == [error]
+
+
+@pytest.mark.asyncio
+async def test_everything_queued_can_be_delivered_at_once() -> None:
+    queue, seen = CompletionQueue.of_running_loop(), []
+    op = Op(queue, int, (3,), {})
+    assert op.claim()
+    queue.call_soon(lambda: seen.append(op.is_done))
+    op.run_claimed()
+    queue.add(op)
+
+    queue.deliver()
+
+    assert (seen, op.is_done, await op) == ([False], True, 3)
