@@ -384,11 +384,13 @@ class OpTracker:
     def unfinished(self, replica_id: int) -> tuple[UnfinishedOp, ...]:
         """Return the ops of this replica in flight, in the order in which they were put."""
         ops = [op for op in self.pending if _replica_id(op) == replica_id]
-        waits = _tasks_that_await(ops)
-        return tuple(
-            UnfinishedOp(op.fn_name, op.device_name, *waits.get(op, (None, "-")), op.is_running)
-            for op in ops
-        )
+        found = _tasks_that_await(ops)
+        unfinished = []
+        for op in ops:
+            task_name, where = found.get(op, (None, "-"))
+            name, device_name = op.fn_name, op.device_name
+            unfinished.append(UnfinishedOp(name, device_name, task_name, where, op.is_running))
+        return tuple(unfinished)
 
     def withdraw_queued(self) -> None:
         """Take back every op that has not started."""
