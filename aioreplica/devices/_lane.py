@@ -113,13 +113,13 @@ class Lane:
 
     def _take_back(self) -> None:
         with self._lock:
-            if self._serving < self._num_streams or self._stopped:
+            if self._serving < self._num_streams:
                 self._serving += 1
                 return
             handover = _Handover()
             self._queue.put(handover)
         while not handover.is_done.wait(STOPPED_S):
-            if self._stopped:  # its sentinels may have ended the other thread first
+            if self._stopped:  # then the op of the other thread may never end
                 return
 
     def stop(self) -> None:

@@ -249,7 +249,6 @@ class Op(asyncio.Future[T]):
         """Wait for the end of a started op whose await was cancelled."""
         if not self.cancelled():  # finished in the same loop cycle, or raised this itself
             if self.done():
-                self.exception()  # so that asyncio does not report it as never retrieved
                 return
             asyncio.Future.cancel(self)
         if self._was_withdrawn or self.withdraw() or self.is_done:

@@ -13,7 +13,7 @@ import pytest
 
 from aioreplica.devices import CompletionQueue, Lane, Op
 
-LIMIT_S = 10
+LIMIT_S = 60
 NUM_OPS = 1000
 
 

@@ -52,14 +52,14 @@ async def test_withdraw_and_perform_race_has_one_winner() -> None:
         performed: list[bool] = []
 
         def serve(op: Op = op, start: Any = start, out: list[bool] = performed) -> None:
-            start.wait(5)
+            start.wait(60)
             out.append(perform(op))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        start.wait(5)
+        start.wait(60)
         withdrawn = op.withdraw()
-        thread.join(5)
+        thread.join(60)
 
         assert performed == [not withdrawn]
 
@@ -176,3 +176,16 @@ async def test_resolving_after_the_await_was_cancelled_is_quiet() -> None:
     del op
     gc.collect()
     assert reports == []
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_is_never_retrieved_is_reported() -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
+    op = new_op(divmod, 1, 0)
+    perform(op)
+    op.resolve()
+    del op
+    gc.collect()
+
+    assert [type(report["exception"]) for report in reports] == [ZeroDivisionError]

@@ -11,7 +11,7 @@ import aioreplica as ar
 from aioreplica.devices import CompletionQueue, Lane, Op, OpTracker, UnfinishedOp
 from aioreplica.telemetry import ObservedOp, Observer, Observers, observe_everywhere
 
-LIMIT_S = 10
+LIMIT_S = 60
 
 
 def tracked(lane: Lane, fn: Callable[..., Any], *args: Any, run: OpTracker) -> Op[Any]:
