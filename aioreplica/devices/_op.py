@@ -9,7 +9,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, final
 
 from ..context import DEFAULT_PLACE, PLACE, REGISTRY, Place
 from ..errors import ContextError
@@ -22,7 +22,10 @@ LIBRARY = __name__.partition(".")[0] + "."
 PACKAGE = str(Path(__file__).parents[1])
 MAX_DEPTH = 64  # of a chain of awaits
 FUTURE_INIT, FUTURE_DEL = asyncio.Future.__init__, asyncio.Future.__del__  # super() is slower
-RELEASED: dict[str, Any] = {}  # in place of keyword arguments that were let go
+RELEASED: dict[str, object] = {}  # in place of keyword arguments that were let go
+
+
+AnyOp: TypeAlias = "Op[Any]"  # of whatever result
 
 
 class OpQueue(Protocol):
@@ -32,7 +35,7 @@ class OpQueue(Protocol):
     def name(self) -> str:
         """Name of the device."""
 
-    def put(self, op: Op[Any], /) -> None:
+    def put(self, op: AnyOp, /) -> None:
         """Enqueue an op."""
 
 
@@ -85,14 +88,14 @@ class Op(asyncio.Future[T]):
     _was_withdrawn = False
     _cancel_when_done = False
     _drained: tuple[asyncio.Future[None], ...] = ()
-    _steps: Generator[Any, Any, T] | None = None
+    _steps: Generator[object, None, T] | None = None
 
     def __init__(
         self,
         completions: CompletionQueue,
         fn: Callable[..., T],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         lane: OpQueue | None = None,
         tracker: OpTracker | None = None,
     ) -> None:
@@ -102,7 +105,7 @@ class Op(asyncio.Future[T]):
         self.tracker = tracker
         self.completions = completions
         self._fn = fn
-        self._args: tuple[Any, ...] | None = args
+        self._args: tuple[object, ...] | None = args
         self._kwargs = kwargs
         self._context: Context = copy_context()
         self._claim = [True]
@@ -162,7 +165,7 @@ class Op(asyncio.Future[T]):
         """Whether its call has begun and not ended."""
         return not self._claim and self._args is not None
 
-    def runs(self, fn: Callable[..., Any]) -> bool:
+    def runs(self, fn: Callable[..., object]) -> bool:
         """Tell whether this is the function that the op runs."""
         return self._fn is fn
 
@@ -215,7 +218,7 @@ class Op(asyncio.Future[T]):
         else:
             self.set_exception(error)
 
-    def cancel(self, msg: Any | None = None) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Cancel the op: at once if it has not started, else when it has ended.
 
         A task that awaits a started op is woken at once, and waits for its end by itself.
@@ -228,14 +231,14 @@ class Op(asyncio.Future[T]):
         return True
 
     def add_done_callback(
-        self, fn: Callable[[Any], object], /, *, context: Context | None = None
+        self, fn: Callable[[Self], object], /, *, context: Context | None = None
     ) -> None:
         """Call `fn` when the op is done; puts the op on its lane if it is not there."""
         if not self._is_put:
             self.put()
         asyncio.Future.add_done_callback(self, fn, context=context)
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, None, T]:
         self._is_awaited = True
         if not self._is_put:
             self.put()
@@ -277,13 +280,13 @@ class Op(asyncio.Future[T]):
 
     # ---- as a coroutine ------------------------------------------------------------------
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: None) -> object:
         """Go on to the next wait; for a task that was given the op as a coroutine."""
         if self._steps is None:
             self._steps = self.__await__()
         return self._steps.send(value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: Any) -> object:
         """Raise at the current wait, such as the cancellation of the op's task."""
         if self._steps is None:
             self.cancel()
@@ -346,7 +349,7 @@ class OpTracker:
 
     def __init__(self, observers: Observers | None = None) -> None:
         self.observers = observers if observers is not None else observers_of_all()
-        self.pending: dict[Op[Any], None] = {}  # ordered: a set is walked by address
+        self.pending: dict[AnyOp, None] = {}  # ordered: a set is walked by address
         self.num_done = 0
         self.is_closed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -361,7 +364,7 @@ class OpTracker:
             "A device op was awaited after the run that it was made in. Await it in its step."
         )
 
-    def forget(self, op: Op[Any]) -> None:
+    def forget(self, op: AnyOp) -> None:
         """Count an op in flight less: it is done or was withdrawn."""
         pending = self.pending
         pending.pop(op, None)
@@ -369,7 +372,7 @@ class OpTracker:
         if not pending and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def running(self, replica_id: int) -> Op[Any] | None:
+    def running(self, replica_id: int) -> AnyOp | None:
         """Return an op of this replica whose call has begun and not ended; from any thread.
 
         Whatever a thread queues by `CompletionQueue.call_soon` while an op runs is called on the
@@ -421,17 +424,17 @@ def is_of_user(thing: object) -> bool:
     return callable(thing) and not str(getattr(thing, "__module__", "")).startswith(LIBRARY)
 
 
-def _replica_id(op: Op[Any]) -> int | None:
+def _replica_id(op: AnyOp) -> int | None:
     replica = op.place.replica
     return None if replica is None else replica.replica_id_in_sync_group
 
 
-def _tasks_that_await(ops: Sequence[Op[Any]]) -> dict[Op[Any], tuple[str, str]]:
+def _tasks_that_await(ops: Sequence[AnyOp]) -> dict[AnyOp, tuple[str, str]]:
     """Return the name of the task that awaits each op, and `file:line` of its await.
 
-    Looked for in all tasks when it is needed: knowing it for every op would cost each 0.3 µs.
+    All tasks are searched when this is needed; recording it would cost each op 0.3 µs.
     """
-    found: dict[Op[Any], tuple[str, str]] = {}
+    found: dict[AnyOp, tuple[str, str]] = {}
     for task in asyncio.all_tasks(ops[0].get_loop()) if ops else ():
         awaited: Any = task.get_coro()  # Any: a chain of coroutines, generators and futures
         site = "-"
