@@ -31,13 +31,18 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 def put_many(lane: Lane, num_ops: int) -> list[Op]:
     """Put ops, and block the loop until all of them have run."""
-    port, done = CompletionQueue.of_running_loop(), threading.Event()
+    port = CompletionQueue.of_running_loop()
     ops = [Op(port, int, (i,), {}) for i in range(num_ops)]
     for op in ops:
         lane.put(op)
-    while lane.statistics().done < num_ops:
-        done.wait(0.001)
+    block_until_done(lane, num_ops)
     return ops
+
+
+def block_until_done(lane: Lane, num_ops: int) -> None:
+    never = threading.Event()
+    while lane.statistics().done < num_ops:
+        never.wait(0.001)
 
 
 def test_ops_that_end_together_wake_the_loop_once(lane: Lane) -> None:
@@ -212,16 +217,15 @@ async def test_a_call_made_during_an_op_comes_before_its_completion(
 
     def work() -> None:
         for i in range(3):
-            queue.call_soon(lambda i=i: events.append(i))
+            queue.call_soon(lambda i=i: events.append((i, op.is_done)))
 
     op = Op(queue, work, (), {})
-    op.add_done_callback(lambda _op: events.append("done"))
     lane.put(op)
+    block_until_done(lane, 1)
 
     await op
-    await asyncio.sleep(0)
 
-    assert events == [0, 1, 2, "done"]
+    assert events == [(0, False), (1, False), (2, False)]
 
 
 @pytest.mark.asyncio
@@ -238,6 +242,8 @@ async def test_calls_run_on_the_loop_with_the_context_of_the_caller() -> None:
         colour.set("red")
         queue.call_soon(note)
 
+    colour.set("blue")
+    queue.wake()  # so that it is this wake-up that makes the call
     thread = threading.Thread(target=other_thread)
     thread.start()
     thread.join(LIMIT_S)
@@ -276,3 +282,31 @@ async def test_everything_queued_can_be_delivered_at_once() -> None:
     queue.deliver()
 
     assert (seen, op.is_done, await op) == ([False], True, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_thread_lets_go_of_an_op_before_it_wakes_the_loop(
+    lane: Lane, gated_op: Any
+) -> None:
+    """Otherwise the loop goes on while the op's result still counts as in use."""
+
+    class Watch:
+        """A completion queue that looks whether its op is gone when it is to wake the loop."""
+
+        is_armed = False
+
+        def __init__(self) -> None:
+            self.loop = asyncio.get_running_loop()
+            self.was_gone: asyncio.Future[bool] = self.loop.create_future()
+
+        def add(self, op: Op) -> None:
+            self.op = weakref.ref(op)
+
+        def wake(self) -> None:
+            self.loop.call_soon_threadsafe(self.was_gone.set_result, self.op() is None)
+
+    watch: Any = Watch()
+    lane.put(Op(watch, gated_op, (), {}))
+    gated_op.release()
+
+    assert await watch.was_gone

@@ -65,6 +65,21 @@ async def test_withdraw_and_perform_race_has_one_winner() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_op_runs_from_its_claim_to_the_end_of_its_call() -> None:
+    op, withdrawn = new_op(lambda: op.is_running), new_op(int)
+
+    assert not op.is_running
+    assert op.claim()
+    assert op.is_running
+    op.run_claimed()
+    assert not op.is_running
+    op.resolve()
+    assert await op
+    assert withdrawn.withdraw()
+    assert not withdrawn.is_running
+
+
+@pytest.mark.asyncio
 async def test_an_op_measures_its_time() -> None:
     op = new_op(sum, range(1000))
 

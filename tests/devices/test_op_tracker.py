@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.devices import CompletionQueue, Lane, Op, OpTracker, UnfinishedOp
+from aioreplica.devices import (
+    CompletionQueue,
+    Lane,
+    Op,
+    OpTracker,
+    UnfinishedOp,
+    lane_table,
+)
 from aioreplica.telemetry import ObservedOp, Observer, Observers, observe_everywhere
 
 LIMIT_S = 60
@@ -143,20 +150,19 @@ async def test_queued_and_withdrawn_ops_do_not_run(
 
     async def step() -> None:
         ctx = ar.get_replica_context()
-        tracker = ctx.op_tracker
-        first, second = ctx.run_on_device(gated_op), ctx.run_on_device(len, [])
-        waiting = asyncio.gather(first)
+        lane_table().lane("cpu:0").put(Op(CompletionQueue.of_running_loop(), gated_op, (), {}))
         await gated_op.started.wait()
-        second.put()
-        seen.append(tracker.running(0) is first)
+        first, second = ctx.run_on_device(len, []), ctx.run_on_device(len, [])
+        both = asyncio.gather(first, second, return_exceptions=True)
+        seen.append(ctx.op_tracker.running(0))
         second.cancel()
+        seen.append(ctx.op_tracker.running(0))
         gated_op.release()
-        await waiting
-        seen.append(tracker.running(0))
+        await both
 
     await solo.run(step)
 
-    assert seen == [True, None]
+    assert seen == [None, None]
 
 
 @pytest.mark.asyncio
@@ -209,3 +215,22 @@ async def test_ops_put_after_the_run_are_refused(lane: Lane) -> None:
     with pytest.raises(ar.errors.ContextError, match="after the run"):
         await tracked(lane, len, [], run=run)
     assert lane.statistics().queued == 0
+
+
+@pytest.mark.asyncio
+async def test_draining_takes_queued_ops_back_and_waits_for_the_one_that_runs(
+    lane: Lane, gated_op: Any
+) -> None:
+    run, calls = OpTracker(), []
+    ops = [tracked(lane, gated_op, run=run), tracked(lane, calls.append, 1, run=run)]
+    for op in ops:
+        op.put()
+    await gated_op.started.wait()
+
+    drained = asyncio.create_task(run.drain(lambda _cancelled: None))
+    await asyncio.sleep(0)
+    assert (drained.done(), ops[1].cancelled()) == (False, True)
+    gated_op.release()
+
+    assert await drained
+    assert (run.num_done, run.unfinished(0), calls) == (2, (), [])
