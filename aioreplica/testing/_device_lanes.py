@@ -48,7 +48,8 @@ class DeviceOp(PoolOp):
         self.future.fail_claimed(error)
 
     def deliver(self) -> None:
-        """Wake whoever waits for the op."""
+        """Wake whoever waits for the op, after what threads asked for while it ran."""
+        self.future.completions.deliver()
         self.future.resolve()
 
     def describe(self) -> str:
