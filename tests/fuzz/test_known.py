@@ -1,0 +1,341 @@
+"""What is known to go wrong, one small program each; the fuzzer leaves these kinds out.
+
+When one is mended its mark goes, and so does the constant in `program.py` that it names.
+"""
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+import aioreplica as ar
+import aioreplica.testing as art
+from aioreplica.errors import ContextError, MergeMismatchError
+from tests.fuzz.judge import try_program
+from tests.fuzz.program import Plant, Program, Statement
+
+known = pytest.mark.xfail
+
+
+class PlantedError(Exception):
+    """What programs raise."""
+
+
+class PlantedBaseError(BaseException):
+    """What is no Exception."""
+
+
+def me() -> ar.ReplicaContext:
+    found = ar.get_replica_context()
+    assert found is not None
+    return found
+
+
+def my_id() -> int:
+    return me().replica_id_in_sync_group
+
+
+def run(size: int, step: Callable[[], Any], options: ar.RunOptions | None = None) -> Any:
+    """Run a step on simulated devices, where a hang is a DeadlockError."""
+
+    async def main() -> Any:
+        async with ar.MirroredStrategy([f"cpu:{i}" for i in range(size)]) as strategy:
+            return strategy.local_results(await strategy.run(step, options=options))
+
+    return art.run(main)
+
+
+def check(*programs: Program) -> None:
+    for program in programs:
+        assert try_program(program) is None, program
+
+
+# ---- FAILING_SIBLINGS --------------------------------------------------------------------------
+
+
+@known(raises=AssertionError, reason="a failing task group is reported as a mismatch")
+def test_a_task_group_whose_other_child_fails() -> None:
+    meeting = Statement(0, "all_reduce", (0, 1))
+
+    check(Program(0, 2, (meeting,), (Plant(1, 0, "sibling raises", late=0),)))
+
+
+@known(raises=AssertionError, reason="a timeout that strikes is reported as a mismatch")
+def test_a_timeout_that_is_not_caught() -> None:
+    meeting = Statement(0, "all_reduce", (0, 1, 2))
+
+    check(Program(0, 3, (meeting,), (Plant(1, 0, "timeout strikes", late=0),)))
+
+
+def test_a_timeout_that_is_caught_is_a_mismatch() -> None:
+    meetings = Statement(0, "all_reduce", (0, 1, 2)), Statement(1, "barrier", (0, 1, 2))
+
+    for kind in ("withdraw", "withdraw on", "cancel child"):
+        check(Program(0, 3, meetings, (Plant(1, 0, kind, late=0),)))
+
+
+# ---- frames of a merge -------------------------------------------------------------------------
+
+
+def fails_in_merge(strategy: Any, *args: Any) -> None:
+    raise PlantedError("in the merge")
+
+
+async def fails_in_async_merge(strategy: Any, *args: Any) -> None:
+    raise PlantedError("in the merge")
+
+
+def frames_of(size: int, step: Callable[[], Awaitable[Any]]) -> list[str]:
+    with pytest.raises(PlantedError) as caught:
+        run(size, step)
+    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+lost = known(raises=AssertionError, reason="the traceback is that of another replica")
+
+
+@pytest.mark.parametrize(
+    ("size", "merge"),
+    [
+        (2, fails_in_merge),
+        pytest.param(3, fails_in_merge, marks=lost),
+        pytest.param(2, fails_in_async_merge, marks=lost),
+    ],
+)
+def test_an_error_of_a_merge_shows_its_frames(size: int, merge: Callable[..., Any]) -> None:
+    async def step() -> None:
+        await me().merge_call(merge)
+
+    assert merge.__name__ in frames_of(size, step)
+
+
+@lost
+def test_an_error_in_an_update_shows_its_frames() -> None:
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                v = ar.Variable(0.0)
+
+            async def step() -> None:
+                await me().update(v, fails_in_merge)
+
+            await strategy.run(step)
+
+    with pytest.raises(PlantedError) as caught:
+        art.run(main)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert "fails_in_merge" in [frame.name for frame in frames]
+
+
+# ---- RACING_RETURNS ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returns", "raises"),
+    [
+        pytest.param(1, 2, marks=known(raises=MergeMismatchError, reason="who is first wins")),
+        (2, 1),
+    ],
+)
+def test_a_failure_beats_a_return_in_the_same_cycle(returns: int, raises: int) -> None:
+    async def step() -> None:
+        if my_id() == returns:
+            return
+        if my_id() == raises:
+            raise PlantedError
+        await me().barrier()
+
+    with pytest.raises(PlantedError):
+        run(3, step)
+
+
+# ---- BASE_EXCEPTION_MERGES, HOSTILE_EXCEPTIONS -------------------------------------------------
+
+
+@known(raises=art.DeadlockError, reason="only the last to arrive is released")
+def test_a_merge_that_raises_a_base_exception() -> None:
+    def merge(strategy: Any) -> None:
+        raise PlantedBaseError
+
+    async def step() -> None:
+        try:
+            await me().merge_call(merge)
+        except PlantedBaseError:
+            return
+
+    run(3, step)
+
+
+@known(raises=AssertionError, reason="it is replaced by what its methods raise")
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exception_that_refuses_notes(size: int) -> None:
+    meeting = Statement(0, "all_reduce", tuple(range(size)))
+
+    check(Program(0, size, (meeting,), (Plant(0, 0, "raise hostile"),)))
+
+
+# ---- BARE_CANCELLATIONS ------------------------------------------------------------------------
+
+
+@known(raises=AssertionError, reason="a bare CancelledError, which a task group swallows")
+def test_a_replica_that_awaits_what_was_cancelled() -> None:
+    meeting = Statement(0, "all_reduce", (0, 1))
+
+    check(Program(0, 2, (meeting,), (Plant(1, 0, "bare cancel"),)))
+
+
+# ---- THREADED_STARTS ---------------------------------------------------------------------------
+
+
+def test_reductions_started_in_an_op() -> None:
+    start = Statement(0, "start", (0, 1), ("op", "op"))
+    finishes = [Statement(100 + i, "finish", (i,), handles=(0,)) for i in range(2)]
+
+    check(Program(0, 2, (start, *finishes)))
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@known(raises=TimeoutError, reason="the loop is not woken, in debug mode it hangs")
+async def test_a_reduction_that_an_op_completes_on_a_real_thread() -> None:
+    waits = threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_debug(True)
+
+    def backward(ctx: ar.ReplicaContext) -> ar.Handle:
+        assert waits.wait(10)
+        return ctx.start_all_reduce("sum", 1)
+
+    async def step() -> int:
+        if my_id() == 1:
+            return int(await (await me().run_on_device(backward, me())))
+        handle = me().start_all_reduce("sum", 1)
+        loop.call_soon(waits.set)  # once this replica waits
+        return int(await handle)
+
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, asyncio.timeout(2):
+        assert strategy.local_results(await strategy.run(step)) == (2, 2)
+
+
+@known(raises=BaseException, reason="not refused, or refused with a misleading error")
+def test_a_collective_on_a_foreign_thread_is_refused() -> None:
+    async def step() -> None:
+        ctx = me()
+        await asyncio.to_thread(lambda: ctx.start_all_reduce("sum", 1))
+
+    with pytest.raises(ContextError, match="thread"):
+        run(2, step)
+
+
+# ---- CROSSED_CHILD_HANDLES ---------------------------------------------------------------------
+
+
+def crossed(wait: Callable[[ar.Handle], Awaitable[Any]]) -> Callable[[], Awaitable[None]]:
+    """Make a step whose replicas wait for each other, in handles of two groups."""
+
+    async def step() -> None:
+        mine, other = my_id(), 1 - my_id()
+        groups = [me().group([0, 1]), me().group([0, 1, 2])]
+        await wait(groups[mine].start_all_reduce("sum", 1))
+        await wait(groups[other].start_all_reduce("sum", 1))
+
+    async def spectator() -> None:
+        if my_id() == 2:
+            await me().group([0, 1, 2]).all_reduce("sum", 1)
+        else:
+            await step()
+
+    return spectator
+
+
+async def in_task_group(handle: ar.Handle) -> Any:
+    async def wait() -> Any:
+        return await handle
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(wait())
+    return task.result()
+
+
+WAITS: dict[str, Callable[[ar.Handle], Awaitable[Any]]] = {
+    "wait_for": lambda handle: asyncio.wait_for(handle, None),
+    "shield": lambda handle: asyncio.shield(handle),
+    "task group": in_task_group,
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_crossed_handles_awaited_in_child_tasks_stall(wait: str) -> None:
+    with pytest.raises((MergeMismatchError, ar.errors.StallError)):
+        run(3, crossed(WAITS[wait]), ar.RunOptions(stall_timeout=30))
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@known(raises=pytest.fail.Exception, reason="it waits in silence")
+def test_crossed_handles_awaited_in_child_tasks_are_warned_of(wait: str) -> None:
+    with pytest.warns(Warning, match="start_all_reduce"), suppress(Exception):
+        run(3, crossed(WAITS[wait]), ar.RunOptions(stall_timeout=30))
+
+
+# ---- GROUP_VIEWS -------------------------------------------------------------------------------
+
+
+@known(raises=ValueError, reason="the strategy of a group's merge is that of everyone")
+def test_a_merge_in_a_group_reduces_the_groups_values() -> None:
+    async def merge(strategy: Any, value: Any) -> Any:
+        return await strategy.reduce("sum", value)
+
+    async def step() -> Any:
+        if my_id() == 1:
+            return None
+        return await me().group([0, 2]).merge_call(merge, (my_id() + 1,))
+
+    assert run(3, step) == (4, None, 4)
+
+
+# ---- FUTURE_HANDLES ----------------------------------------------------------------------------
+
+
+@known(raises=(TypeError, AttributeError), reason="a handle is an awaitable only")
+def test_a_handle_is_a_future() -> None:
+    async def step() -> Any:
+        handle: Any = me().start_all_reduce("sum", my_id())
+        called: list[Any] = []
+        handle.add_done_callback(called.append)
+        done, _ = await asyncio.wait([handle])
+        await asyncio.sleep(0)
+        assert handle.done()
+        assert handle.exception() is None
+        assert called
+        assert len(done) == 1
+        return handle.result()
+
+    assert run(2, step) == (1, 1)
+
+
+# ---- MISMATCHED_OPS ----------------------------------------------------------------------------
+
+
+@known(raises=art.DeadlockError, reason="an op that waits on the loop is not seen to wait")
+def test_a_circle_through_a_blocking_call_in_an_op() -> None:
+    async def step() -> None:
+        if my_id() == 0:
+            ctx = me()
+            await ctx.run_on_device(lambda: ctx.blocking.group([0, 1]).barrier())
+        await me().barrier()
+
+    with pytest.raises(MergeMismatchError):
+        run(3, step)
+
+
+@known(raises=AssertionError, reason="an op sees the withdrawal of another before the run does")
+def test_an_op_in_a_collective_that_another_replica_gives_up() -> None:
+    meeting = Statement(1, "all_gather", (0, 1, 3), ("await", "await", "op"))
+    cleanups = ("", "", "swallow", "collective")
+    plant = Plant(1, 1, "cancel child", late=0)
+
+    check(Program(5508, 4, (meeting,), (plant,), schedule=1477, cleanups=cleanups))
