@@ -126,8 +126,9 @@ class Run:
 
     def end(self, lifecycle: Lifecycle) -> None:
         """Refuse further use of the contexts, and let go of the group."""
-        for context in self.contexts:
+        for context, place in zip(self.contexts, self.places, strict=True):
             context.close()
+            place.end()
         self.group.forget()
         lifecycle.ended(self.group)
 
