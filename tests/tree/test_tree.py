@@ -1,6 +1,8 @@
 """Pytrees: None and distributed values are leaves inside the library; nodes may be registered."""
 
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import aioreplica as ar
 from aioreplica.tree import (
     LEAF_TYPES,
+    Leaf,
     flatten,
     flatten_one_level,
     leaves,
@@ -206,3 +209,65 @@ def test_the_wrong_number_of_leaves_is_a_value_error() -> None:
 
     with pytest.raises(ValueError, match=r"(?i)leaves"):
         unflatten(spec, [1])
+
+
+# ---- mappings ----------------------------------------------------------------------------------
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """A dict of a kind of its own."""
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    """Its order counts."""
+
+
+class Named(Mapping):  # type: ignore[type-arg]
+    """A mapping that no dict makes."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Whole(Bag, Leaf):
+    """A mapping that is a leaf."""
+
+
+@pytest.mark.parametrize("kind", [Bag, Ordered, UserDict, MappingProxyType, Counter, dict])
+def test_every_mapping_is_a_container(kind: Any) -> None:
+    tree = kind({"b": 1, "a": kind({"c": 3})})
+
+    new = map_leaves(lambda x: 2 * x, [tree])[0]
+
+    assert type(new) is type(new["a"]) is kind
+    assert (new["b"], new["a"]["c"], list(new)) == (2, 6, ["b", "a"])
+    assert leaves(tree) == ([1, 3] if kind is Ordered else [3, 1])
+    found, spec = flatten(tree)
+    assert dict(unflatten(spec, found)) == dict(tree)
+    assert len(paths(tree)) == 2
+
+
+def test_the_order_of_keys_does_not_count() -> None:
+    assert flatten(Bag(a=1, b=2))[1] == flatten(Bag(b=1, a=2))[1]
+    assert flatten(Bag(a=1, b=2))[1] != flatten(Bag(a=1, c=2))[1]
+    assert flatten(Ordered(a=1, b=2))[1] != flatten(Ordered(b=1, a=2))[1]
+    assert flatten(UserDict({1: 1, "a": 2}))[0] == [1, 2]
+
+
+def test_what_cannot_be_made_of_a_dict_becomes_one() -> None:
+    assert map_leaves(lambda x: 2 * x, Named(a=1, b=2)) == {"a": 2, "b": 4}
+
+
+def test_a_mapping_may_be_a_leaf() -> None:
+    tree = Whole(a=1)
+    assert leaves([tree]) == [tree]
+    assert flatten_one_level(tree) is None

@@ -151,22 +151,21 @@ def test_a_place_is_read_from_any_thread() -> None:
     with strategy.scope():
         total = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
     total.commit((np.array(1.0), np.array(2.0)))
-    places: list[Place] = []
+    read: list[Any] = []
+
+    def look(place: Place) -> None:
+        read.append(read_at(total, place, "all_reduce"))
 
     async def step() -> None:
-        places.append(PLACE.get())
+        thread = threading.Thread(target=look, args=(PLACE.get(),))
+        thread.start()
+        thread.join()
 
     async def main() -> None:
         async with strategy:
             await strategy.run(step)
 
     asyncio.run(main())
-    read: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: read.extend(read_at(total, place, "all_reduce") for place in places)
-    )
-    thread.start()
-    thread.join()
 
     assert read == [1.0, 2.0]
 
