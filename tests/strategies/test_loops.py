@@ -4,6 +4,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -300,3 +301,13 @@ async def test_a_closed_strategy_still(what: str) -> None:
     assert snapshot[variable] == 2.0
     assert strategy.statistics().state == ("open" if what == "async with" else "closed")
     await strategy.aclose()
+
+
+def test_the_guide_says_it_for_each_of_them() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    table = guide.partition("What a closed")[2].partition("The default strategy belongs")[0]
+
+    for what in (*REFUSED, *WORKS):
+        name = what.split(" of ")[0].split(" in ")[0].removeprefix("a view's ")
+        words = {"variable.value": "reading", "variable.assign": "writing", "Variable": "variables"}
+        assert words.get(name, name) in table.replace("pickling", "pickle"), what
