@@ -1,4 +1,4 @@
-"""Result buffers that are used again once nobody holds a result in them."""
+"""Result buffers that are used again once no result in them is referenced."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def require_runnable(fn: Any, args: Any, options: Any) -> None:
     """Check what `run` was given.
 
     Raises:
-        TypeError: If `fn` is not callable, or `options` are no RunOptions.
+        TypeError: If `fn` is not callable, or `options` is not a RunOptions.
         ValueError: If `args` is not a tuple or list.
     """
     if not callable(fn):

@@ -1,4 +1,4 @@
-"""Pytrees over optree: which containers are opened, and the two settings everybody must share.
+"""Pytrees over optree: which containers are opened, and the two settings all code must share.
 
 Two settings are made here and nowhere else: None is a leaf (a replica that returns None differs
 from one that returns nothing), and types are looked up in namespaces of our own, so that
@@ -103,23 +103,19 @@ def flatten_arrays(tree: Tree) -> tuple[list[Any], TreeSpec] | None:
 
 def _flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     found, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
-    while _teach_mappings(found):
-        found, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    for kind in set(map(type, found)):
+        if kind not in LEAF_TYPES and _is_mapping(kind):
+            _teach_mapping(kind)
+            return _flatten(tree)
     return found, spec
 
 
-def _teach_mappings(found: Iterable[Any]) -> bool:
-    """Register the kinds of mappings among some leaves; tell whether there were any."""
-    kinds = set(map(type, found))
-    if LEAF_TYPES.issuperset(kinds):
-        return False
-    new = [kind for kind in kinds if _is_mapping(kind)]
-    for kind in new:
-        rebuild = functools.partial(_new_mapping, kind)
-        for namespace in (OPAQUE, PUBLIC):
-            with suppress(ValueError):  # another thread, or the program, was here before
-                optree.register_pytree_node(kind, _open_mapping, rebuild, namespace=namespace)
-    return bool(new)
+def _teach_mapping(kind: type[Any]) -> None:
+    """Register a kind of mapping, so that it is a leaf no more."""
+    rebuild = functools.partial(_new_mapping, kind)
+    for namespace in (OPAQUE, PUBLIC):
+        with suppress(ValueError):  # another thread, or the program, was here before
+            optree.register_pytree_node(kind, _open_mapping, rebuild, namespace=namespace)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -199,8 +195,7 @@ def unflatten(spec: TreeSpec, new_leaves: Sequence[Any]) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """Return the leaves of `tree` in the order of `flatten`."""
-    found = optree.tree_leaves(tree, none_is_leaf=True, namespace=OPAQUE)
-    return _flatten(tree)[0] if _teach_mappings(found) else found
+    return _flatten(tree)[0]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:

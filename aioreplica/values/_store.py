@@ -1,7 +1,7 @@
 """The store of a strategy's variables: every write is published by one reference swap.
 
 A write gets the next number. Its new components are put into each variable's cell beside the ones
-they replace, and nobody sees them, because a reader takes what is not newer than the store's
+they replace, and they cannot be seen, because a reader takes what is not newer than the store's
 version. Then the version is set, which is the one assignment that publishes the whole write, to
 every thread at once.
 
