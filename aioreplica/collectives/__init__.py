@@ -8,6 +8,11 @@ from ._compression import TopK as TopK
 from ._gather import concatenate as concatenate
 from ._gather import gather_difference as gather_difference
 from ._gather import require_axis as require_axis
+from ._jobs import Job as Job
+from ._jobs import deal as deal
+from ._jobs import num_threads as num_threads
+from ._jobs import run_here as run_here
+from ._jobs import run_on_threads as run_on_threads
 from ._kind import pieces as pieces
 from ._kind import share as share
 from ._options import CommunicationOptions as CommunicationOptions
@@ -28,12 +33,15 @@ __all__ = [
     "CommunicationOptions",
     "Compression",
     "Float16",
+    "Job",
     "Reducer",
     "TopK",
     "concatenate",
+    "deal",
     "gather_difference",
     "leaf_bytes",
     "leaf_difference",
+    "num_threads",
     "pieces",
     "reduce_leaves",
     "reduce_over_axis",
@@ -42,6 +50,8 @@ __all__ = [
     "require_dense",
     "require_options",
     "require_reducible",
+    "run_here",
+    "run_on_threads",
     "share",
 ]
 

@@ -1,4 +1,4 @@
-"""Result buffers that are used again once nobody holds a result in them."""
+"""Result buffers that are used again once no result in them is referenced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from ..values import CAN_COUNT_REFERENCES
 
-MIN_BYTES = 128 * 1024  # from there on the allocator gives fresh pages
+POOLED_BYTES = 128 * 1024  # from there on the allocator gives fresh pages
 KEPT_CALLS = 8  # how many reductions a buffer may go unused
 
 
@@ -43,7 +43,7 @@ class BufferPool:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return a C-contiguous array with whatever numbers are in it."""
         size = math.prod(shape) * dtype.itemsize
-        if size < MIN_BYTES or not CAN_COUNT_REFERENCES:
+        if size < POOLED_BYTES or not CAN_COUNT_REFERENCES:
             return np.empty(shape, dtype)
         with self._lock:
             return self._buffer(size).view(dtype).reshape(shape)

@@ -56,7 +56,7 @@ def share(value: Any, inputs: Sequence[Any]) -> list[Any]:
         inputs: What each replica brought.
 
     Returns:
-        One object for all where nobody can write it, else copies.
+        One object for all where it cannot be written, else copies.
     """
     if isinstance(value, (np.ndarray, np.generic)) or not is_array_api_obj(value):
         return [value] * len(inputs)  # NumPy's were made read-only

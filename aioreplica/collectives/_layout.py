@@ -14,7 +14,7 @@ PACK_BYTES = 1024 * 1024
 """Small arrays are reduced in packs of this size, whose result is one piece of memory; any array in
 it keeps all of it alive."""
 
-SMALL_BYTES = 64 * 1024
+PACKED_BYTES = 64 * 1024
 """Larger arrays go alone: joining them would cost more than it saves."""
 
 JOINED_BYTES = 128 * 1024
@@ -98,7 +98,7 @@ class Layout:
         filled = 0
         for index in indices:
             size = leaves[index].nbytes
-            if size > SMALL_BYTES or 2 * size > self._pack_bytes:
+            if size > PACKED_BYTES or 2 * size > self._pack_bytes:
                 self.singles.append(index)
                 continue
             if filled + size > self._pack_bytes:

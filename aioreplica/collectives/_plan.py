@@ -1,21 +1,23 @@
-"""The pieces of one reduction, which can run in any order and on any thread."""
+"""The jobs of one reduction, and packs: many small arrays that are reduced in one go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
-from ..devices.backends import reduce_into, result_dtype
+import numpy as np
+
+from ..devices.backends import reduce_block, reduce_into, result_dtype
 from ..typing import ReduceOp
 from ._buffers import BufferPool
-from ._layout import Layout, Pack
-from ._pack import reduce_pack, views_into
+from ._jobs import Job, run_here
+from ._layout import Layout, Pack, Portion
 from ._reduce import leaf_bytes, reduce_leaves
 
-Row = Sequence[Any]  # the leaves of one replica
-Piece = Callable[[], None]
+Leaves: TypeAlias = Sequence[Any]  # of one replica
 
 
 @final
@@ -29,52 +31,44 @@ class Plan:
         pool: Lends the memory of large results.
 
     Attributes:
+        jobs: What has to be done, in any order.
         num_bytes: How much is read.
-        results: One per leaf, once all pieces have run.
+        results: One per leaf, once all jobs have run.
     """
 
-    __slots__ = ("_op", "_pieces", "_pool", "_rows", "num_bytes", "results")
+    __slots__ = ("_op", "_pool", "_rows", "jobs", "num_bytes", "results")
 
-    def __init__(self, op: ReduceOp, rows: Sequence[Row], layout: Layout, pool: BufferPool) -> None:
+    def __init__(
+        self, op: ReduceOp, rows: Sequence[Leaves], layout: Layout, pool: BufferPool
+    ) -> None:
         self._op = op
         self._rows = rows
         self._pool = pool
         self.results: list[Any] = [None] * len(rows[0])
-        self._pieces: list[tuple[int, Piece]] = []  # what each reads, in bytes
+        self.jobs: list[Job] = []
         for pack in layout.packs:
             self._add_pack(pack)
         for index in layout.singles:
             self._add_array(index)
         for index in layout.others:
             size = sum(leaf_bytes(row[index]) for row in rows)
-            self._pieces.append((size, partial(self._reduce_other, index)))
-        self.num_bytes = sum(size for size, _ in self._pieces)
+            self.jobs.append((size, partial(self._reduce_other, index)))
+        self.num_bytes = sum(size for size, _ in self.jobs)
 
     def run(self) -> list[Any]:
         """Run everything here; return one result per leaf."""
-        for _, piece in self._pieces:
-            piece()
+        run_here(self.jobs)
         return self.results
 
     def cut(self, num_bytes: int) -> None:
         """Cut arrays of which more than that is read into ranges, for several threads."""
-        pieces: list[tuple[int, Piece]] = []
-        for size, piece in self._pieces:
-            if isinstance(piece, partial) and piece.func is reduce_into and size > num_bytes:
-                pieces += _ranges(size, piece, num_bytes)
+        jobs: list[Job] = []
+        for size, work in self.jobs:
+            if isinstance(work, partial) and work.func is reduce_into and size > num_bytes:
+                jobs += _ranges(size, work, num_bytes)
             else:
-                pieces.append((size, piece))
-        self._pieces = pieces
-
-    def shares(self, count: int) -> list[Piece]:
-        """Deal the pieces into at most `count` shares that read about as much."""
-        shares: list[list[Piece]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for size, piece in sorted(self._pieces, key=_first_of, reverse=True):
-            lightest = loads.index(min(loads))
-            shares[lightest].append(piece)
-            loads[lightest] += size
-        return [partial(_run_all, share) for share in shares if share]
+                jobs.append((size, work))
+        self.jobs = jobs
 
     def _add_pack(self, pack: Pack) -> None:
         span = pack.span
@@ -83,13 +77,13 @@ class Plan:
         else:
             columns = [[row[index] for index in pack.indices] for row in self._rows]
         total = self._pool.array((pack.size,), result_dtype(self._op, columns[0][0].dtype))
-        self._pieces.append(
+        self.jobs.append(
             (
                 pack.num_bytes * len(columns),
-                partial(reduce_pack, self._op, total, columns, pack.portions),
+                partial(_reduce_pack, self._op, total, columns, pack.portions),
             )
         )
-        views = views_into(_read_only(total), pack)
+        views = _views_into(_read_only(total), pack)
         if span is not None:
             self.results[span] = views
         else:
@@ -100,7 +94,7 @@ class Plan:
         column = [row[index] for row in self._rows]
         first = column[0]
         total = self._pool.array(first.shape, result_dtype(self._op, first.dtype))
-        self._pieces.append(
+        self.jobs.append(
             (first.nbytes * len(column), partial(reduce_into, self._op, total, column))
         )
         self.results[index] = _read_only(total)
@@ -115,10 +109,10 @@ def _read_only(total: Any) -> Any:
     return shared
 
 
-def _ranges(size: int, piece: partial[None], num_bytes: int) -> list[tuple[int, Piece]]:
-    op, total, column = piece.args
+def _ranges(size: int, work: partial[None], num_bytes: int) -> list[Job]:
+    op, total, column = work.args
     if not all(array.flags.c_contiguous for array in column):
-        return [(size, piece)]
+        return [(size, work)]
     count = -(-size // num_bytes)
     edges = [total.size * i // count for i in range(count + 1)]
     return [
@@ -127,10 +121,42 @@ def _ranges(size: int, piece: partial[None], num_bytes: int) -> list[tuple[int, 
     ]
 
 
-def _run_all(pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        piece()
+def _reduce_pack(
+    op: ReduceOp, total: Any, columns: Sequence[Sequence[Any]], portions: Sequence[Portion]
+) -> None:
+    """Combine small arrays of one dtype, in replica order.
+
+    Args:
+        op: The operator.
+        total: Receives the results one behind the other, flat.
+        columns: The arrays of each replica, equal in number and shapes.
+        portions: Which arrays are joined in one go.
+
+    Determinism:
+        Element by element as if each array were reduced alone.
+    """
+    dtype, count = columns[0][0].dtype, len(columns)
+    for start, stop, begin, end in portions:
+        # Made while they are read, so that only two exist at a time.
+        parts = (_joined(arrays[start:stop], dtype) for arrays in columns)
+        reduce_block(op, total[begin:end], parts, count)
 
 
-def _first_of(entry: tuple[int, Piece]) -> int:
-    return entry[0]
+def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+    """Lay arrays out one behind the other, in C order; bytes are copied without looking inside."""
+    try:
+        return np.frombuffer(b"".join(arrays), dtype)
+    except (ValueError, TypeError, BufferError):  # strided, empty, or of a dtype without buffers
+        return np.concatenate(arrays, axis=None)
+
+
+def _views_into(flat: Any, pack: Pack) -> list[Any]:
+    """Take the flat result of a pack apart into arrays of the leaves' shapes."""
+    if pack.common_shape:
+        return list(flat.reshape(len(pack.shapes), *pack.common_shape))
+    views, start = [], 0
+    for shape in pack.shapes:
+        stop = start + math.prod(shape)
+        views.append(flat[start:stop].reshape(shape))
+        start = stop
+    return views

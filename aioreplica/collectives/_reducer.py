@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeAlias, final
 
-from ..devices import num_collective_streams, run_together
+from ..devices import run_together
 from ..typing import ReduceOp
-from ._buffers import MIN_BYTES, BufferPool
+from ._buffers import POOLED_BYTES, BufferPool
 from ._compress import Compressed
+from ._jobs import num_threads, run_on_threads
 from ._layout import Layout
 from ._options import CommunicationOptions
-from ._plan import Plan, Row
+from ._plan import Leaves, Plan
 from ._reduce import leaf_bytes, reduce_leaves
 
 DEFAULT_OPTIONS = CommunicationOptions()
@@ -24,7 +25,7 @@ INLINE_SUM_BYTES = 8 * 1024 * 1024
 millisecond, a tenth of the time after which one Python thread makes way for another. A thread would
 have the result 60 to 100 µs later at any size up to 16 MiB."""
 
-THREAD_BYTES = 16 * 1024 * 1024
+SUM_THREAD_BYTES = 16 * 1024 * 1024
 """What a further thread has to read to be worth waking: it starts 0.1 ms after the first."""
 
 FEW_LEAVES, FEW_BYTES = 8, 16 * 1024
@@ -55,7 +56,7 @@ class Reducer:
     def reduce(
         self,
         op: ReduceOp,
-        rows: Sequence[Row],
+        rows: Sequence[Leaves],
         options: CommunicationOptions | None = None,
         members: Sequence[int] | None = None,
         signature: Signature = None,
@@ -75,13 +76,13 @@ class Reducer:
             what to await for them.
 
         Cancellation:
-            Of the awaitable: pieces that run end first; nothing is kept.
+            Of the awaitable: jobs that run end first; nothing is kept.
         """
         chosen = options or self.options
         first = rows[0]
         if len(first) == 1 and chosen.compression is None:
             size = leaf_bytes(first[0])
-            if size < MIN_BYTES and size * len(rows) <= INLINE_SUM_BYTES:
+            if size < POOLED_BYTES and size * len(rows) <= INLINE_SUM_BYTES:
                 return [reduce_leaves(op, [row[0] for row in rows])]  # no plan is needed
         self._pool.next_call()
         if chosen.compression is not None:
@@ -93,7 +94,7 @@ class Reducer:
     def reduce_here(
         self,
         op: ReduceOp,
-        rows: Sequence[Row],
+        rows: Sequence[Leaves],
         options: CommunicationOptions | None = None,
         members: Sequence[int] | None = None,
         signature: Signature = None,
@@ -131,7 +132,7 @@ class Reducer:
         code.commit()
         return results
 
-    def _layout(self, leaves: Row, signature: Signature, bytes_per_pack: int) -> Layout:
+    def _layout(self, leaves: Leaves, signature: Signature, bytes_per_pack: int) -> Layout:
         if signature is None:
             return Layout(leaves, bytes_per_pack)
         with self._lock:
@@ -164,8 +165,8 @@ class Reducer:
 
 async def _run_in_threads(plan: Plan) -> list[Any]:
     """Run a plan off the event loop, on as many threads as are worth waking."""
-    count = max(1, min(num_collective_streams(), plan.num_bytes // THREAD_BYTES))
+    count = num_threads(plan.num_bytes, SUM_THREAD_BYTES)
     if count > 1:
         plan.cut(plan.num_bytes // count)
-    await run_together(plan.shares(count))
+    await run_on_threads(plan.jobs, count)
     return plan.results

@@ -1,8 +1,8 @@
 """The current place: which strategy, and as replica, merge function or update component.
 
-One ContextVar holds one immutable object. A collective checks "am I in my own replica?" with
-one identity comparison, and entering a merge function is one `set` in a copied context that
-nobody needs to undo.
+One ContextVar holds one object, which is not changed while its run lasts. A collective checks "am I
+in my own replica?" with one identity comparison, and entering a merge function is one `set` in a
+copied context that need not be undone.
 """
 
 from __future__ import annotations
@@ -86,6 +86,13 @@ class Place:
         self.staging = staging
         self.is_outside = is_outside
         self.holds_devices = holds_devices
+
+    def end(self) -> None:
+        """Make this a place outside every strategy, as the run or update it belonged to is over.
+
+        Tasks that were started in it and live on are outside from then on.
+        """
+        self.strategy = self.replica = self.update_replica_id = self.staging = None
 
     def describe(self) -> str:
         """Say where this is, for error messages.

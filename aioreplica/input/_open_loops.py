@@ -42,6 +42,13 @@ class OpenLoops:
         """How many loops go on, or were broken off and not closed by hand."""
         return len(self._loops) + self._num_forgotten
 
+    def leave(self, reason: str) -> None:
+        """End all loops without waiting, as their event loop is closed."""
+        for loop in tuple(self._loops):
+            loop.leave(reason)
+        self._loops.clear()
+        self._num_forgotten = 0
+
     async def aclose(self, label: str) -> None:
         """Close all loops; warn of those that nobody would have closed. Idempotent.
 

@@ -1,4 +1,4 @@
-"""Strategies: who runs where."""
+"""Strategies: which devices take part, and what runs on each."""
 
 from .._export import export_public
 from ._default import DefaultStrategy as DefaultStrategy

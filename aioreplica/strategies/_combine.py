@@ -146,8 +146,11 @@ def local_results(value: Any, members: Sequence[int] | None = None) -> tuple[Any
         value: Any pytree.
         members: The replicas whose components of variables are meant; None for all.
     """
-    found = [_components(leaf, members) for leaf in leaves(value)]
-    counts = {len(parts) for parts in found if parts is not None}
+    if isinstance(value, DistributedValues):
+        return value.values
+    found, spec = flatten(value)
+    parts = [_components(leaf, members) for leaf in found]
+    counts = {len(part) for part in parts if part is not None}
     if not counts:
         return (value,)
     if len(counts) > 1:
@@ -155,12 +158,11 @@ def local_results(value: Any, members: Sequence[int] | None = None) -> tuple[Any
             f"local_results got distributed values of different lengths {sorted(counts)}. "
             "All must come from one strategy."
         )
-    return tuple(map_leaves(partial(_select, i, members), value) for i in range(counts.pop()))
-
-
-def _select(index: int, members: Sequence[int] | None, leaf: Any) -> Any:
-    components = _components(leaf, members)
-    return leaf if components is None else components[index]
+    pairs = list(zip(found, parts, strict=True))
+    return tuple(
+        unflatten(spec, [leaf if part is None else part[i] for leaf, part in pairs])
+        for i in range(counts.pop())
+    )
 
 
 def _components(leaf: Any, members: Sequence[int] | None = None) -> tuple[Any, ...] | None:

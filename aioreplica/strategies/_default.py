@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any, NoReturn, final
 
-from ..context import DEFAULT_PLACE, PLACE, REGISTRY
+from ..context import PLACE, REGISTRY
+from ..devices import running_loop
 from ..replica import ReplicaContext, ReplicaGroup
 from ..values import PlainVariable, Variable, VariableOptions
 from ._strategy import Strategy
@@ -69,6 +71,9 @@ def get_replica_context() -> ReplicaContext | None:
         None in cross-replica and update context. Outside every strategy, a context of the default
         strategy, whose one replica meets itself.
 
+    Raises:
+        ContextError: Outside every strategy, under trio.
+
     Example:
         >>> get_replica_context().num_replicas_in_sync
         1
@@ -76,8 +81,11 @@ def get_replica_context() -> ReplicaContext | None:
     place = PLACE.get()
     if isinstance(place.replica, ReplicaContext):
         return place.replica
-    if place is not DEFAULT_PLACE:
+    if place.strategy is not None:
         return None
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        running_loop("The default replica context")  # says why it cannot be used
     strategy = _default_strategy()
     group = ReplicaGroup(
         strategy, strategy.merge_place, ("-",), None, strategy.reducer, strategy.recorder,
@@ -85,7 +93,7 @@ def get_replica_context() -> ReplicaContext | None:
         "no step", has_plain_values=True,
     )  # fmt: skip
     context = ReplicaContext(strategy, group, group.replicas[0], None, None, 0)
-    context.open(DEFAULT_PLACE)
+    context.open(place)
     return context
 
 

@@ -127,8 +127,9 @@ class Run:
 
     def end(self, lifecycle: Lifecycle) -> None:
         """Refuse further use of the contexts, and let go of the group."""
-        for context in self.contexts:
+        for context, place in zip(self.contexts, self.places, strict=True):
             context.close()
+            place.end()
         self.group.forget()
         lifecycle.ended(self.group)
 
@@ -172,7 +173,7 @@ def require_runnable(fn: Any, args: Any, options: Any) -> None:
     """Check what `run` was given.
 
     Raises:
-        TypeError: If `fn` is not callable, or `options` are no RunOptions.
+        TypeError: If `fn` is not callable, or `options` is not a RunOptions.
         ValueError: If `args` is not a tuple or list.
     """
     if not callable(fn):

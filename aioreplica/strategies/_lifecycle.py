@@ -1,4 +1,10 @@
-"""A strategy's life: new, open on one event loop, closed."""
+"""A strategy's life: new, open on one event loop, closed; open again on another loop.
+
+Invariants:
+    * An open strategy is bound to one event loop and holds its lanes.
+    * What waits on an event loop that is closed waits no more: it is ended when the strategy binds
+      to another one, or is closed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,9 @@ from ..devices import (
     wait_shielded,
 )
 from ..errors import ContextError, LoopMismatchError
+from ..input import OpenLoops
 from ..replica import ReplicaGroup
+from ..values import VariableStore
 
 
 @final
@@ -44,10 +52,13 @@ class Lifecycle:
         label: Names the strategy in errors.
         lane_names: Lanes it uses; none for the default strategy.
         is_bound: Whether it belongs to one loop; the default strategy does not.
+        store: Where waits for its variables are.
+        open_loops: The loops over its datasets.
     """
 
     __slots__ = (
         "_active",
+        "_drains",
         "_generation",
         "_holds_lanes",
         "_idle",
@@ -56,12 +67,25 @@ class Lifecycle:
         "_lane_names",
         "_loop",
         "_next_step",
+        "_open_loops",
         "_port",
         "_state",
+        "_store",
     )
 
-    def __init__(self, label: str, lane_names: tuple[str, ...], *, is_bound: bool) -> None:
+    def __init__(
+        self,
+        label: str,
+        lane_names: tuple[str, ...],
+        *,
+        is_bound: bool,
+        store: VariableStore,
+        open_loops: OpenLoops,
+    ) -> None:
         self._label = label
+        self._store = store
+        self._open_loops = open_loops
+        self._drains = 0
         self._lane_names = lane_names
         self._is_bound = is_bound
         self._state = "new"
@@ -77,7 +101,9 @@ class Lifecycle:
     def state(self) -> str:
         """Whether the strategy is new, open or closed; a fork closes it in the child."""
         if self._state == "open" and self._generation != lane_table().generation:
-            self._state, self._holds_lanes = "closed", False
+            self._holds_lanes = False
+            self._active.clear()
+            self._close()
         return self._state
 
     def statistics(self) -> StrategyStatistics:
@@ -87,11 +113,11 @@ class Lifecycle:
         return StrategyStatistics(self.state, self._next_step, len(self._active), own)
 
     def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionPort]:
-        """Return the running loop and its port, binding to it at the first use.
+        """Return the running loop and its port, binding to it if the one before is closed.
 
         Raises:
             ContextError: If the strategy is closed, or the event loop is not asyncio's.
-            LoopMismatchError: If it is bound to another loop.
+            LoopMismatchError: If it is bound to another loop that is not closed.
         """
         loop = running_loop(self._label)
         state = self.state
@@ -100,21 +126,36 @@ class Lifecycle:
         if state == "closed":
             raise ContextError(
                 f"{self._label} is closed: it was left or closed, interrupted, or opened before a "
-                "fork. Make a new one; copy.deepcopy(strategy) gives an unopened equal."
+                "fork. Enter `async with strategy:` to open it again; copy.deepcopy(strategy) "
+                "gives an unopened equal."
             )
+        port = CompletionPort.of_running_loop()
         if not self._is_bound:
-            return loop, CompletionPort.of_running_loop()
+            return loop, port
         if self._loop is not None:
-            raise LoopMismatchError(
-                f"{self._label} is bound to the event loop of its first use ({self._loop!r}) but "
-                f"was used on {loop!r}. Make one strategy per loop."
-            )
-        self._loop, self._state = loop, "open"
+            self._leave(self._loop, loop)
+        self._loop, self._state, self._port = loop, "open", port
         self._generation = lane_table().generation
-        self._port = CompletionPort.of_running_loop()
-        lane_table().acquire(self._lane_names)
-        self._holds_lanes = True
-        return loop, self._port
+        if not self._holds_lanes:
+            lane_table().acquire(self._lane_names)
+            self._holds_lanes = True
+        return loop, port
+
+    def reopen(self) -> None:
+        """Open on the running loop, a closed strategy too.
+
+        Raises:
+            ContextError: If it is being closed, or the event loop is not asyncio's.
+            LoopMismatchError: If it is bound to another loop that is not closed.
+        """
+        if self._drains:
+            raise ContextError(
+                f"{self._label} is being closed. Wait for `aclose` before it is opened again."
+            )
+        running_loop(self._label)
+        if self.state == "closed":
+            self._state = "new"
+        self.open()
 
     def new_step(self, count: int = 1) -> int:
         """Number the next run, or the first of the next `count` steps of a device loop."""
@@ -143,7 +184,7 @@ class Lifecycle:
     async def aclose(self) -> None:
         """End all runs in progress with a ContextError, wait for them, close. Idempotent."""
         if not self._is_bound:
-            return  # the default strategy is never closed: it is everybody's
+            return  # the default strategy is never closed: all code shares it
         place = PLACE.get()
         if place.replica is not None or place.in_merge or place.update_replica_id is not None:
             raise ContextError(
@@ -152,26 +193,49 @@ class Lifecycle:
             )
         if self.state == "open":
             loop = running_loop(self._label)
-            if loop is not self._loop and self._loop is not None and not self._loop.is_closed():
-                raise LoopMismatchError(
-                    f"{self._label} is bound to {self._loop!r} and cannot be closed on {loop!r}."
-                )
+            if loop is not self._loop and self._loop is not None:
+                if not self._loop.is_closed():
+                    raise LoopMismatchError(
+                        f"{self._label} is bound to {self._loop!r} and cannot be closed on "
+                        f"{loop!r}."
+                    )
+                self._leave(self._loop, loop)
         self._close()
         cancelled: list[asyncio.CancelledError] = []
-        for group in tuple(self._active):
-            group.abort(ContextError(f"{self._label} was closed during step {group.step}."))
-        if self._active:
-            await wait_shielded(lambda: not self._active, self._new_idle, cancelled.append)
+        self._drains += 1
+        try:
+            for group in tuple(self._active):
+                group.abort(ContextError(f"{self._label} was closed during step {group.step}."))
+            if self._active:
+                await wait_shielded(lambda: not self._active, self._new_idle, cancelled.append)
+        finally:
+            self._drains -= 1
         self._give_back()
         if cancelled:
             raise cancelled[0]
 
+    def _leave(self, old: asyncio.AbstractEventLoop, new: asyncio.AbstractEventLoop) -> None:
+        """End what waits on an event loop that is closed.
+
+        Raises:
+            LoopMismatchError: If it is not closed.
+        """
+        if not old.is_closed():
+            raise LoopMismatchError(
+                f"{self._label} is bound to the event loop of its first use ({old!r}) but "
+                f"was used on {new!r}. Make one strategy per loop, or close the other loop first."
+            )
+        self._loop = self._port = None
+        self._active.clear()
+        self._idle.clear()
+        self._open_loops.leave(f"It was ended because the event loop of {self._label} was closed.")
+        self._store.end_waits(f"the event loop of {self._label} was closed.")
+
     def _close(self) -> None:
         if self._is_bound:
-            if self.state == "new":
-                self._generation = lane_table().generation
             self._state = "closed"
             self._loop = self._port = None
+            self._store.end_waits(f"{self._label} was closed.")
 
     def _give_back(self) -> None:
         if self._holds_lanes:

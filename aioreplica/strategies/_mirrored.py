@@ -25,7 +25,7 @@ class MirroredStrategy(Strategy):
     Raises:
         DeviceError: If a device does not exist.
         ValueError: If there is no device, or one is named twice.
-        TypeError: If `options` are none.
+        TypeError: If `options` is neither None nor a CommunicationOptions.
 
     Example:
         >>> import asyncio

@@ -14,31 +14,38 @@ S = TypeVar("S")
 
 @final
 class Scope(Generic[S]):
-    """The context manager behind `strategy.scope()`; each `with` needs a new one.
+    """The context manager behind `strategy.scope()`; it may be entered again, nested too.
+
+    Args:
+        strategy: What it makes current.
+        place: Where code in it runs; None for the default strategy, whose scope changes nothing.
 
     Raises:
         ContextError: If another strategy is in charge, if entered inside a replica, or if left in
             another context than it was entered in.
     """
 
-    def __init__(self, strategy: S, place: Place) -> None:
+    def __init__(self, strategy: S, place: Place | None) -> None:
         self._strategy = strategy
         self._place = place
-        self._token: Token[Place] | None = None
+        self._tokens: list[Token[Place]] = []
 
     def __enter__(self) -> S:
         current = PLACE.get()
-        if current.replica is not None or current.update_replica_id is not None:
+        is_own = current.strategy is None or current.strategy is self._strategy
+        is_inside = current.replica is not None or current.update_replica_id is not None
+        if is_inside and not (is_own and self._place is None):
             raise ContextError(
                 f"scope() of {self._strategy!r} was entered in {current.describe()}. Enter it "
                 "around run, not inside a step."
             )
-        if current.strategy is not None and current.strategy is not self._strategy:
+        if not is_own:
             raise ContextError(
                 f"scope() of {self._strategy!r} was entered in {current.describe()}. Leave the "
                 "other scope first: two strategies cannot be in charge at once."
             )
-        self._token = PLACE.set(current if current.in_merge else self._place)
+        place = current if self._place is None or current.in_merge else self._place
+        self._tokens.append(PLACE.set(place))
         return self._strategy
 
     def __exit__(
@@ -47,11 +54,14 @@ class Scope(Generic[S]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._token is not None
-        try:
-            PLACE.reset(self._token)
-        except (ValueError, RuntimeError) as wrong:
-            raise ContextError(
-                f"scope() of {self._strategy!r} was left in another context than it was entered "
-                "in. Enter and leave it in the same task; do not let it span a `yield`."
-            ) from wrong
+        for token in reversed(self._tokens):  # the last one of this context: tasks may share it
+            try:
+                PLACE.reset(token)
+            except ValueError:
+                continue
+            self._tokens.remove(token)
+            return
+        raise ContextError(
+            f"scope() of {self._strategy!r} was left in another context than it was entered "
+            "in. Enter and leave it in the same task; do not let it span a `yield`."
+        )

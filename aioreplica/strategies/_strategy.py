@@ -1,4 +1,4 @@
-"""The strategy interface: scope, run, reduce, gather, and a life bound to one event loop."""
+"""The strategy interface: scope, run, reduce, gather, and its life on event loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
-    device threads to process exit. It belongs to the event loop of its first use.
+    device threads to process exit. It belongs to the event loop of its first use, and once that
+    one is closed to the next one it is used on; variables keep their values. `async with` opens a
+    closed strategy again.
 
     Args:
         devices: One device per replica, or None for the default strategy.
@@ -60,16 +62,21 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._recorder = Recorder()
         self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
         self._events = EventLog()
-        self._scope_place = Place(self)
+        self._scope_place = None if devices is None else Place(self)
         self._merge_place = Place(self, in_merge=True)
         self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
-        super().__init__(default_store() if devices is None else VariableStore())
+        store = default_store() if devices is None else VariableStore()
+        super().__init__(store)
         self._extended = Extended(self)
         self._open_loops = OpenLoops()
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
         self._lifecycle = Lifecycle(
-            f"<{type(self).__name__}>", lane_names, is_bound=devices is not None
+            f"<{type(self).__name__}>",
+            lane_names,
+            is_bound=devices is not None,
+            store=store,
+            open_loops=self._open_loops,
         )
 
     # ---- running -------------------------------------------------------------------------
@@ -123,6 +130,9 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
 
     def scope(self) -> Scope[Self]:
         """Return a context manager that makes this strategy current.
+
+        That of the default strategy changes nothing, so that code of libraries can be written
+        `with ar.get_strategy().scope():`.
 
         Raises:
             ContextError: On entering inside a replica or another strategy's scope, and on leaving
@@ -301,7 +311,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._lifecycle.open()
 
     async def __aenter__(self) -> Self:
-        self._lifecycle.open()
+        self._lifecycle.reopen()
         return self
 
     async def __aexit__(

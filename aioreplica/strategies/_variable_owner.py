@@ -9,7 +9,15 @@ from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakValueDictionary
 
-from ..values import Snapshot, Variable, VariableOptions, VariableStore, take_snapshot
+from ..values import (
+    Snapshot,
+    Variable,
+    VariableOptions,
+    VariableStore,
+    take_snapshot,
+    wait_error,
+)
+from ._lifecycle import Lifecycle
 
 
 @final
@@ -86,6 +94,8 @@ class VariableOwner(ABC):
         store: Where their writes are numbered and published.
     """
 
+    _lifecycle: Lifecycle
+
     def __init__(self, store: VariableStore) -> None:
         self._store = store
         self._variables = VariableTable()
@@ -115,7 +125,8 @@ class VariableOwner(ABC):
 
         Raises:
             TypeError: If `variable` is no variable or `version` no int.
-            ContextError: If it belongs to another strategy.
+            ContextError: If it belongs to another strategy, or the strategy is closed before the
+                variable has seen so many.
 
         Cancellation:
             Stops waiting; nothing else changes.
@@ -123,6 +134,8 @@ class VariableOwner(ABC):
         take_snapshot(self._store, (variable,))
         if isinstance(version, bool) or not isinstance(version, int):
             raise TypeError(f"wait_for_version counts writes with an int, got {version!r}.")
+        if self._lifecycle.state == "closed" and variable.version < version:
+            raise wait_error(variable, version, f"{self!r} is closed.")
         return await self._store.wait_for(variable, version)
 
     @property

@@ -3,6 +3,7 @@
 from .._export import export_public
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
+from ._tree import Leaf as Leaf
 from ._tree import TreeSpec as TreeSpec
 from ._tree import describe_structure as describe_structure
 from ._tree import flatten as flatten
@@ -18,6 +19,7 @@ from ._tree import unflatten as unflatten
 __all__ = [
     "LEAF_SPEC",
     "LEAF_TYPES",
+    "Leaf",
     "describe_structure",
     "flatten",
     "flatten_arrays",

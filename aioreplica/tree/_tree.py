@@ -1,8 +1,11 @@
-"""Pytrees over optree: which containers are opened, and the two settings everybody must share.
+"""Pytrees over optree: which containers are opened, and the two settings all code must share.
 
 Two settings are made here and nowhere else: None is a leaf (a replica that returns None differs
 from one that returns nothing), and types are looked up in namespaces of our own, so that
 registering a node for aioreplica cannot change another library.
+
+Every `collections.abc.Mapping` is a container, as a dict is: subclasses of dict, UserDict and the
+like. optree looks types up exactly, so each kind is taught when the first one is seen.
 
 There are two namespaces. Users see `PUBLIC`, where distributed values are nodes like any
 container. Inside the library `OPAQUE` is used, where they stay leaves: unwrapping one must find
@@ -12,8 +15,10 @@ the value itself, not its components.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import optree
@@ -28,6 +33,12 @@ LEAF_TYPES = frozenset(
     {np.ndarray, float, int, bool, complex, str, bytes, type(None), np.float32, np.float64}
 )
 """Exact types that are certainly leaves: the fast path of regrouping skips optree for them."""
+
+
+class Leaf:
+    """Base of mappings that are leaves all the same."""
+
+    __slots__ = ()
 
 
 def register_node(
@@ -46,7 +57,7 @@ def register_node(
         opaque: Keep instances whole inside the library (for distributed values).
 
     Raises:
-        ValueError: If `cls` is registered already.
+        ValueError: If `cls` is registered already; a mapping is once an instance was seen.
     """
 
     def with_entries(node: Any) -> tuple[Iterable[Any], Any, None]:
@@ -91,7 +102,63 @@ def flatten_arrays(tree: Tree) -> tuple[list[Any], TreeSpec] | None:
 
 
 def _flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    found, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    for kind in set(map(type, found)):
+        if kind not in LEAF_TYPES and _is_mapping(kind):
+            _teach_mapping(kind)
+            return _flatten(tree)
+    return found, spec
+
+
+def _teach_mapping(kind: type[Any]) -> None:
+    """Register a kind of mapping, so that it is a leaf no more."""
+    rebuild = functools.partial(_new_mapping, kind)
+    for namespace in (OPAQUE, PUBLIC):
+        with suppress(ValueError):  # another thread, or the program, was here before
+            optree.register_pytree_node(kind, _open_mapping, rebuild, namespace=namespace)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_mapping(kind: type[Any]) -> bool:
+    return issubclass(kind, Mapping) and not issubclass(kind, Leaf)
+
+
+@final
+class _Keys:
+    """The keys of a mapping as it had them; equal if they are the same in any order."""
+
+    __slots__ = ("given", "sorted")
+
+    def __init__(self, given: Sequence[Any], *, is_ordered: bool) -> None:
+        self.given = tuple(given)
+        try:
+            self.sorted = self.given if is_ordered else tuple(sorted(given))
+        except TypeError:  # of several types
+            self.sorted = self.given
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keys) and self.sorted == other.sorted
+
+    def __hash__(self) -> int:
+        return hash(self.sorted)
+
+    def __repr__(self) -> str:
+        return repr(list(self.given))
+
+
+def _open_mapping(mapping: Any) -> tuple[list[Any], _Keys, tuple[Any, ...]]:
+    keys = _Keys(list(mapping), is_ordered=isinstance(mapping, OrderedDict))
+    return [mapping[key] for key in keys.sorted], keys, keys.sorted
+
+
+def _new_mapping(kind: type[Any], keys: _Keys, children: Iterable[Any]) -> Any:
+    by_key = dict(zip(keys.sorted, children, strict=True))
+    items = {key: by_key[key] for key in keys.given}
+    try:
+        made = kind(items)
+    except Exception:  # noqa: BLE001 - it is not made from a dict, whatever that raises
+        return items
+    return made if isinstance(made, Mapping) and len(made) == len(items) else items
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,7 +195,7 @@ def unflatten(spec: TreeSpec, new_leaves: Sequence[Any]) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """Return the leaves of `tree` in the order of `flatten`."""
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=OPAQUE)
+    return _flatten(tree)[0]
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
@@ -140,7 +207,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """
     if type(tree) in LEAF_TYPES:
         return fn(tree)
-    return optree.tree_map(fn, tree, none_is_leaf=True, namespace=OPAQUE)
+    found, spec = _flatten(tree)
+    return optree.tree_unflatten(spec, map(fn, found))
 
 
 def paths(tree: Tree) -> list[str]:
@@ -150,7 +218,7 @@ def paths(tree: Tree) -> list[str]:
         >>> paths({"w": [1, 2]})
         ["['w'][0]", "['w'][1]"]
     """
-    return paths_of(optree.tree_structure(tree, none_is_leaf=True, namespace=OPAQUE))
+    return paths_of(_flatten(tree)[1])
 
 
 def paths_of(spec: TreeSpec) -> list[str]:
@@ -174,7 +242,7 @@ def flatten_one_level(tree: Tree) -> tuple[list[Any], Callable[[Sequence[Any]], 
     Returns:
         None for a leaf. The description is equal for containers of the same type and keys.
     """
-    spec = optree.tree_structure(tree, none_is_leaf=True, namespace=OPAQUE)
+    spec = _flatten(tree)[1]
     if spec.is_leaf():
         return None
     one_level = spec.one_level()

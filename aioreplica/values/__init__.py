@@ -20,6 +20,7 @@ from ._snapshot import take_snapshot as take_snapshot
 from ._store import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
 from ._store import Done as Done
 from ._store import VariableStore as VariableStore
+from ._store import wait_error as wait_error
 from ._store import writable_buffer as writable_buffer
 from ._sync_on_read import SyncOnReadVariable as SyncOnReadVariable
 from ._update import Staging as Staging
@@ -66,6 +67,7 @@ __all__ = [
     "split_per_replica",
     "take_snapshot",
     "update_components",
+    "wait_error",
     "writable_buffer",
 ]
 

@@ -57,6 +57,8 @@ def regroup_results(results: Sequence[Any], devices: Sequence[str] | None = None
     kinds = set(map(type, results))
     if len(kinds) == 1 and type(first) in LEAF_TYPES:
         return None if first is None else new_per_replica(tuple(results), devices)
+    if first is results[-1] and isinstance(first, Variable) and all(r is first for r in results):
+        return first
     flattened = [flatten(result) for result in results]
     spec = flattened[0][1]
     if all(other == spec for _, other in flattened):

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..context import OVERRIDES, Place
-from ..tree import LEAF_TYPES, leaves, map_leaves
+from ..tree import LEAF_TYPES, flatten, leaves, map_leaves, unflatten
 from ._distributed import DistributedValues
 from ._variable import Variable
 
@@ -25,20 +25,21 @@ def split_per_replica(tree: Any, num_replicas: int, what: str) -> list[Any]:
     kind = type(tree)
     if kind in LEAF_TYPES or ((kind is tuple or kind is dict) and not tree):
         return [tree] * num_replicas
-    found = [leaf for leaf in leaves(tree) if isinstance(leaf, DistributedValues)]
-    if not found:
+    found, spec = flatten(tree)
+    is_distributed = [isinstance(leaf, DistributedValues) for leaf in found]
+    if True not in is_distributed:
         return [tree] * num_replicas
-    for value in found:
-        if len(value) != num_replicas:
+    pairs = list(zip(found, is_distributed, strict=True))
+    for value, is_one in pairs:
+        if is_one and len(value) != num_replicas:
             raise ValueError(
                 f"A {type(value).__name__} in {what} has {len(value)} values, but there are "
                 f"{num_replicas} replicas. Build it with one value per replica."
             )
-    return [map_leaves(partial(_component, i), tree) for i in range(num_replicas)]
-
-
-def _component(index: int, leaf: Any) -> Any:
-    return leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
+    return [
+        unflatten(spec, [leaf.values[i] if is_one else leaf for leaf, is_one in pairs])
+        for i in range(num_replicas)
+    ]
 
 
 def read_at(value: Any, place: Place, what: str) -> Any:

@@ -7,16 +7,17 @@ from time import monotonic
 from typing import Any, final
 
 from ..errors import ContextError
+from ..tree import Leaf
 from ._store import Components, VariableStore
 from ._variable import Array, Variable
 
 
 @final
-class Snapshot(Mapping[Variable, Array]):
+class Snapshot(Leaf, Mapping[Variable, Array]):
     """An immutable, consistent set of values: `snapshot[variable]` is a read-only array.
 
     Every write is in it as a whole or not at all. Taking one costs a few hundred nanoseconds per
-    variable and copies nothing; the arrays stay as they are while somebody holds them.
+    variable and copies nothing; the arrays stay as they are while they are held.
 
     Example:
         >>> from aioreplica import get_strategy

@@ -1,7 +1,7 @@
 """The store of a strategy's variables: every write is published by one reference swap.
 
 A write gets the next number. Its new components are put into each variable's cell beside the ones
-they replace, and nobody sees them, because a reader takes what is not newer than the store's
+they replace, and they cannot be seen, because a reader takes what is not newer than the store's
 version. Then the version is set, which is the one assignment that publishes the whole write, to
 every thread at once.
 
@@ -16,11 +16,13 @@ import asyncio
 import sys
 import threading
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
+from ..devices import running_loop
 from ..errors import ContextError
 
 Components = tuple[npt.NDArray[Any], ...]
@@ -96,7 +98,8 @@ class Done:
 
 
 @final
-class _Waiter(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # told apart by identity
+class _Waiter:
     variable: Stored
     num_writes: int
     future: asyncio.Future[None]
@@ -110,13 +113,12 @@ class VariableStore:
         version: Number of the newest published write.
     """
 
-    __slots__ = ("_closed_by", "_lock", "_waiters", "version")
+    __slots__ = ("_lock", "_waiters", "version")
 
     def __init__(self) -> None:
         self.version = 0
         self._lock = threading.Lock()
-        self._waiters: list[_Waiter] = []
-        self._closed_by: str | None = None
+        self._waiters: dict[_Waiter, None] = {}  # a set in order
 
     def write(
         self,
@@ -165,48 +167,47 @@ class VariableStore:
         """Wait until a variable has seen `num_writes` writes; return how many it has.
 
         Raises:
-            ContextError: If it has not, and waiting was ended or is refused.
+            ContextError: If no asyncio event loop is running, or waiting was ended.
 
         Cancellation:
             Takes the caller off the list.
         """
-        future = asyncio.get_running_loop().create_future()
+        future = running_loop("wait_for_version").create_future()
         waiter = _Waiter(variable, num_writes, future)
-        self._waiters.append(waiter)
+        self._waiters[waiter] = None
         try:
             self._wake()
             await future
         finally:
-            self._waiters.remove(waiter)
-        version = variable.version
-        if version < num_writes:
-            raise ContextError(
-                f"Variable {variable.name!r} has seen {version} writes, and the wait for "
-                f"{num_writes} was ended because {self._closed_by} was closed."
-            )
-        return version
+            self._waiters.pop(waiter, None)
+        return variable.version
 
-    def end_waits(self, closed: str) -> None:
-        """Wake everybody who waits, and refuse further waits: `closed` was closed."""
-        self._closed_by = closed
-        self._wake()
-
-    def allow_waits(self) -> None:
-        """Let callers wait again."""
-        self._closed_by = None
+    def end_waits(self, reason: str) -> None:
+        """Raise a ContextError in everything that waits."""
+        for waiter in tuple(self._waiters):
+            self._resolve(waiter, wait_error(waiter.variable, waiter.num_writes, reason))
 
     def __repr__(self) -> str:
         return f"<VariableStore | version {self.version}, {len(self._waiters)} waiting>"
 
     def _wake(self) -> None:
-        is_closed = self._closed_by is not None
         for waiter in tuple(self._waiters):
-            is_due = is_closed or waiter.variable.version >= waiter.num_writes
-            if is_due and not waiter.future.done():
-                try:
-                    waiter.future.get_loop().call_soon_threadsafe(_resolve, waiter.future)
-                except RuntimeError:  # its loop is closed, and the wait with it
-                    continue
+            if waiter.variable.version >= waiter.num_writes:
+                self._resolve(waiter, None)
+
+    def _resolve(self, waiter: _Waiter, error: ContextError | None) -> None:
+        try:
+            waiter.future.get_loop().call_soon_threadsafe(_resolve, waiter.future, error)
+        except RuntimeError:  # its loop is closed, and the wait with it
+            self._waiters.pop(waiter, None)
+
+
+def wait_error(variable: Stored, num_writes: int, reason: str) -> ContextError:
+    """Return the error of a wait that cannot end."""
+    return ContextError(
+        f"Variable {variable.name!r} has seen {variable.version} writes, and the wait for "
+        f"{num_writes} was ended: {reason}"
+    )
 
 
 def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
@@ -231,6 +232,10 @@ def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
     return np.empty(variable.shape, variable.dtype)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
+def _resolve(future: asyncio.Future[None], error: ContextError | None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(None)
+    else:
+        future.set_exception(error)

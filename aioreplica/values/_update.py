@@ -86,12 +86,16 @@ async def run_per_component(
         results = []
         for index, device in places:
             own = copy_context()
-            own.run(PLACE.set, Place(strategy, update_replica_id=index, staging=staging))
+            place = Place(strategy, update_replica_id=index, staging=staging)
+            own.run(PLACE.set, place)
             if device is not None:
                 own.run(DEVICE.set, device)
-            result = own.run(fn, *all_args[index], **all_kwargs[index])
-            if inspect.isawaitable(result):
-                result = await _in_context(own, result)
+            try:
+                result = own.run(fn, *all_args[index], **all_kwargs[index])
+                if inspect.isawaitable(result):
+                    result = await _in_context(own, result)
+            finally:
+                place.end()
             results.append(result)
         if staging.commit():
             return results

@@ -354,7 +354,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     def written(self, components: Components) -> Array:
         """Return what a write outside the replicas gives to its caller."""
-        return self.primary_of(components)
+        return components[0]
 
     def combined(self, verb: str, old: Array, array: Array) -> Array:
         """Return the read-only array that a write makes of one component."""

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from aioreplica.collectives import BufferPool
-from aioreplica.collectives._buffers import KEPT_CALLS, MIN_BYTES
+from aioreplica.collectives._buffers import KEPT_CALLS, POOLED_BYTES
 from aioreplica.values import CAN_COUNT_REFERENCES
 
 pytestmark = pytest.mark.skipif(
     not CAN_COUNT_REFERENCES, reason="buffers are reused only where references can be counted"
 )
 
-SIZE = MIN_BYTES // 8
+SIZE = POOLED_BYTES // 8
 F8 = np.dtype("f8")
 
 
@@ -112,7 +112,7 @@ def test_what_is_of_no_use_is_let_go() -> None:
     lend(pool)
     for _ in range(KEPT_CALLS):
         pool.next_call()
-    assert repr(pool) == f"<BufferPool | 1 buffers, {MIN_BYTES} bytes>"
+    assert repr(pool) == f"<BufferPool | 1 buffers, {POOLED_BYTES} bytes>"
 
     pool.next_call()
 
@@ -125,7 +125,7 @@ def test_what_is_lent_again_stays() -> None:
         pool.next_call()
         lend(pool)
 
-    assert repr(pool) == f"<BufferPool | 1 buffers, {MIN_BYTES} bytes>"
+    assert repr(pool) == f"<BufferPool | 1 buffers, {POOLED_BYTES} bytes>"
 
 
 def test_a_held_buffer_that_is_let_go_keeps_its_numbers() -> None:

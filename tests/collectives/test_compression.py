@@ -287,6 +287,61 @@ async def test_a_failed_reduction_remembers_nothing() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_here", [False, True], ids=["awaited", "on a device thread"])
+async def test_a_reduction_that_fails_puts_back_what_it_took(is_here: bool) -> None:
+    """What was kept back before is sent later, by the next reduction that succeeds."""
+    top = TopK(0.5)
+    options = ar.CommunicationOptions(compression=top)
+    reducer = Reducer()
+    await reduced(top, [[np.array([5.0, 1.0])]])
+
+    async def reduce() -> Any:
+        if is_here:
+            return reducer.reduce_here(ReduceOp.MAX, [[np.zeros(2)]], options)
+        return await reducer.reduce(ReduceOp.MAX, [[np.zeros(2)]], options)  # type: ignore[misc]
+
+    with pytest.raises(ValueError, match="all_reduce with"):  # largest magnitudes have no maximum
+        await reduce()
+
+    [result] = await reduced(top, [[np.zeros(2)]])
+    assert result.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_reduction_puts_back_what_it_took() -> None:
+    top = TopK(0.5)
+    await reduced(top, [[np.array([5.0, 1.0])]])
+    options = ar.CommunicationOptions(compression=top)
+    pending = Reducer().reduce(ReduceOp.SUM, [[np.array([9.0, 8.0])]], options)
+
+    async def wait() -> Any:
+        return await pending  # type: ignore[misc]  # compressed, it is awaited
+
+    task = asyncio.get_running_loop().create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    [result] = await reduced(top, [[np.zeros(2)]])
+    assert result.tolist() == [0.0, 1.0]
+
+
+def test_members_have_residuals_of_their_own_on_device_threads() -> None:
+    options = ar.CommunicationOptions(compression=TopK(0.5))
+    reducer, value = Reducer(), np.array([3.0, 2.0])
+
+    def send(member: int, sent: Any) -> Any:
+        [result] = reducer.reduce_here(ReduceOp.SUM, [[sent]], options, [member])
+        return result.tolist()
+
+    assert send(1, value) == [3.0, 0.0]
+    assert send(0, value) == [3.0, 0.0]
+    assert send(1, np.zeros(2)) == [0.0, 2.0]
+    assert send(0, np.zeros(2)) == [0.0, 2.0]
+
+
+@pytest.mark.asyncio
 async def test_a_cancelled_reduction_remembers_nothing() -> None:
     top = TopK(0.5)
     options = ar.CommunicationOptions(compression=top)

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioreplica.collectives import BufferPool
+from aioreplica.collectives import BufferPool, deal
 from aioreplica.collectives._layout import Layout
-from aioreplica.collectives._pack import reduce_pack, views_into
 from aioreplica.collectives._plan import Plan
 from aioreplica.typing import ReduceOp
 from aioreplica.values import IndexedSlices
@@ -119,7 +118,7 @@ def test_shares_in_any_order_change_no_bit(op: ReduceOp, count: int) -> None:
     for seed in range(3):
         plan = plan_of(op, rows)
         plan.cut(plan.num_bytes // count)
-        shares = plan.shares(count)
+        shares = deal(plan.jobs, count)
         assert len(shares) <= count
         random.Random(seed).shuffle(shares)
         for share in shares:
@@ -134,7 +133,7 @@ def test_ranges_of_a_large_array_change_no_bit(dtype: str, num_bytes: int) -> No
     for op in OPS:
         plan = plan_of(op, rows)
         plan.cut(num_bytes)
-        shares = plan.shares(1000)
+        shares = deal(plan.jobs, 1000)
         assert (len(shares) > 1) is (plan.num_bytes > num_bytes)
         for share in reversed(shares):
             share()
@@ -150,7 +149,7 @@ def test_large_arrays_of_any_layout_can_be_cut(make: Any) -> None:
     rows = [[make(numbers(np.random.default_rng(i), (200, 300), "f8"))] for i in range(3)]
     plan = plan_of(ReduceOp.SUM, rows)
     plan.cut(10_000)
-    for share in plan.shares(4):
+    for share in deal(plan.jobs, 4):
         share()
 
     assert bits(plan.results[0]) == bits(fold(ReduceOp.SUM, [row[0] for row in rows]))
@@ -160,7 +159,7 @@ def test_shares_read_about_as_much() -> None:
     """What each of four shares reads, seen from how many pieces of equal size it holds."""
     rows = [[np.ones(100_000) for _ in range(8)] for _ in range(2)]
 
-    shares = plan_of(ReduceOp.SUM, rows).shares(4)
+    shares = deal(plan_of(ReduceOp.SUM, rows).jobs, 4)
 
     assert [len(share.args[0]) for share in shares] == [2] * 4
 
@@ -204,23 +203,30 @@ def test_a_pack_of_layouts() -> None:
         [numbers(rng, (3, 4), "f8").T, numbers(rng, (8,), "f8")[::2], numbers(rng, (), "f8")]
         for _ in range(2)
     ]
-    total = np.empty(17)
-    [pack] = Layout(columns[0], 0).packs
 
-    reduce_pack(ReduceOp.SUM, total, columns, pack.portions)
+    results = planned(ReduceOp.SUM, columns)
 
-    for view, column in zip(views_into(total, pack), zip(*columns, strict=True), strict=True):
-        np.testing.assert_array_equal(view, fold(ReduceOp.SUM, column))
+    assert len(Layout(columns[0], 0).packs) == 1
+    for result, column in zip(results, zip(*columns, strict=True), strict=True):
+        np.testing.assert_array_equal(result, fold(ReduceOp.SUM, column))
 
 
-def test_views_lie_one_behind_the_other() -> None:
-    likes = [np.ones((2, 2)), np.ones(()), np.ones((0, 3)), np.ones(3)]
+def test_results_of_a_pack_lie_one_behind_the_other() -> None:
+    likes = [
+        np.array([[0.0, 1.0], [2.0, 3.0]]),
+        np.array(4.0),
+        np.ones((0, 3)),
+        np.arange(5.0, 8.0),
+    ]
 
-    [pack] = Layout(likes, 0).packs
-    views = views_into(np.arange(8), pack)
+    results = planned(ReduceOp.SUM, [likes])
 
-    assert [view.tolist() for view in views] == [[[0, 1], [2, 3]], 4, [], [5, 6, 7]]
-    assert [view.shape for view in views] == [like.shape for like in likes]
+    assert [result.tolist() for result in results] == [[[0, 1], [2, 3]], 4, [], [5, 6, 7]]
+    assert [result.shape for result in results] == [like.shape for like in likes]
+    starts = [
+        result.__array_interface__["data"][0] for result in (results[0], results[1], results[3])
+    ]
+    assert (starts[1] - starts[0], starts[2] - starts[1]) == (32, 8)
 
 
 def test_packs_of_bfloat16() -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,23 @@ async def test_memory_is_used_again_but_never_under_a_result() -> None:
 
     assert [part.tolist() for _, part in kept] == [[value] for value, _ in kept]
     assert len(addresses) < 12
+
+
+@pytest.mark.asyncio
+async def test_memory_that_is_not_used_again_is_let_go() -> None:
+    """Sizes that came once only: their buffers go after a few more reductions."""
+    reducer = Reducer()
+    made = []
+    for size in range(30):
+        result = reducer.reduce(ReduceOp.SUM, [[np.ones(20_000 + size)], [np.ones(20_000 + size)]])
+        [array] = result if isinstance(result, list) else await result
+        buffer = array
+        while isinstance(buffer.base, np.ndarray):
+            buffer = buffer.base
+        made.append(weakref.ref(buffer))
+        del array, result, buffer
+
+    assert sum(ref() is not None for ref in made) < 15
 
 
 @pytest.mark.asyncio

@@ -1,5 +1,8 @@
 """The current place, seen from everywhere that code can run."""
 
+import asyncio
+from typing import Any
+
 import pytest
 
 import aioreplica as ar
@@ -24,8 +27,9 @@ def test_the_default_place_is_a_replica_context() -> None:
 
 @pytest.mark.asyncio
 async def test_a_scope_is_cross_replica(strategy: ar.Strategy) -> None:
+    is_default = isinstance(strategy, ar.DefaultStrategy)  # whose scope changes nothing
     with strategy.scope():
-        assert seen() == (True, False, None)
+        assert seen() == (not is_default, is_default, None)
 
     assert seen() == (False, True, None)
 
@@ -122,3 +126,60 @@ def test_places_describe_themselves() -> None:
     assert Place("S", in_merge=True).describe() == "a merge function of 'S'"
     assert Place("S", Replica()).describe() == "a replica of 'S'"
     assert Place("S", update_replica_id=1).describe() == "the update of component 1 of 'S'"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
+async def test_what_a_step_started_is_outside_after_the_run(
+    strategy: ar.Strategy, is_plain: bool
+) -> None:
+    go, variable = asyncio.Event(), ar.Variable(0.0)
+    tasks: list[asyncio.Task[Any]] = []
+    loop = asyncio.get_running_loop()
+
+    async def live_on() -> Any:
+        await go.wait()
+        await variable.assign_add(1.0)
+        with strategy.scope() as current:
+            inside = ar.get_strategy() is current
+        return seen(), inside or isinstance(strategy, ar.DefaultStrategy)
+
+    async def step() -> None:
+        tasks.append(asyncio.create_task(live_on()))
+
+    def plain_step() -> None:
+        started = asyncio.run_coroutine_threadsafe(live_on(), loop)
+        loop.call_soon_threadsafe(lambda: tasks.append(asyncio.wrap_future(started)))
+
+    if is_plain:
+        await strategy.run(plain_step)
+        await asyncio.sleep(0)
+    else:
+        await strategy.run(step)
+    go.set()
+
+    results = await asyncio.gather(*tasks)
+    assert results == [((False, True, None), True)] * strategy.num_replicas_in_sync
+    assert variable.value == strategy.num_replicas_in_sync
+
+
+@pytest.mark.asyncio
+async def test_what_an_update_started_is_outside_after_it(pair: ar.MirroredStrategy) -> None:
+    go = asyncio.Event()
+    tasks: list[asyncio.Task[Any]] = []
+    with pair.scope():
+        variable = ar.Variable(1.0)
+
+    async def live_on() -> Any:
+        await go.wait()
+        await variable.assign_add(1.0)
+        return seen()
+
+    async def update(_variable: ar.Variable) -> None:
+        tasks.append(asyncio.create_task(live_on()))
+
+    await pair.extended.update(variable, update)
+    go.set()
+
+    assert await asyncio.gather(*tasks) == [(False, True, None)] * 2
+    assert variable.value == 3.0

@@ -12,7 +12,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import lane_table
-from aioreplica.errors import ContextError, LoopMismatchError
+from aioreplica.errors import ContextError
 from tests.conftest import mirrored
 
 BOUND = [lambda: ar.OneDeviceStrategy("cpu:0"), lambda: mirrored(2)]
@@ -84,7 +84,6 @@ async def test_after_aclose_it_is_refused(make: Any) -> None:
         lambda: strategy.run(add_one, (1,)),
         lambda: strategy.reduce("sum", values),
         lambda: strategy.gather(values, 0),
-        strategy.__aenter__,
     ):
         with pytest.raises(ContextError, match="closed"):
             await call()
@@ -257,32 +256,6 @@ async def test_a_cancelled_aclose_still_waits_for_the_runs() -> None:
 # ---- loops --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", BOUND)
-def test_a_second_loop_is_refused(make: Any) -> None:
-    strategy = make()
-    first = asyncio.Runner()
-    second = asyncio.Runner()
-    with first, second:
-        first.run(strategy.run(add_one, (1,)))
-        with pytest.raises(LoopMismatchError, match="one strategy per loop"):
-            second.run(strategy.run(add_one, (1,)))
-        with pytest.raises(LoopMismatchError):
-            second.run(strategy.aclose())
-        first.run(strategy.run(add_one, (1,)))
-        first.run(strategy.aclose())
-
-
-@pytest.mark.parametrize("make", BOUND)
-def test_after_its_loop_was_closed_it_can_be_closed_only(make: Any) -> None:
-    strategy = make()
-    asyncio.run(strategy.run(add_one, (1,)))
-
-    with pytest.raises(LoopMismatchError):
-        asyncio.run(strategy.run(add_one, (1,)))
-    asyncio.run(strategy.aclose())
-    assert strategy.statistics().state == "closed"
-
-
 def test_the_default_strategy_belongs_to_no_loop() -> None:
     strategy = ar.get_strategy()
 
@@ -303,6 +276,17 @@ def test_under_trio_the_error_says_so(make: Any, monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(ContextError, match="trio"):
         make().run(add_one, (1,)).send(None)
+
+
+def test_under_trio_the_default_context_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("trio")
+    monkeypatch.setitem(sys.modules, "trio", fake)
+    fake.lowlevel = SimpleNamespace(in_trio_run=lambda: False)
+    assert me().num_replicas_in_sync == 1
+
+    fake.lowlevel = SimpleNamespace(in_trio_run=lambda: True)
+    with pytest.raises(ContextError, match=r"default replica context needs .* but trio"):
+        me()
 
 
 # ---- forks --------------------------------------------------------------------------------------

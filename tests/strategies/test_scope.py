@@ -1,48 +1,105 @@
 """Scopes: current strategy, nesting, and leaving where one entered."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextvars import copy_context
 
 import pytest
+import pytest_asyncio
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
+from tests.conftest import STRATEGIES
+
+
+@pytest_asyncio.fixture(params=[kind for kind in STRATEGIES if kind != "default"])
+async def bound(request: pytest.FixtureRequest) -> AsyncIterator[ar.Strategy]:
+    """Every kind of strategy but the default one, whose scope changes nothing."""
+    async with STRATEGIES[request.param]() as chosen:
+        yield chosen
+
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
 
 @pytest.mark.asyncio
-async def test_a_scope_makes_its_strategy_current(strategy: ar.Strategy) -> None:
+async def test_a_scope_makes_its_strategy_current(bound: ar.Strategy) -> None:
     before = ar.get_strategy()
     assert isinstance(before, ar.DefaultStrategy)
     assert not ar.has_strategy()
 
-    with strategy.scope() as entered:
-        assert entered is strategy
-        assert ar.get_strategy() is strategy
-        assert ar.has_strategy() == (not isinstance(strategy, ar.DefaultStrategy))
+    with bound.scope() as entered:
+        assert entered is bound
+        assert ar.get_strategy() is bound
+        assert ar.has_strategy()
         assert ar.get_replica_context() is None
 
     assert ar.get_strategy() is before
 
 
 @pytest.mark.asyncio
-async def test_the_same_strategy_nests(strategy: ar.Strategy) -> None:
-    with strategy.scope():
-        with strategy.scope():
-            assert ar.get_strategy() is strategy
-        assert ar.get_strategy() is strategy
-        assert ar.in_cross_replica_context()
+@pytest.mark.parametrize("is_one_object", [True, False], ids=["one scope", "two scopes"])
+async def test_the_same_strategy_nests(bound: ar.Strategy, is_one_object: bool) -> None:
+    outer = bound.scope()
+    inner = outer if is_one_object else bound.scope()
+
+    for _ in range(2):
+        with outer:
+            with inner as entered:
+                assert ar.get_strategy() is entered is bound
+            assert ar.get_strategy() is bound
+            assert ar.in_cross_replica_context()
+        assert not ar.has_strategy()
 
 
 @pytest.mark.asyncio
-async def test_another_strategy_does_not_nest(strategy: ar.Strategy) -> None:
-    other = ar.MirroredStrategy(["cpu:6", "cpu:7"])
+async def test_tasks_may_share_a_scope(bound: ar.Strategy) -> None:
+    scope, order = bound.scope(), asyncio.Event()
 
-    with strategy.scope():
-        with pytest.raises(ContextError, match="the scope of"), other.scope():
-            pass
-        assert ar.get_strategy() is strategy
+    async def first() -> None:
+        with scope:
+            await order.wait()  # leaves before the one that entered later
+            assert ar.get_strategy() is bound
+        assert not ar.has_strategy()
+
+    async def second() -> None:
+        with scope:
+            order.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert ar.get_strategy() is bound
+        assert not ar.has_strategy()
+
+    await asyncio.gather(first(), second())
+
+
+@pytest.mark.asyncio
+async def test_another_strategy_does_not_nest(bound: ar.Strategy) -> None:
+    for other in (ar.MirroredStrategy(["cpu:6", "cpu:7"]), ar.DefaultStrategy()):
+        with bound.scope():
+            with pytest.raises(ContextError, match="the scope of"), other.scope():
+                pass
+            assert ar.get_strategy() is bound
+
+
+@pytest.mark.asyncio
+async def test_the_default_strategys_scope_changes_nothing(pair: ar.MirroredStrategy) -> None:
+    default = ar.get_strategy()
+
+    async def step() -> int:
+        before = ar.get_replica_context()
+        with ar.get_strategy().scope() as entered:
+            assert entered is default
+            assert ar.get_replica_context() is before
+        return 1
+
+    with default.scope(), default.scope():
+        assert ar.get_strategy() is default
+        assert ar.get_replica_context() is not None
+        assert not ar.in_cross_replica_context()
+        with pair.scope():
+            assert ar.get_strategy() is pair
+        assert await default.run(step) == 1
 
 
 @pytest.mark.asyncio
@@ -55,12 +112,14 @@ async def test_an_equal_strategy_is_another_one() -> None:
 
 
 @pytest.mark.asyncio
-async def test_not_in_a_replica(strategy: ar.Strategy) -> None:
+async def test_not_in_a_replica(bound: ar.Strategy) -> None:
     async def step() -> None:
-        with pytest.raises(ContextError, match="replica"), strategy.scope():
+        with pytest.raises(ContextError, match="replica"), bound.scope():
+            pass
+        with pytest.raises(ContextError, match="replica"), ar.DefaultStrategy().scope():
             pass
 
-    await strategy.run(step)
+    await bound.run(step)
 
 
 @pytest.mark.asyncio

@@ -337,3 +337,19 @@ async def test_every_merge_is_recorded(strategy: ar.Strategy) -> None:
     assert {r.file for r in records} == {__file__}
     assert len({r.line for r in records}) == 2
     assert {r.num_replicas for r in records} == {strategy.num_replicas_in_sync}
+
+
+class _AsyncCall:
+    """An object that is called like an `async def`."""
+
+    async def __call__(self, x: int) -> int:
+        context = ar.get_replica_context()
+        assert context is not None
+        return await context.all_reduce("max", x)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial], ids=["object", "partial"])
+async def test_objects_with_an_async_call_are_steps(strategy: ar.Strategy, wrap: Any) -> None:
+    results = await strategy.run(wrap(_AsyncCall()), args=(3,))
+    assert strategy.local_results(results) == (3,) * strategy.num_replicas_in_sync

@@ -1,17 +1,20 @@
 """Pytrees: None and distributed values are leaves inside the library; nodes may be registered."""
 
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import optree
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aioreplica as ar
 from aioreplica.tree import (
     LEAF_TYPES,
+    Leaf,
     flatten,
     flatten_one_level,
     leaves,
@@ -57,12 +60,14 @@ def naive_leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
+@settings(deadline=None)
 @given(trees)
 def test_leaves_are_those_of_the_naive_walk(tree: Any) -> None:
     assert leaves(tree) == flatten(tree)[0] == naive_leaves(tree)
     assert len(paths(tree)) == len(leaves(tree))
 
 
+@settings(deadline=None)
 @given(trees)
 def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     parts, spec = flatten(tree)
@@ -71,6 +76,7 @@ def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     assert flatten(tree)[1] == spec
 
 
+@settings(deadline=None)
 @given(trees)
 def test_map_keeps_the_structure_and_sees_every_leaf(tree: Any) -> None:
     marked = map_leaves(lambda leaf: ("seen", leaf).__repr__(), tree)
@@ -79,6 +85,7 @@ def test_map_keeps_the_structure_and_sees_every_leaf(tree: Any) -> None:
     assert leaves(marked) == [repr(("seen", leaf)) for leaf in leaves(tree)]
 
 
+@settings(deadline=None)
 @given(trees)
 def test_one_level_rebuilds_the_container(tree: Any) -> None:
     level = flatten_one_level(tree)
@@ -206,3 +213,65 @@ def test_the_wrong_number_of_leaves_is_a_value_error() -> None:
 
     with pytest.raises(ValueError, match=r"(?i)leaves"):
         unflatten(spec, [1])
+
+
+# ---- mappings ----------------------------------------------------------------------------------
+
+
+class Bag(dict):  # type: ignore[type-arg]
+    """A dict of a kind of its own."""
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    """Its order counts."""
+
+
+class Named(Mapping):  # type: ignore[type-arg]
+    """A mapping that no dict makes."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Whole(Bag, Leaf):
+    """A mapping that is a leaf."""
+
+
+@pytest.mark.parametrize("kind", [Bag, Ordered, UserDict, MappingProxyType, Counter, dict])
+def test_every_mapping_is_a_container(kind: Any) -> None:
+    tree = kind({"b": 1, "a": kind({"c": 3})})
+
+    new = map_leaves(lambda x: 2 * x, [tree])[0]
+
+    assert type(new) is type(new["a"]) is kind
+    assert (new["b"], new["a"]["c"], list(new)) == (2, 6, ["b", "a"])
+    assert leaves(tree) == ([1, 3] if kind is Ordered else [3, 1])
+    found, spec = flatten(tree)
+    assert dict(unflatten(spec, found)) == dict(tree)
+    assert len(paths(tree)) == 2
+
+
+def test_the_order_of_keys_does_not_count() -> None:
+    assert flatten(Bag(a=1, b=2))[1] == flatten(Bag(b=1, a=2))[1]
+    assert flatten(Bag(a=1, b=2))[1] != flatten(Bag(a=1, c=2))[1]
+    assert flatten(Ordered(a=1, b=2))[1] != flatten(Ordered(b=1, a=2))[1]
+    assert flatten(UserDict({1: 1, "a": 2}))[0] == [1, 2]
+
+
+def test_what_cannot_be_made_of_a_dict_becomes_one() -> None:
+    assert map_leaves(lambda x: 2 * x, Named(a=1, b=2)) == {"a": 2, "b": 4}
+
+
+def test_a_mapping_may_be_a_leaf() -> None:
+    tree = Whole(a=1)
+    assert leaves([tree]) == [tree]
+    assert flatten_one_level(tree) is None

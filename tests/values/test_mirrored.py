@@ -363,3 +363,18 @@ async def test_a_thread_never_reads_half_a_write(pair: ar.MirroredStrategy) -> N
 
     assert torn == []
     assert reads[0] > 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dtype", ["u1", "i4", "i8"])
+async def test_a_mean_of_whole_numbers_is_rounded(pair: ar.MirroredStrategy, dtype: str) -> None:
+    with pair.scope():
+        variable = ar.Variable(np.zeros(2, dtype), aggregation="mean")
+
+    async def step(x: int) -> None:
+        await variable.assign(np.array([x, 2 * x], dtype))
+
+    await pair.run(step, args=(ar.PerReplica([1, 2]),))
+
+    assert variable.dtype == dtype
+    assert variable.value.tolist() == [2, 3]  # 1.5 rounded to even, and 3

@@ -1,14 +1,15 @@
 """Regrouping: results by type and never by value; arguments checked before they are merged."""
 
 import functools
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -84,6 +85,7 @@ def fill(tree: Any, replica_id: int) -> Any:
 # --- results ----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(trees, st.integers(1, 4))
 def test_results_of_one_structure(tree: Any, num_replicas: int) -> None:
     results = [fill(tree, i) for i in range(num_replicas)]
@@ -91,6 +93,7 @@ def test_results_of_one_structure(tree: Any, num_replicas: int) -> None:
     assert shown(regroup_results(results)) == shown(naive_regroup(results))
 
 
+@settings(deadline=None)
 @given(st.lists(trees, min_size=1, max_size=4))
 def test_results_of_any_structures(results: list[Any]) -> None:
     assert shown(regroup_results(results)) == shown(naive_regroup(results))
@@ -175,6 +178,7 @@ def test_one_variable_on_all_replicas_stays_that_variable() -> None:
 # --- arguments --------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(trees, st.integers(1, 4))
 def test_arguments_of_one_structure_are_regrouped_like_results(tree: Any, count: int) -> None:
     column = [fill(tree, i) for i in range(count)]
@@ -183,6 +187,7 @@ def test_arguments_of_one_structure_are_regrouped_like_results(tree: Any, count:
     assert shown(merged_column(column)) == shown(naive_regroup(column))
 
 
+@settings(deadline=None)
 @given(trees, trees)
 def test_arguments_of_different_structures_differ(first: Any, other: Any) -> None:
     def structure(tree: Any) -> Any:
@@ -279,3 +284,39 @@ def test_one_replica_is_merged_too(value: Any) -> None:
     [merged] = merged_column([value]).values
 
     assert merged is value
+
+
+class Output(OrderedDict[str, Any]):
+    """A dict with attributes, as model libraries return them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Output, UserDict, MappingProxyType, dict])
+async def test_results_that_are_mappings_regroup_as_mappings(
+    pair: ar.MirroredStrategy, kind: Any
+) -> None:
+    async def step(x: float) -> Any:
+        return kind({"loss": x, "nested": kind({"none": None, "x": [x]})})
+
+    results = await pair.run(step, args=(ar.PerReplica([1.0, 2.0]),))
+
+    assert type(results) is type(results["nested"]) is kind
+    assert results["loss"].values == results["nested"]["x"][0].values == (1.0, 2.0)
+    assert results["nested"]["none"] is None
+    assert (await pair.reduce("sum", results["nested"]["x"]))[0] == 3.0
+    assert [part["loss"] for part in pair.local_results(results)] == [1.0, 2.0]
+
+    async def use(batch: Any) -> Any:
+        return batch["loss"]
+
+    again = await pair.run(use, args=(results,))
+    assert again.values == (1.0, 2.0)
+
+
+def test_a_snapshot_in_a_result_is_no_container() -> None:
+    v = ar.Variable([1.0, 2.0])
+    snapshots = [ar.get_strategy().snapshot(v) for _ in range(2)]
+    assert regroup_results(snapshots).values == tuple(snapshots)

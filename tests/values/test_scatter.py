@@ -183,7 +183,13 @@ async def test_a_large_variable_is_written_on_the_host() -> None:
     ("initial", "verb", "slices", "error", "text"),
     [
         (np.ones(3), "assign_add", ar.IndexedSlices([1.0], [0], (2,)), ValueError, r"shape \(3,\)"),
-        (np.ones(2, int), "scatter_mul", ar.IndexedSlices([1.0], [0], (2,)), ValueError, "int64"),
+        (
+            np.ones(2, int),
+            "scatter_mul",
+            ar.IndexedSlices([1.0], [0], (2,)),
+            ValueError,
+            "cannot take",
+        ),
         (np.ones(2, int), "scatter_div", ar.IndexedSlices([1], [0], (2,)), ValueError, "divided"),
         (np.ones(2), "scatter_min", np.ones(2), TypeError, "takes ar.IndexedSlices"),
         (np.ones(2), "assign", ar.IndexedSlices([1.0], [0], (2,)), ValueError, "scatter_update"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -43,16 +43,19 @@ def naive_part(tree: Any, index: int) -> Any:
     return tree
 
 
+@settings(deadline=None)
 @given(trees(leaves | distributed))
 def test_every_replica_gets_its_components(tree: Any) -> None:
     assert split_per_replica(tree, 3, "args") == [naive_part(tree, i) for i in range(3)]
 
 
+@settings(deadline=None)
 @given(trees(leaves))
 def test_trees_without_distributed_values_are_shared(tree: Any) -> None:
     assert all(part is tree for part in split_per_replica(tree, 4, "args"))
 
 
+@settings(deadline=None)
 @given(trees(distributed.filter(lambda value: any(part is not None for part in value))))
 def test_regrouping_undoes_a_split(tree: Any) -> None:
     regrouped = regroup_results(split_per_replica(tree, 3, "args"))
@@ -151,22 +154,21 @@ def test_a_place_is_read_from_any_thread() -> None:
     with strategy.scope():
         total = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
     total.commit((np.array(1.0), np.array(2.0)))
-    places: list[Place] = []
+    read: list[Any] = []
+
+    def look(place: Place) -> None:
+        read.append(read_at(total, place, "all_reduce"))
 
     async def step() -> None:
-        places.append(PLACE.get())
+        thread = threading.Thread(target=look, args=(PLACE.get(),))
+        thread.start()
+        thread.join()
 
     async def main() -> None:
         async with strategy:
             await strategy.run(step)
 
     asyncio.run(main())
-    read: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: read.extend(read_at(total, place, "all_reduce") for place in places)
-    )
-    thread.start()
-    thread.join()
 
     assert read == [1.0, 2.0]
 
