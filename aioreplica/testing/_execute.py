@@ -8,20 +8,17 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
-from ._budget import Budget
 from ._errors import LeakError
-from ._loop import SimLoop
-from ._op_points import point_of_op
-from ._op_threads import NeedsThreads
-from ._participant import Choose
+from ._loop import Budget, LoopObserver, SimLoop
+from ._participants import Choose, SimTask
+from ._points import point_of
+from ._pools import PoolTable
+from ._sandbox import Sandbox
+from ._schedule import Schedule
 from ._strategies import fifo
-from ._task import SimTask
-
-if TYPE_CHECKING:
-    from ._sandbox import Sandbox
-    from ._schedule import Schedule
+from ._threads import NeedsThreads
 
 Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 DRAIN_STEPS: Final = 5_000
@@ -35,7 +32,7 @@ class Outcome:
     Attributes:
         kind: "passed", "raised", "leaked", "deadlock" or "endless".
         value: What the program returned.
-        error: What it raised, or the `LeakError`; None where only a rerun can tell the story.
+        error: What it raised, or the `LeakError`; None where only a rerun with a trace can make it.
         order: Who took each step, by number of participant.
     """
 
@@ -48,6 +45,16 @@ class Outcome:
     def has_failed(self) -> bool:
         """Whether the schedule shows a bug."""
         return self.kind != "passed"
+
+
+class Observer(LoopObserver, Protocol):
+    """What is told of a whole run."""
+
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+
+    def end(self, kind: str) -> None:
+        """Look at a run that failed, before it is cleaned up."""
 
 
 def check_main(main: Any) -> None:
@@ -110,7 +117,7 @@ def execute(
     schedule: Schedule,
     context: Context,
     *,
-    observer: Any = None,  # Any: the story, which knows this module
+    observer: Observer | None = None,
     max_steps: int | None = None,
 ) -> Outcome:
     """Run one schedule from a fresh start.
@@ -131,47 +138,54 @@ def execute(
     loop = SimLoop(
         choose, schedule.fidelity, None if max_steps is None else Budget(max_steps), observer
     )
-    sandbox.begin(loop, schedule)
+    loop.executors = pools = PoolTable(loop)
+    sandbox.begin(loop, pools, schedule)
     loop.start()
     try:
         own = context.copy()
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
-            observer.begin(loop, task)
+            observer.begin(loop, pools, task)
         kind = ""
         try:
             with suppress(NeedsThreads):
                 kind = loop.run(task)
         except SystemExit as error:  # it leaves the loop at once, as it does a real one
             order = loop.order
-            _abandon(loop)
+            _abandon(loop, pools)
             return Outcome("raised", None, error, order)
         except KeyboardInterrupt:
-            _abandon(loop)
+            _abandon(loop, pools)
             raise
-        _give_up_if_threads_are_needed(loop)
+        _give_up_if_threads_are_needed(loop, pools)
         order = loop.order
         loop.order = []
         if kind != "done":
             if observer is not None:
                 observer.end(kind)
-            _abandon(loop)
+            _abandon(loop, pools)
             return Outcome(kind, None, None, order)
-        return _judge(loop, task, order, observer)
+        return _judge(loop, pools, task, order, observer)
     finally:
-        loop.pools.unwind()
+        pools.unwind()
         loop.finish()
         sandbox.end()
 
 
-def _give_up_if_threads_are_needed(loop: SimLoop) -> None:
-    if loop.pools.needs_threads:
-        loop.pools.is_given_up = True
-        _abandon(loop)
+def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
+    if pools.needs_threads:
+        pools.is_given_up = True
+        _abandon(loop, pools)
         raise NeedsThreads
 
 
-def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Outcome:
+def _judge(
+    loop: SimLoop,
+    pools: PoolTable,
+    main: SimTask,
+    order: list[int],
+    observer: Observer | None,
+) -> Outcome:
     """Say how a program that ended has ended."""
     error = _error_of(main)
     if error is None:
@@ -179,24 +193,24 @@ def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Out
             if not task.done() or task._log_traceback:
                 break
         else:
-            left = loop.complaints or loop._asyncgens or loop.pools.waiting  # type: ignore[attr-defined]
+            left = loop.complaints or loop._asyncgens or pools.waiting  # type: ignore[attr-defined]
             if not left:
                 return Outcome("passed", main.result(), None, order)
-        error = _find_leaks(loop)
+        error = _find_leaks(loop, pools)
         if error is None:
             return Outcome("passed", main.result(), None, order)
         if observer is not None:
             observer.end("leaked")
-        _abandon(loop)
+        _abandon(loop, pools)
         return Outcome("leaked", None, error, order)
     kind = "raised"
     if isinstance(error, asyncio.CancelledError):  # what was cancelled must leave nothing behind
-        leaked = _find_leaks(loop)
+        leaked = _find_leaks(loop, pools)
         if leaked is not None:
             kind, error = "leaked", leaked
     if observer is not None:
         observer.end(kind)
-    _abandon(loop)
+    _abandon(loop, pools)
     return Outcome(kind, None, error, order)
 
 
@@ -207,7 +221,7 @@ def _error_of(task: SimTask) -> BaseException | None:
         return cancelled
 
 
-def _find_leaks(loop: SimLoop) -> LeakError | None:
+def _find_leaks(loop: SimLoop, pools: PoolTable) -> LeakError | None:
     """Let what was cancelled come to its end; then whatever is left has leaked."""
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
@@ -220,9 +234,7 @@ def _find_leaks(loop: SimLoop) -> LeakError | None:
     )
     exceptions += tuple(_complaint(context) for context in loop.complaints)
     generators = tuple(agen.__qualname__ for agen in loop.open_generators)
-    threads = tuple(
-        f"{op.describe()} on {op.pool.name} ({point_of_op(op)})" for op in loop.pools.waiting
-    )
+    threads = tuple(f"{op.describe()} on {op.pool.name} ({point_of(op)})" for op in pools.waiting)
     if not (tasks or generators or exceptions or threads):
         return None
     parts = []
@@ -260,7 +272,7 @@ def _complaint(context: dict[str, Any]) -> str:
     return f"{message}: {error!r}" if error is not None else message
 
 
-def _abandon(loop: SimLoop) -> None:
+def _abandon(loop: SimLoop, pools: PoolTable) -> None:
     """Cancel every task and let them end, so that none speaks up when it is collected."""
     loop.observer = None
     for _ in range(3):
@@ -270,7 +282,7 @@ def _abandon(loop: SimLoop) -> None:
                 task.cancel()
         for task in left:
             _drain(loop, task)
-        loop.pools.unwind()
+        pools.unwind()
     for task in loop.sim_tasks:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -1,20 +1,22 @@
-"""Exploring: run a program under many schedules until one of them fails."""
+"""Run a program: once, under the schedule of a token, under many, or cancelled at every await."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final
 
-from ._execute import Main
-from ._explain import explain
+from ._execute import Main, Outcome, check_main
+from ._explain import ENDLESS_STEPS, explain
 from ._faults import Faults
-from ._mix import mix
-from ._report import Report
-from ._runner import Runner, check_integer, check_main, check_no_loop, same_end
+from ._report import Failure, Report, text_timeline
+from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
 from ._sandbox import Sandbox
-from ._schedule import FIDELITIES, Schedule
-from ._strategies import CYCLES, FIFO, maker_of
+from ._schedule import CANCELLED, FIDELITIES, Schedule
+from ._strategies import CYCLES, FIFO, RANDOM, maker_of, mix
+from ._token import decode, encode
+from ._trace import Trace
 
 MIN_LENGTH: Final = 8
 
@@ -82,7 +84,7 @@ def explore(
 def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
     """Run schedule after schedule until one fails."""
     start = perf_counter()
-    first, told = runner.tell_first(base)
+    first, base_trace = runner.trace_first(base)
     length = max(MIN_LENGTH, len(first.order))
     schedule, outcome, num_run = base, first, 1
     if not first.has_failed and not same_end(first, runner.run(base)):
@@ -95,10 +97,10 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
-    warnings = told.order.warnings()
+    warnings = base_trace.order.warnings()
     report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity, warnings)
     if outcome.has_failed:
-        return explain(runner, schedule, outcome, report, base, told)
+        return explain(runner, schedule, outcome, report, base, base_trace)
     return report
 
 
@@ -128,3 +130,150 @@ def _check(
         raise ValueError(f"Unknown fidelity {fidelity!r}. Choose from {', '.join(FIDELITIES)}.")
     if faults is not None and not isinstance(faults, Faults):
         raise TypeError(f"faults must be art.Faults(), got {faults!r}.")
+
+
+def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None) -> Any:
+    """Run a program once, deterministically, in virtual time.
+
+    Args:
+        main: An async callable without arguments.
+        seed: Picks a random schedule; without one asyncio's own order is kept.
+        schedule: One drawn from `schedules()`, instead of a seed.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        BaseException: What `main` raises.
+        DeadlockError: If nothing can happen any more and it has not ended.
+        StarvationError: If it goes on and on.
+        LeakError: If it leaves tasks, generators or unretrieved exceptions behind.
+
+    Example:
+        >>> import asyncio
+        >>> run(lambda: asyncio.sleep(3600, "an hour later"))
+        'an hour later'
+    """
+    check_main(main)
+    check_no_loop("art.run")
+    if seed is not None and schedule is not None:
+        raise ValueError(f"Pass a seed ({seed!r}) or a schedule, not both.")
+    if seed is not None:
+        check_integer("seed", seed)
+        schedule = Schedule(RANDOM, mix(seed, 0))
+    elif schedule is None:
+        schedule = Schedule(FIFO, mix(0, 0))
+    return _run_one(main, schedule)
+
+
+def replay(main: Main, token: str, *, faults: Faults | None = None) -> Any:
+    """Run the schedule of a token again.
+
+    Args:
+        main: The program that the token is of, as it was or mended.
+        token: From a report.
+        faults: The faults of the exploration, needed only where the token has no room for them.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        ValueError: If the token is damaged or of another program; then nothing was run.
+        BaseException: What `main` raises, with the trace as a note; or as `run`.
+    """
+    check_main(main)
+    schedule = decode(token, main, faults)
+    check_no_loop("art.replay")
+    return _run_one(main, schedule)
+
+
+def _run_one(main: Main, schedule: Schedule) -> Any:
+    with Sandbox() as sandbox:
+        runner = Runner(main, sandbox)
+        outcome = runner.run(schedule)
+        if not outcome.has_failed:
+            return outcome.value
+        limit = ENDLESS_STEPS if outcome.kind == "endless" else None
+        again, trace = runner.trace(schedule, limit)
+        if not same_end(outcome, again):
+            _, third = runner.trace(schedule, limit)
+            raise nondeterminism(trace.steps, third.steps) from outcome.error
+    error = again.error
+    assert error is not None
+    error.add_note(text_timeline(trace.steps))
+    raise error
+
+
+def cancel_everywhere(main: Main) -> Report:
+    """Run a program once for each of its steps, and cancel it there.
+
+    In asyncio's own order the main task is cancelled after the first step of the program, in the
+    next run after the second, and so on, so that it is cancelled at each of its awaits and at each
+    moment of whatever it awaits. Every time it has to end: with the cancellation, or by itself.
+    Anything else fails: another error, a deadlock, a leak.
+
+    Args:
+        main: An async callable without arguments that builds its own state.
+
+    Returns:
+        What was found; `complete` if no run failed.
+
+    Raises:
+        TypeError: If `main` is not an async callable without arguments.
+        ContextError: If an event loop is running here.
+
+    Example:
+        >>> import asyncio
+        >>> async def main():
+        ...     await asyncio.gather(asyncio.sleep(1), asyncio.sleep(2))
+        >>> cancel_everywhere(main).complete
+        True
+    """
+    check_main(main)
+    check_no_loop("art.cancel_everywhere")
+    start = perf_counter()
+    with Sandbox() as sandbox:
+        runner = Runner(main, sandbox)
+        base = Schedule(FIFO, mix(0, 0))
+        first, base_trace = runner.trace_first(base)
+        num_run = 1
+        report = Report(False, None, num_run, False, 0.0, 0, "cancel_everywhere", "reorder")
+        if first.has_failed or not same_end(first, runner.run(base)):
+            return explain(runner, base, first, report, base, base_trace)
+        for step in range(len(first.order)):
+            schedule = Schedule(CANCELLED, base.seed, cancel_step=step)
+            outcome = runner.run(schedule)
+            num_run += 1
+            if outcome.has_failed and not was_just_cancelled(outcome):
+                report = replace(report, schedules_run=num_run)
+                return _failed(runner, schedule, outcome, report, base_trace)
+        rate = num_run / (perf_counter() - start)
+        return replace(report, schedules_run=num_run, schedules_per_second=rate, complete=True)
+
+
+def was_just_cancelled(outcome: Outcome) -> bool:
+    """Tell whether a program ended with its cancellation, as it should."""
+    return outcome.kind == "raised" and isinstance(outcome.error, asyncio.CancelledError)
+
+
+def _failed(
+    runner: Runner, schedule: Schedule, outcome: Outcome, report: Report, uncancelled: Trace
+) -> Report:
+    """Tell the trace of a cancellation that went wrong."""
+    again, trace = runner.trace(schedule)
+    error = again.error
+    if not same_end(outcome, again):
+        error = nondeterminism(trace.steps, runner.trace(schedule)[1].steps)
+    assert error is not None
+    before = uncancelled.steps[: schedule.cancel_step]
+    at = next((step.reached for step in reversed(before) if step.who == "main"), "its start")
+    constraint = f"main is cancelled at {at}, after step {schedule.cancel_step} of the program"
+    failure = Failure(
+        error,
+        encode(schedule, runner.main),
+        (constraint,),
+        tuple(outcome.order),
+        tuple(trace.steps),
+        report.schedules_run - 1,
+    )
+    return replace(report, failed=True, failure=failure)

@@ -11,35 +11,10 @@ task's steps follow each other, and a step follows the step that made it possibl
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import PurePath
-from typing import Any, final
+from typing import final
 
-from ..replica import MeetingPoint
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MadeCall:
-    """One call of a collective.
-
-    Attributes:
-        group: Identifies the run and the sync group it belongs to.
-        replica_id: Who made it.
-        sequence: Its number in the replica.
-        what: Its collective and place.
-        task: Identifies the task that made it.
-        step: During which step of the schedule.
-    """
-
-    group: int
-    replica_id: int
-    sequence: int
-    what: str
-    task: int
-    step: int
+from ._library import MadeCall
 
 
 @final
@@ -52,35 +27,11 @@ class OrderWatch:
         self._possible: dict[int, int] = {}
         self._num_made = 0
         self._made: dict[int, int] = {}
-        self._calls: list[MadeCall] = []
-        self._undo: Any = None
+        self._calls: list[tuple[MadeCall, int, int]] = []  # and who made it, in which step
 
-    def install(self) -> None:
-        """Begin to watch calls."""
-        meet, start = self._undo = MeetingPoint.meet, MeetingPoint.start
-
-        async def noted_meet(point: MeetingPoint, seat: Any, call: Any) -> Any:
-            self._note(seat.replica_id, call)
-            return await meet(point, seat, call)
-
-        def noted_start(point: MeetingPoint, seat: Any, call: Any) -> Any:
-            self._note(seat.replica_id, call)
-            return start(point, seat, call)
-
-        MeetingPoint.meet = noted_meet  # type: ignore[method-assign, assignment]
-        MeetingPoint.start = noted_start  # type: ignore[method-assign, assignment]
-
-    def _note(self, replica_id: int, call: Any) -> None:
-        what = f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
-        task, step = id(asyncio.current_task()), len(self._causes) - 1
-        group = id(call.group)  # of one run; calls are numbered in it
-        self._calls.append(MadeCall(group, replica_id, call.sequence, what, task, step))
-
-    def remove(self) -> None:
-        """Stop watching; idempotent."""
-        if self._undo is not None:
-            MeetingPoint.meet, MeetingPoint.start = self._undo  # type: ignore[method-assign]
-            self._undo = None
+    def note(self, call: MadeCall, index: int) -> None:
+        """Note a call that a participant makes in the current step."""
+        self._calls.append((call, index, len(self._causes) - 1))
 
     def begin_step(self, index: int) -> None:
         """Note what a step follows: the participant's last one, and what made it possible."""
@@ -103,13 +54,13 @@ class OrderWatch:
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each pair of calls that nothing orders."""
         found: dict[tuple[str, str], set[int]] = {}
-        by_replica: dict[tuple[int, int], list[MadeCall]] = {}
-        for call in self._calls:
-            by_replica.setdefault((call.group, call.replica_id), []).append(call)
+        by_replica: dict[tuple[object, int], list[tuple[MadeCall, int, int]]] = {}
+        for each in self._calls:
+            by_replica.setdefault((each[0].group, each[0].replica_id), []).append(each)
         for calls in by_replica.values():
-            calls.sort(key=lambda call: call.sequence)
-            for first, second in pairwise(calls):
-                if first.task != second.task and not self._leads_to(first.step, second.step):
+            calls.sort(key=lambda each: each[0].sequence)
+            for (first, one, before), (second, other, after) in pairwise(calls):
+                if one != other and not self._leads_to(before, after):
                     found.setdefault((first.what, second.what), set()).add(first.replica_id)
         return tuple(
             f"Replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, sorted(ids)))}: two tasks "

@@ -1,4 +1,4 @@
-"""Runs schedules of one program, plainly or with their story, and checks that they repeat."""
+"""Runs schedules of one program, plainly or with their trace, and checks that they repeat."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import Final, TypeVar, final
 
 from ..errors import ContextError
-from ._cancellation import Canceller
 from ._errors import DeadlockError, NondeterminismError, StarvationError
-from ._execute import Main, Outcome, check_main, execute
+from ._execute import Main, Observer, Outcome, execute
 from ._forbidden import is_foreign
-from ._holds import Hold, HoldChooser
-from ._keys import Keys
-from ._op_threads import NeedsThreads
-from ._schedule import CANCELLED, HELD, Schedule
-from ._story import Step, Story
+from ._participants import Choose
+from ._sandbox import Sandbox
+from ._schedule import CANCELLED, HELD, Hold, Schedule
+from ._shrink import HoldChooser
+from ._threads import NeedsThreads
+from ._trace import Canceller, Keys, Step, Trace
 
 RECENT: Final = 1000
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Choose")
-
-if TYPE_CHECKING:
-    from ._participant import Choose
-    from ._sandbox import Sandbox
+C = TypeVar("C", bound=Choose)
 
 
 def check_no_loop(what: str) -> None:
@@ -45,7 +41,7 @@ def check_no_loop(what: str) -> None:
     )
 
 
-def check_integer(name: str, value: Any) -> None:
+def check_integer(name: str, value: object) -> None:
     """Refuse what is no integer.
 
     Raises:
@@ -72,7 +68,7 @@ class Runner:
         self._context = copy_context()
 
     def run(self, schedule: Schedule) -> Outcome:
-        """Run one schedule, without its story."""
+        """Run one schedule, without its trace."""
         if schedule.maker == HELD:
             return self.run_holds(schedule, schedule.holds)
 
@@ -93,28 +89,28 @@ class Runner:
 
         return self._with_threads_if_needed(attempt)
 
-    def tell(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Story]:
-        """Run one schedule with its story; errors that only a story can tell are made."""
+    def trace(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Trace]:
+        """Run one schedule with its trace; errors that only a trace can tell are made."""
         if schedule.maker == HELD:
-            return self.tell_holds(schedule, schedule.holds, max_steps)
+            return self.trace_holds(schedule, schedule.holds, max_steps)
 
-        def attempt() -> tuple[Outcome, Story]:
-            story = Story()
+        def attempt() -> tuple[Outcome, Trace]:
+            trace = Trace()
             if schedule.maker == CANCELLED:
-                story.canceller = Canceller(schedule.cancel_step)
-            return self._with_story(schedule, story, schedule.chooser(), max_steps), story
+                trace.canceller = Canceller(schedule.cancel_step)
+            return self._with_trace(schedule, trace, schedule.chooser(), max_steps), trace
 
-        return self._told(*self._with_threads_if_needed(attempt))
+        return self._explained(*self._with_threads_if_needed(attempt))
 
-    def tell_first(self, schedule: Schedule) -> tuple[Outcome, Story]:
+    def trace_first(self, schedule: Schedule) -> tuple[Outcome, Trace]:
         """Run the first schedule; once more if it has imported something.
 
         Modules are imported once, and what they do then, such as taking random numbers, is part of
         no other run.
         """
         num_modules = len(sys.modules)
-        told = self.tell(schedule)
-        return told if len(sys.modules) == num_modules else self.tell(schedule)
+        told = self.trace(schedule)
+        return told if len(sys.modules) == num_modules else self.trace(schedule)
 
     def run_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
@@ -127,36 +123,40 @@ class Runner:
 
         return self._with_threads_if_needed(attempt)
 
-    def tell_holds(
+    def trace_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
-    ) -> tuple[Outcome, Story]:
-        """Run constraints with their story."""
+    ) -> tuple[Outcome, Trace]:
+        """Run constraints with their trace."""
 
-        def attempt() -> tuple[Outcome, Story]:
-            story = Story()
-            choose = HoldChooser(holds, story.keys)
-            return self._with_story(schedule, story, choose, max_steps), story
+        def attempt() -> tuple[Outcome, Trace]:
+            trace = Trace()
+            choose = HoldChooser(holds, trace.keys)
+            return self._with_trace(schedule, trace, choose, max_steps), trace
 
-        return self._told(*self._with_threads_if_needed(attempt))
+        return self._explained(*self._with_threads_if_needed(attempt))
 
     def _with_threads_if_needed(self, attempt: Callable[[], T]) -> T:
         """Run a schedule; once more, from its beginning, if an op turns out to need a thread."""
         try:
             return attempt()
         except NeedsThreads:
-            self._sandbox.threads.is_needed = True
+            self._sandbox.simulation.threads.is_needed = True
         return attempt()
 
-    def _with_story(
-        self, schedule: Schedule, story: Story, choose: Any, max_steps: int | None
+    def _with_trace(
+        self, schedule: Schedule, trace: Trace, choose: Choose, max_steps: int | None
     ) -> Outcome:
         try:
-            return self._execute(schedule, story, choose, max_steps)
+            return self._execute(schedule, trace, choose, max_steps)
         finally:
-            story.close()
+            trace.close()
 
     def _execute(
-        self, schedule: Schedule, observer: Any, choose: Any, max_steps: int | None = None
+        self,
+        schedule: Schedule,
+        observer: Observer | None,
+        choose: Choose,
+        max_steps: int | None = None,
     ) -> Outcome:
         return execute(
             self.main,
@@ -168,25 +168,25 @@ class Runner:
             max_steps=max_steps or self._max_steps,
         )
 
-    def _told(self, outcome: Outcome, story: Story) -> tuple[Outcome, Story]:
+    def _explained(self, outcome: Outcome, trace: Trace) -> tuple[Outcome, Trace]:
         if outcome.error is None and outcome.has_failed:
             make = _deadlock if outcome.kind == "deadlock" else _starvation
-            outcome.error = make(story, outcome)
-        return outcome, story
+            outcome.error = make(trace, outcome)
+        return outcome, trace
 
 
-def _deadlock(story: Story, outcome: Outcome) -> DeadlockError:
-    assert story.graph is not None
-    graph = story.graph
+def _deadlock(trace: Trace, outcome: Outcome) -> DeadlockError:
+    assert trace.graph is not None
+    graph = trace.graph
     head = "Nothing can happen any more, and the program has not ended."
     if graph.cycle:
         head = f"Deadlock: {' waits for '.join((*graph.cycle, graph.cycle[0]))}."
     return DeadlockError(f"{head}\n{graph.describe()}", waits=graph.waits, cycle=graph.cycle)
 
 
-def _starvation(story: Story, outcome: Outcome) -> StarvationError:
-    assert story.graph is not None
-    graph, steps = story.graph, story.steps
+def _starvation(trace: Trace, outcome: Outcome) -> StarvationError:
+    assert trace.graph is not None
+    graph, steps = trace.graph, trace.steps
     counts: dict[str, int] = {}
     for step in steps[-RECENT:]:
         counts[step.who] = counts.get(step.who, 0) + 1
@@ -249,7 +249,7 @@ def nondeterminism(first: Sequence[Step], second: Sequence[Step]) -> Nondetermin
 def same_end(first: Outcome, second: Outcome) -> bool:
     """Tell whether two runs took the same steps to the same end.
 
-    A story of an endless run is cut short, so of that only the beginning is compared.
+    A trace of an endless run is cut short, so of that only the beginning is compared.
     """
     if first.kind != second.kind:
         return False
@@ -288,14 +288,3 @@ def _line(error: BaseException) -> tuple[str, int]:
             found = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return found
-
-
-__all__ = [
-    "Runner",
-    "check_integer",
-    "check_main",
-    "check_no_loop",
-    "nondeterminism",
-    "same_end",
-    "same_failure",
-]

@@ -11,7 +11,7 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
-from aioreplica.testing import _op_threads
+from aioreplica.testing import _threads
 
 PAIR = ["cpu:0", "cpu:1"]
 OUTSIDE = threading.Lock()  # made outside every program, so it is real
@@ -350,8 +350,8 @@ def test_an_op_may_catch_what_ends_the_attempt_without_threads() -> None:
 
 
 def test_a_lock_that_is_real_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op_threads, "LOOK_S", 0.005)
-    monkeypatch.setattr(_op_threads, "STUCK_LOOKS", 3)
+    monkeypatch.setattr(_threads, "LOOK_S", 0.005)
+    monkeypatch.setattr(_threads, "STUCK_LOOKS", 3)
 
     async def main() -> None:
         def block() -> None:

@@ -1,4 +1,8 @@
-"""Simulated lanes: the library's own devices, run by the schedule."""
+"""Simulated devices: lanes whose ops the schedule runs, and the gates that device threads wait at.
+
+`SimLaneTable` takes the place of the process's table of lanes, in the registry, so the library
+itself asks it for lanes and gates.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
 from ..errors import DeviceError
 from ..replica import run_device_program
-from ._gates import SimGate
-from ._pools import PoolOp
-from ._workers import DEFAULT_WORKERS, SimPool
-
-if TYPE_CHECKING:
-    from ._loop import SimLoop
-
+from ._pools import DEFAULT_WORKERS, PoolOp, PoolTable, SimPool
 
 COLLECTIVE_WORKERS: Final = 4
 WORKERS: Final = {HOST: DEFAULT_WORKERS, COLLECTIVES: COLLECTIVE_WORKERS}
@@ -48,7 +46,7 @@ class DeviceOp(PoolOp):
         self.future.fail_claimed(error)
 
     def deliver(self) -> None:
-        """Wake whoever waits for the op."""
+        """Complete the op's future."""
         self.future.resolve()
 
     def describe(self) -> str:
@@ -65,6 +63,34 @@ class DeviceOp(PoolOp):
 
 
 @final
+class SimGate:
+    """Stands for a gate; the schedule decides when the op that waited goes on.
+
+    Args:
+        pools: The pools of the run.
+    """
+
+    __slots__ = ("_pools", "lock")
+
+    def __init__(self, pools: PoolTable) -> None:
+        self._pools = pools
+        self.lock: Any = threading.Lock()  # Any: a simulated one, inside a run
+        self.lock.acquire()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the gate is open; False if that took longer than `timeout_s`."""
+        return bool(self.lock.acquire(True, -1 if timeout_s is None else timeout_s))
+
+    def open(self) -> None:
+        """Open the gate; an op that lets another one go on may be overtaken by it."""
+        is_awaited = bool(self.lock.waiters)
+        self.lock.release()
+        op = self._pools.current_op
+        if is_awaited and op is not None:
+            op.on_thread().give_way()
+
+
+@final
 class SimLane:
     """Stands for a device's lane.
 
@@ -76,7 +102,6 @@ class SimLane:
 
     def __init__(self, pool: SimPool) -> None:
         self.pool = pool
-        pool.lane = self
         self.name = pool.name
         self._is_stopped = False
 
@@ -98,15 +123,14 @@ class SimLane:
     def lend(self) -> Iterator[None]:
         """Let other ops run while the op that runs waits for something; see `Lane.lend`."""
         pool = self.pool
-        table = pool.loop.pools
-        op = table.current_op
+        op = pool.table.current_op
         assert op is not None  # it is served by this lane
         op.on_thread()
         pool.lend(op.lender)
         try:
             yield
         finally:
-            gate = SimGate(table, threading.Lock())
+            gate = SimGate(pool.table)
             if not pool.take_back(op.lender, gate.open):
                 gate.wait()
             pool.lends_no_longer(op.lender)
@@ -133,12 +157,13 @@ def _never_called() -> None:
 class SimLaneTable:
     """Stands for the process's table of lanes while one schedule runs."""
 
-    def __init__(self, loop: SimLoop) -> None:
+    def __init__(self, pools: PoolTable) -> None:
         self.generation = 0
         self.num_collective_streams = COLLECTIVE_WORKERS
         self.gang_lock = threading.Lock()
-        self._loop = loop
+        self._pools = pools
         self._lanes: dict[str, SimLane] = {}
+        self._lane_of: dict[SimPool, SimLane] = {}  # given back ones too: they still run ops
         self._users: dict[str, int] = {}
 
     def lane(self, name: str, *, num_streams: int | None = None) -> SimLane:
@@ -146,17 +171,18 @@ class SimLaneTable:
         lane = self._lanes.get(name)
         if lane is None:
             workers = num_streams or WORKERS.get(name, 1)
-            lane = self._lanes[name] = SimLane(self._loop.pools.make(name, workers))
+            lane = self._lanes[name] = SimLane(self._pools.make(name, workers))
+            self._lane_of[lane.pool] = lane
         return lane
 
     def served_lane(self) -> SimLane | None:
         """Return the lane whose op runs now."""
-        op = self._loop.pools.current_op
-        return op.pool.lane if op is not None else None
+        op = self._pools.current_op
+        return self._lane_of.get(op.pool) if op is not None else None
 
     def new_gate(self, loop: Any) -> SimGate:
         """Make a closed gate, whose waits the schedule sees."""
-        return SimGate(self._loop.pools, threading.Lock())
+        return SimGate(self._pools)
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """Count one more user of each lane."""

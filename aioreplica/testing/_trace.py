@@ -1,33 +1,43 @@
-"""The story of a schedule: every step with a name, told by running the schedule again.
+"""The trace of a schedule: every step with a name, made by running the schedule again.
 
-The story is an observer of a simulated loop. It also keeps what shrinking needs: for each step a
-key that means the same participant in other schedules of the same program, and since when the
-step could have been taken.
+A trace observes a simulated loop. It also keeps what shrinking needs: for each step a key that
+means the same participant in other schedules of the same program, and since when the step could
+have been taken.
+
+Numbers of participants are given in the order of making, and two schedules of one program may make
+the same tasks in different orders. A key says who made the participant, who made that one, and so
+on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from ..context import PLACE
-from ._device_lanes import DeviceOp
-from ._handles import SimTimer
-from ._keys import Key, Keys
-from ._op_points import point_of_op
+from ._devices import DeviceOp
+from ._library import LibraryWatch, MadeCall
+from ._loop import SimLoop
 from ._order import OrderWatch
-from ._owners import Owners
-from ._participant import CALLBACKS, CLOCK, START_S, Participant
+from ._participants import (
+    CALLBACKS,
+    CLOCK,
+    FIRST_INDEX,
+    START_S,
+    Participant,
+    SimTask,
+    SimTimer,
+)
 from ._points import point_of
-from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp
-from ._task import SimTask
-from ._waits import WaitGraph
+from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp, PoolTable
+from ._schedule import Key
+from ._waits import Owners, WaitGraph
 
-if TYPE_CHECKING:
-    from ._cancellation import Canceller
-    from ._loop import SimLoop
-
-MAX_STORY_STEPS: Final = 3_000
+CALLBACKS_KEY: Final[Key] = (CALLBACKS,)
+CLOCK_KEY: Final[Key] = (CLOCK,)
+MAIN_KEY: Final[Key] = (FIRST_INDEX,)
+MAX_TRACE_STEPS: Final = 3_000
 
 
 @final
@@ -65,11 +75,11 @@ class Step:
 
 
 @final
-class Story:
-    """Observes a run and remembers it in words.
+class Trace:
+    """Observes a run and keeps its steps in words.
 
     Attributes:
-        steps: The first `MAX_STORY_STEPS` steps.
+        steps: The first `MAX_TRACE_STEPS` steps.
         num_steps: How many steps there were.
         pending: Steps that could have been taken when a failing run ended.
         graph: Who waited for whom when the run got stuck; None if it did not.
@@ -87,36 +97,38 @@ class Story:
         self.graph: WaitGraph | None = None
         self.ending = ""
         self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
+        self._pools: PoolTable = None  # type: ignore[assignment]  # likewise
         self.keys = Keys()
         self._nth: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._num_possible = 0
         self._points: dict[int, str] = {}
         self._names: dict[int, str] = {}
-        self._replicas: dict[int, SimTask] = {}
+        self._replicas: dict[int, tuple[Any, SimTask]] = {}  # kept alive: ids are used again
         self._op_counts: dict[int, int] = {}
         self._op_numbers: dict[int, int] = {}
         self._owners = Owners()
         self.order = OrderWatch()
+        self._library = LibraryWatch(self._note_call)
         self._now: tuple[str, int, int, int] | None = None
 
     # ---- the observer ------------------------------------------------------------------------
 
-    def begin(self, loop: SimLoop, main: SimTask) -> None:
-        """Meet the loop before the first step."""
-        self._loop = loop
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+        self._loop, self._pools = loop, pools
         self._names[main.index] = "main"
-        self.keys.begin(loop, main)
+        self.keys.begin(loop, pools, main)
         if self.canceller is not None:
-            self.canceller.begin(loop, main)
+            self.canceller.begin(loop, pools, main)
         self._owners.install()
-        self.order.install()
+        self._library.install()
         self._note_options(self._options_now())
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
-        """Learn who takes the next step, and who else could have."""
+        """Note who takes the next step, and who else could have."""
         self.num_steps += 1
-        if self.num_steps > MAX_STORY_STEPS:
+        if self.num_steps > MAX_TRACE_STEPS:
             return
         index = chosen.index
         self._note_options(self._options_now(), by_time=True)
@@ -128,11 +140,11 @@ class Story:
         self._loop.stepping = chosen
 
     def after(self, chosen: Participant) -> None:
-        """Learn what came of the step."""
+        """Note what came of the step."""
         self.keys.after(chosen)
         if self.canceller is not None:
             self.canceller.after(chosen)
-        if self.num_steps > MAX_STORY_STEPS:
+        if self.num_steps > MAX_TRACE_STEPS:
             return
         self.order.end_step(self._loop.num_indices)
         assert self._now is not None
@@ -142,10 +154,10 @@ class Story:
         who = self.name_of(chosen)
         reached = did
         if isinstance(chosen, SimTask):
-            reached = point_of(chosen)
+            reached = self._point_of(chosen)
             did = f"{at} -> {reached}"
         elif isinstance(chosen, PoolOp) and chosen.run is not None:
-            reached = point_of_op(chosen)
+            reached = self._point_of(chosen)
             did = f"{did} -> {reached}"
         self._points[index] = reached
         lane = chosen.pool.name if isinstance(chosen, PoolOp) else who
@@ -160,7 +172,20 @@ class Story:
         for option in self._options_now():
             self.pending.append(self._never_taken(option))
         if kind in ("deadlock", "endless"):
-            self.graph = WaitGraph.of(self._loop, self.name_of, self._owners)
+            self.graph = WaitGraph.of(
+                self._loop.sim_tasks, self._pools, self.name_of, self._owners, self._library
+            )
+
+    def _point_of(self, chosen: SimTask | PoolOp) -> str:
+        is_done = isinstance(chosen, SimTask) and chosen.done()
+        wait = None if is_done else self._library.wait_of(chosen)
+        return point_of(chosen, "" if wait is None else wait.what)
+
+    def _note_call(self, call: MadeCall) -> None:
+        task = asyncio.current_task()
+        maker = task if isinstance(task, SimTask) else self._loop.stepping
+        if maker is not None and self.num_steps <= MAX_TRACE_STEPS:
+            self.order.note(call, maker.index)
 
     def lines(self) -> list[str]:
         """Return the steps without their times, to compare two runs."""
@@ -169,7 +194,7 @@ class Story:
     def close(self) -> None:
         """Put back what was watched."""
         self._owners.remove()
-        self.order.remove()
+        self._library.remove()
 
     # ---- names ---------------------------------------------------------------------------------
 
@@ -206,7 +231,7 @@ class Story:
             number = replica.replica_id_in_sync_group
             if getattr(place, "is_outside", False):
                 return f"{task.get_name().removeprefix('aioreplica ')} of replica {number}"
-            if self._replicas.setdefault(id(replica), task) is task:
+            if self._replicas.setdefault(id(replica), (replica, task))[1] is task:
                 return f"replica {number}"
             return f"{function} of replica {number}"
         name = task.get_name()
@@ -257,3 +282,91 @@ def _callback_name(handle: Any) -> str:
         return handle.get_name()
     callback = getattr(handle, "_callback", None)
     return getattr(callback, "__qualname__", None) or type(callback).__name__
+
+
+@final
+class Keys:
+    """Gives keys, and counts the steps of each participant; an observer of a run.
+
+    Attributes:
+        by_number: The key of each participant so far, by its number.
+        num_steps: How many steps each has taken, by key.
+    """
+
+    __slots__ = ("_loop", "_made", "by_number", "num_steps")
+
+    def __init__(self) -> None:
+        self.by_number: list[Key] = [CALLBACKS_KEY, CLOCK_KEY]
+        self.num_steps: dict[Key, int] = {}
+        self._made: dict[Key, int] = {}
+        self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
+
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+        self._loop = loop
+        self.by_number.append(MAIN_KEY)
+
+    def before(self, chosen: Participant, options: list[Participant]) -> None:
+        """Note who takes the next step."""
+
+    def after(self, chosen: Participant) -> None:
+        """Give keys to what the step has made."""
+        keys = self.by_number
+        maker = keys[chosen.index]
+        self.num_steps[maker] = self.num_steps.get(maker, 0) + 1
+        for _ in range(len(keys), self._loop.num_indices):
+            count = self._made.get(maker, 0)
+            self._made[maker] = count + 1
+            keys.append((*maker, count))
+
+    def end(self, kind: str) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def key_of(self, participant: Any) -> Key:
+        """Return the key of a participant."""
+        index: int = participant.index
+        return self.by_number[index]
+
+
+@final
+class Canceller:
+    """Observes a run and cancels its main task once.
+
+    Args:
+        step: After how many steps; 0 cancels a main task that has not begun.
+
+    Attributes:
+        has_struck: Whether the main task was cancelled before it ended.
+    """
+
+    __slots__ = ("_loop", "_main", "_num_steps", "_step", "has_struck")
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._num_steps = 0
+        self.has_struck = False
+        self._main: SimTask | None = None
+
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+        self._main = main
+        self._strike_if_due()
+
+    def before(self, chosen: Participant, options: list[Participant]) -> None:
+        """Note who takes the next step."""
+
+    def after(self, chosen: Participant) -> None:
+        """Count the step."""
+        self._num_steps += 1
+        self._strike_if_due()
+
+    def end(self, kind: str) -> None:
+        """Nothing is left to do."""
+
+    def _strike_if_due(self) -> None:
+        main = self._main
+        if self._num_steps == self._step and main is not None and not main.done():
+            self.has_struck = main.cancel("art.cancel_everywhere")
