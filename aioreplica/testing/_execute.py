@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Observer(LoopObserver, Protocol):
-    """What is told of a whole run."""
+    """Observes a whole run."""
 
     def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
         """Start to observe, before the first step."""
@@ -168,6 +168,7 @@ def execute(
         return _judge(loop, pools, task, order, observer)
     finally:
         pools.unwind()
+        pools.close()
         loop.finish()
         sandbox.end()
 
@@ -193,7 +194,7 @@ def _judge(
             if not task.done() or task._log_traceback:
                 break
         else:
-            left = loop.complaints or loop._asyncgens or pools.waiting  # type: ignore[attr-defined]
+            left = loop.complaints or loop.open_generators or pools.waiting
             if not left:
                 return Outcome("passed", main.result(), None, order)
         error = _find_leaks(loop, pools)
@@ -233,7 +234,7 @@ def _find_leaks(loop: SimLoop, pools: PoolTable) -> LeakError | None:
         if task.done() and task._log_traceback
     )
     exceptions += tuple(_complaint(context) for context in loop.complaints)
-    generators = tuple(agen.__qualname__ for agen in loop.open_generators)
+    generators = tuple(getattr(agen, "__qualname__", "?") for agen in loop.open_generators)
     threads = tuple(f"{op.describe()} on {op.pool.name} ({point_of(op)})" for op in pools.waiting)
     if not (tasks or generators or exceptions or threads):
         return None
@@ -245,7 +246,7 @@ def _find_leaks(loop: SimLoop, pools: PoolTable) -> LeakError | None:
     if threads:
         parts.append(f"threads that waited for ever: {', '.join(threads)}")
     if exceptions:
-        parts.append(f"exceptions that nobody retrieved: {', '.join(exceptions)}")
+        parts.append(f"exceptions that were never retrieved: {', '.join(exceptions)}")
     return LeakError(
         f"The program ended and left behind {'; '.join(parts)}. Await, cancel or close them "
         "before it ends.",

@@ -57,7 +57,7 @@ def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
             when = loop.next_when()
             if when is None:
                 if pool.table.current_op is not None:
-                    return  # somebody else may go on meanwhile
+                    return  # another participant may go on meanwhile
                 refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
             loop.jump(when)
 

@@ -4,7 +4,7 @@ A preemption is a task that is held although it could go on, while another task 
 else is free: who goes on when a task has to wait, when a pool starts and completes a call, when a
 callback runs or a timer fires. So the bound never counts how far a schedule is from asyncio's own.
 
-Every run follows a list of choices and then the default, which preempts nobody; each other option
+Every run follows a list of choices and then the default, which preempts no task; each other option
 that it passes becomes a list of its own, unless it exceeds the bound. No two runs are the same, and
 when no list is left every schedule within the bound has been run.
 """

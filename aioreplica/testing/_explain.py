@@ -1,4 +1,4 @@
-"""Explaining a failure: tell its trace, check that it repeats, shrink it, give it a token."""
+"""Explain a failure: trace it, check that it repeats, shrink it, give it a token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def explain(
     base: Schedule,
     base_trace: Trace,
 ) -> Report:
-    """Rerun a failing schedule to tell its trace, check that it repeats, and shrink it.
+    """Rerun a failing schedule with a trace, check that it repeats, and shrink it.
 
     Args:
         runner: Runs it.
@@ -47,10 +47,13 @@ def explain(
         limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * own))
     again, trace = runner.trace(schedule, limit)
     if not same_end(outcome, again):
-        return _differs(runner, schedule, trace, report)
+        third = runner.trace(schedule)[1]
+        error = nondeterminism(trace.steps, third.steps, (outcome, again))
+        return _failed(report, runner, schedule, error)
     _, base_again = runner.trace(base)
-    if base_again.lines() != base_trace.lines() or base_again.ending != base_trace.ending:
-        return _failed(report, runner, base, nondeterminism(base_trace.steps, base_again.steps))
+    if not base_again.is_same(base_trace):
+        error = nondeterminism(base_trace.steps, base_again.steps, (again,))
+        return _failed(report, runner, base, error)
 
     def fails(holds: Sequence[Hold]) -> bool:
         return same_failure(again, runner.run_holds(schedule, holds, limit))
@@ -73,12 +76,6 @@ def explain(
         found.num_runs,
     )
     return replace(report, failed=True, failure=failure)
-
-
-def _differs(runner: Runner, schedule: Schedule, trace: Trace, report: Report) -> Report:
-    """Report that a schedule does not repeat itself, with the first step that differs."""
-    _, again = runner.trace(schedule)
-    return _failed(report, runner, schedule, nondeterminism(trace.steps, again.steps))
 
 
 def _failed(

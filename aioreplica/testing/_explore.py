@@ -146,7 +146,7 @@ def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None
     Raises:
         BaseException: What `main` raises.
         DeadlockError: If nothing can happen any more and it has not ended.
-        StarvationError: If it goes on and on.
+        StarvationError: If it takes more steps than its budget.
         LeakError: If it leaves tasks, generators or unretrieved exceptions behind.
 
     Example:
@@ -197,7 +197,7 @@ def _run_one(main: Main, schedule: Schedule) -> Any:
         again, trace = runner.trace(schedule, limit)
         if not same_end(outcome, again):
             _, third = runner.trace(schedule, limit)
-            raise nondeterminism(trace.steps, third.steps) from outcome.error
+            raise nondeterminism(trace.steps, third.steps, (outcome, again)) from outcome.error
     error = again.error
     assert error is not None
     error.add_note(text_timeline(trace.steps))
@@ -263,7 +263,8 @@ def _failed(
     again, trace = runner.trace(schedule)
     error = again.error
     if not same_end(outcome, again):
-        error = nondeterminism(trace.steps, runner.trace(schedule)[1].steps)
+        third = runner.trace(schedule)[1]
+        error = nondeterminism(trace.steps, third.steps, (outcome, again))
     assert error is not None
     before = uncancelled.steps[: schedule.cancel_step]
     at = next((step.reached for step in reversed(before) if step.who == "main"), "its start")

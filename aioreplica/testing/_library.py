@@ -1,4 +1,4 @@
-"""What the library tells of a run: who waits in which of its calls, and which runs go on.
+"""What the library reports of a run: who waits in which of its calls, and which runs go on.
 
 The only module of the kit that looks into the library.
 """

@@ -24,10 +24,11 @@ import sys
 import threading
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, Final, Protocol, final
+from weakref import WeakValueDictionary
 
 from ._forbidden import ForbiddenIO
 from ._participants import (
@@ -89,7 +90,7 @@ class Executors(Protocol):
 
 
 class LoopObserver(Protocol):
-    """What is told of every step of a run."""
+    """Observes every step of a run."""
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
         """Note who takes the next step, and who else could have."""
@@ -135,6 +136,9 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
+        self.generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]]
+        self.generators = WeakValueDictionary()
+        self._num_generators = 0
         self._timers: list[tuple[float, int, Due]] = []
         self.num_due = 0  # timers that are due and have neither fired nor been cancelled
         self._due_at = 0.0
@@ -353,7 +357,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._thread_id = threading.get_ident()
         self._old_hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(
-            firstiter=self._asyncgen_firstiter_hook,  # type: ignore[attr-defined]
+            firstiter=self._asyncgen_firstiter_hook,
             finalizer=self._asyncgen_finalizer_hook,
         )
         events._set_running_loop(self)
@@ -374,22 +378,37 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property
-    def open_generators(self) -> list[Any]:
-        """Asynchronous generators that were begun and not ended."""
-        return list(self._asyncgens)  # type: ignore[attr-defined]
+    def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
+        """Asynchronous generators that were begun and not ended, in the order of their making."""
+        if not self._num_generators:
+            return []
+        return [agen for agen in self.generators.values() if getattr(agen, "ag_frame", None)]
 
-    def _asyncgen_finalizer_hook(self, agen: Any) -> None:
-        self._asyncgens.discard(agen)  # type: ignore[attr-defined]
+    def _asyncgen_firstiter_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
+        self._num_generators += 1
+        self.generators[self._num_generators] = agen
+
+    def _asyncgen_finalizer_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
         if not self._closed:
             self.call_soon(self._end_generator, agen)
 
-    def _end_generator(self, agen: Any) -> None:
+    async def shutdown_asyncgens(self) -> None:
+        """Close all asynchronous generators, in the order of their making."""
+        closing = self.open_generators
+        closed = await asyncio.gather(*[agen.aclose() for agen in closing], return_exceptions=True)
+        for agen, error in zip(closing, closed, strict=True):
+            if isinstance(error, Exception):
+                text = f"an error occurred during closing of asynchronous generator {agen!r}"
+                context = {"message": text, "exception": error, "asyncgen": agen}
+                self.call_exception_handler(context)
+
+    def _end_generator(self, agen: AsyncGenerator[Any, Any]) -> None:
         task = self.create_task(agen.aclose())
         if type(task) is SimTask:
             task.ends_with_run = True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Remember what nobody handled, unless the program has a handler of its own."""
+        """Record an unhandled exception, unless the program has a handler of its own."""
         if self._exception_handler is not None:  # type: ignore[attr-defined]
             super().call_exception_handler(context)
         elif not self._closed:
@@ -416,7 +435,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 class Budget:
     """Decides when a run has taken too many steps.
 
-    Virtual time stands still while anything can run, so a program that spins until some time has
+    Virtual time does not pass while anything can run, so a program that spins until some time has
     passed would spin for ever. After `SPIN_STEPS` steps at one instant the clock moves on, to the
     next timer or by a doubling number of seconds.
 

@@ -89,7 +89,7 @@ class SimTask(RealTask[Any]):
 
     def fire(self) -> None:
         """Run the step that waits."""
-        callback, self.callback = self.callback, None  # no cycle: nobody collects during a run
+        callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
 
 

@@ -29,7 +29,7 @@ AWAITED_METHODS: Final = {
     "SimLock.acquire": "Lock",
     "SimRLock.acquire": "RLock",
 }
-"""Where code waits in asyncio, anyio, `threading` and `queue`, which tell no observer."""
+"""Where code waits in asyncio, anyio, `threading` and `queue`, which have no observers."""
 PACKAGES: Final = {
     "_locks": "threading",
     "threading": "threading",
@@ -129,6 +129,28 @@ def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
         if frame.f_lasti < 4 and len(frames) == 1 and not _has_begun(participant):
             return "its start"
     return f"{what} at {_line_of(frame)}" if what else _line_of(frame)
+
+
+def line_of_error(error: BaseException) -> tuple[str, int]:
+    """Return file and number of the innermost line of the program that an error came through."""
+    found = ("", 0)
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not is_foreign(file):
+            found = file, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception as code, and its line in the program."""
+    try:
+        shown = repr(error)
+    except Exception:  # noqa: BLE001 - the program's own class
+        shown = type(error).__qualname__
+    file, line = line_of_error(error)
+    return f"{shown} at {PurePath(file).name}:{line}" if file else shown
 
 
 def _has_begun(task: asyncio.Task[Any]) -> bool:

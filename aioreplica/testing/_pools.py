@@ -79,7 +79,7 @@ class PoolOp:
             outcome = context.run(self.fn, *self.args)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the call
+        except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             self.fn, self.args = _FAILED, (error,)
         else:
             self.fn, self.args = _DONE, (outcome,)
@@ -89,7 +89,7 @@ class PoolOp:
         self.fn, self.args = _FAILED, (error,)
 
     def deliver(self) -> None:
-        """Hand the outcome to whoever awaits it."""
+        """Set the result or the exception of the future."""
         future, fn = self.future, self.fn
         (outcome,), self.args = self.args, ()
         if future.done():
@@ -235,7 +235,7 @@ class PoolOp:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it stands still until somebody wakes it."""
+        """Whether it is suspended until another participant wakes it."""
         return self.state == WAITING
 
     @property
@@ -255,7 +255,7 @@ class PoolOp:
         return self.run
 
     def begin_wait(self) -> None:
-        """Stand still."""
+        """Suspend the op."""
         self.state = WAITING
 
     def offer(self) -> None:
@@ -272,7 +272,7 @@ class PoolOp:
         self.pool.loop.external.remove(self)
 
     def unwind(self) -> None:
-        """End an op wherever it stands still, with a CancelledError."""
+        """End a suspended op with a CancelledError."""
         run = self.run
         if run is not None and self.state in (WAITING, AWAKE):
             if self.state == AWAKE:
@@ -346,7 +346,7 @@ class SimPool:
             self.loop.external.append(op)
 
     def ended(self) -> None:
-        """Take note that a worker is free again."""
+        """Free a worker."""
         self.num_running -= 1
         if self.queue:
             self.offer()
@@ -359,7 +359,7 @@ class SimPool:
         self.ended()
 
     def take_back(self, lender: Any, give_worker: Callable[[], None]) -> bool:
-        """Ask for a worker for an op that waits no longer; False if `give_worker` tells it when."""
+        """Ask for a worker for an op that goes on; False if `give_worker` is called later."""
         if self.num_running < self.num_workers and self.offered is None:
             self.num_running += 1
             return True
@@ -425,7 +425,7 @@ class PoolTable:
         self.is_given_up = False
 
     def sleep(self, op: PoolOp, seconds: float) -> None:
-        """Let an op sleep: it is late by so much, or stands still if it sleeps all the time."""
+        """Let an op sleep: it is late by so much, or suspended if it sleeps very often."""
         self.slept_s += seconds
         self.num_sleeps += 1
         if self.num_sleeps > MAX_SLEEPS:
@@ -433,7 +433,7 @@ class PoolTable:
 
     @property
     def waiting(self) -> list[PoolOp]:
-        """The ops that stand still until somebody wakes them, which time alone does not."""
+        """The suspended ops that no timeout wakes."""
         if self.threads is None:
             return []
         return [op for op in self.ops if op.is_waiting and op.run and not op.run.is_timed]
@@ -454,6 +454,10 @@ class PoolTable:
             for op in tuple(self.ops):
                 op.unwind()
                 self.slept_s = 0.0
+
+    def close(self) -> None:
+        """Let go of everything: these close cycles, which only the collector could free."""
+        self.pools, self.ops, self._by_executor = [], [], {}
 
     def make(self, name: str, num_workers: int) -> SimPool:
         """Make a pool that stands for no executor."""

@@ -53,7 +53,7 @@ class Failure:
         """The constraints and how to replay, in lines."""
         lines = [f"It fails when {', and '.join(self.constraints)}."] if self.constraints else []
         if not self.token:
-            return [*lines, "It has too many decisions for a token; constraints tell it all."]
+            return [*lines, "It has too many decisions for a token, so it cannot be replayed."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
         return lines
 
@@ -98,14 +98,14 @@ class Report:
     warnings: tuple[str, ...] = ()
 
     def check(self) -> Report:
-        """Raise the failure with its story; return the report itself if there is none.
+        """Raise the failure with its trace as a note; return the report itself if there is none.
 
         Raises:
             BaseException: The error of the failure, with the constraints, the token and the
                 timeline as notes.
         """
         if self.failure is not None:
-            raise with_story(self.failure)
+            raise with_notes(self.failure)
         return self
 
     def __repr__(self) -> str:
@@ -116,8 +116,8 @@ class Report:
         return f"<Report {self.strategy} | {self.schedules_run} schedules, {end}>"
 
 
-def with_story(failure: Failure) -> BaseException:
-    """Return the error of a failure, with its story as a note (once)."""
+def with_notes(failure: Failure) -> BaseException:
+    """Return the error of a failure, with its timeline as a note (once)."""
     error = failure.error
     note = "\n".join([*failure.summary, "", failure.timeline])
     if note not in getattr(error, "__notes__", ()):

@@ -6,20 +6,18 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import Final, TypeVar, final
+from typing import TypeVar, final
 
 from ..errors import ContextError
 from ._errors import DeadlockError, NondeterminismError, StarvationError
 from ._execute import Main, Observer, Outcome, execute
-from ._forbidden import is_foreign
 from ._participants import Choose
+from ._points import describe_error, line_of_error
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, HELD, Hold, Schedule
 from ._shrink import HoldChooser
 from ._threads import NeedsThreads
 from ._trace import Canceller, Keys, Step, Trace
-
-RECENT: Final = 1000
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Choose)
@@ -90,7 +88,7 @@ class Runner:
         return self._with_threads_if_needed(attempt)
 
     def trace(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Trace]:
-        """Run one schedule with its trace; errors that only a trace can tell are made."""
+        """Run one schedule with its trace; errors that need a trace are made."""
         if schedule.maker == HELD:
             return self.trace_holds(schedule, schedule.holds, max_steps)
 
@@ -109,8 +107,8 @@ class Runner:
         no other run.
         """
         num_modules = len(sys.modules)
-        told = self.trace(schedule)
-        return told if len(sys.modules) == num_modules else self.trace(schedule)
+        traced = self.trace(schedule)
+        return traced if len(sys.modules) == num_modules else self.trace(schedule)
 
     def run_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
@@ -170,9 +168,15 @@ class Runner:
 
     def _explained(self, outcome: Outcome, trace: Trace) -> tuple[Outcome, Trace]:
         if outcome.error is None and outcome.has_failed:
-            make = _deadlock if outcome.kind == "deadlock" else _starvation
+            make = _deadlock if outcome.kind == "deadlock" else _endless
             outcome.error = make(trace, outcome)
         return outcome, trace
+
+
+def _endless(trace: Trace, outcome: Outcome) -> DeadlockError | StarvationError:
+    """Return the error for a program that took more steps than its budget."""
+    only_timers = trace.busy and all(each.is_timer for each in trace.busy)
+    return _deadlock(trace, outcome) if only_timers else _starvation(trace, outcome)
 
 
 def _deadlock(trace: Trace, outcome: Outcome) -> DeadlockError:
@@ -181,69 +185,102 @@ def _deadlock(trace: Trace, outcome: Outcome) -> DeadlockError:
     head = "Nothing can happen any more, and the program has not ended."
     if graph.cycle:
         head = f"Deadlock: {' waits for '.join((*graph.cycle, graph.cycle[0]))}."
-    return DeadlockError(f"{head}\n{graph.describe()}", waits=graph.waits, cycle=graph.cycle)
+    elif trace.busy:
+        head = "The program has not ended, and only timers go on."
+    text = f"{head}\n{graph.describe()}"
+    for timer in dict.fromkeys(each.point for each in trace.busy):
+        text += f"\n  the timer of {timer} went on for {len(outcome.order)} steps"
+    text += _unretrieved(trace)
+    return DeadlockError(text, waits=graph.waits, cycle=graph.cycle, exceptions=trace.exceptions)
 
 
 def _starvation(trace: Trace, outcome: Outcome) -> StarvationError:
     assert trace.graph is not None
-    graph, steps = trace.graph, trace.steps
-    counts: dict[str, int] = {}
-    for step in steps[-RECENT:]:
-        counts[step.who] = counts.get(step.who, 0) + 1
-    running = tuple(sorted(counts, key=lambda who: (_is_timer(who), -counts[who]))[:5])
-    if not _is_timer(running[0]):
-        running = tuple(who for who in running if not _is_timer(who))
-    ended = len(outcome.order)
+    graph, ended = trace.graph, len(outcome.order)
+    busy = [each for each in trace.busy if not each.is_timer][:5]
+    running = tuple(each.who for each in busy)
     text = (
         f"The program has not ended after {ended} steps. Lately these went on: "
         f"{', '.join(running)}."
     )
-    last = {step.who: step for step in steps[-RECENT:]}
-    text += "".join(f"\n  {who} goes round at {last[who].reached}" for who in running)
-    waits = tuple(wait for wait in graph.waits if wait.who not in counts)
+    text += "".join(f"\n  {each.who} goes round at {each.point}" for each in busy)
+    known = {each.who for each in trace.busy}
+    waits = tuple(wait for wait in graph.waits if wait.who not in known)
     if waits:
         text += "\nMeanwhile these waited:" + "".join(f"\n  {wait.describe()}" for wait in waits)
-    return StarvationError(text, steps=ended, running=running, waits=waits, cycle=graph.cycle)
+    return StarvationError(
+        text + _unretrieved(trace),
+        steps=ended,
+        running=running,
+        waits=waits,
+        cycle=graph.cycle,
+        exceptions=trace.exceptions,
+    )
 
 
-def _is_timer(who: str) -> bool:
-    return who.startswith("timer #")
+def _unretrieved(trace: Trace) -> str:
+    """Return the exceptions that may be the cause, as lines."""
+    if not trace.exceptions:
+        return ""
+    return "\nExceptions that were never retrieved:" + "".join(
+        f"\n  {each}" for each in trace.exceptions
+    )
 
 
-def nondeterminism(first: Sequence[Step], second: Sequence[Step]) -> NondeterminismError:
-    """Return the error for two stories of one schedule that differ."""
+def nondeterminism(
+    first: Sequence[Step], second: Sequence[Step], ends: Sequence[Outcome] = ()
+) -> NondeterminismError:
+    """Return the error for two traces of one schedule that differ.
+
+    Args:
+        first: The steps of one run.
+        second: Those of another.
+        ends: How two runs ended, where that is known.
+    """
     advice = (
         "Let the program build all of its state inside its function, and take time and randomness "
         "from the modules that are simulated."
     )
+    error = next((each.error for each in ends if each.error is not None), None)
+    if error is not None:
+        advice += f" One of the runs ended with {describe_error(error)}."
+    differs = "The same schedule ran otherwise the second time, from step"
     for number, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        if one.is_same(other):
+            continue
         ours, theirs = f"{one.who}: {one.did}", f"{other.who}: {other.did}"
-        if ours != theirs or one.num_options != other.num_options:
-            if ours == theirs:
-                ours += f" ({one.num_options} could go)"
-                theirs += f" ({other.num_options} could go)"
-            return NondeterminismError(
-                f"The same schedule ran otherwise the second time, from step {number} on: first "
-                f"{ours}, then {theirs}. {advice}",
-                step=number,
-                first=ours,
-                second=theirs,
-            )
-    number = min(len(first), len(second)) + 1
-    if len(first) == len(second):
+        if ours == theirs:
+            ours += f" ({one.num_options} could go)"
+            theirs += f" ({other.num_options} could go)"
         return NondeterminismError(
-            "The same schedule took the same steps twice but ended otherwise. " + advice
+            f"{differs} {number} on: first {ours}, then {theirs}. {advice}",
+            step=number,
+            first=ours,
+            second=theirs,
         )
+    if len(first) == len(second):
+        how = " and ".join(_how_ended(each) for each in ends)
+        return NondeterminismError(
+            f"The same schedule took the same steps twice but ended otherwise"
+            f"{': ' + how if how else ''}. {advice}"
+        )
+    number = min(len(first), len(second)) + 1
     longer = first if len(first) > len(second) else second
     step = f"{longer[number - 1].who}: {longer[number - 1].did}"
     ours, theirs = (step, "the end") if longer is first else ("the end", step)
     return NondeterminismError(
-        f"The same schedule ran otherwise the second time, from step {number} on: first {ours}, "
-        f"then {theirs}. {advice}",
+        f"{differs} {number} on: first {ours}, then {theirs}. {advice}",
         step=number,
         first=ours,
         second=theirs,
     )
+
+
+def _how_ended(outcome: Outcome) -> str:
+    if outcome.kind == "raised" and outcome.error is not None:
+        return f"raised {describe_error(outcome.error)}"
+    words = {"deadlock": "deadlocked", "endless": "did not end"}
+    return words.get(outcome.kind, outcome.kind)
 
 
 def same_end(first: Outcome, second: Outcome) -> bool:
@@ -269,22 +306,12 @@ def same_failure(first: Outcome, second: Outcome) -> bool:
         return True
     assert first.error is not None
     assert second.error is not None
-    return _same_type(first.error, second.error) and _line(first.error) == _line(second.error)
+    return _same_type(first.error, second.error) and line_of_error(first.error) == line_of_error(
+        second.error
+    )
 
 
 def _same_type(first: BaseException | None, second: BaseException | None) -> bool:
     """Compare by name: a program that defines a class makes another one in each run."""
     one, other = type(first), type(second)
     return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
-
-
-def _line(error: BaseException) -> tuple[str, int]:
-    """Return the innermost line of the program that an error came through."""
-    found = ("", 0)
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not is_foreign(file):
-            found = file, traceback.tb_lineno
-        traceback = traceback.tb_next
-    return found

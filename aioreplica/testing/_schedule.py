@@ -80,8 +80,8 @@ class Schedule:
 class Ranks:
     """Ranks options by who is preempted: rank 0 preempts no task.
 
-    Who went last goes on as long as it can; then whoever asyncio would take. A task that could go
-    on but has gone on for `SPIN` decisions steps back once: it may be waiting for another.
+    The task that went last goes on as long as it can; then the one asyncio would take. A task that
+    could go on but has gone on for `SPIN` decisions steps back once: it may wait for another.
 
     Attributes:
         last: Number of the task that went last.

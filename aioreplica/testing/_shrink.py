@@ -1,7 +1,7 @@
 """Shrinking: from a schedule that fails to the few constraints that make it fail.
 
-The failing schedule is told as asyncio's own order under a set of holds. Single holds are tried
-first, the longest before the others; then delta debugging removes whatever is not needed.
+The failing schedule is described as asyncio's own order under a set of holds. Single holds are
+tried first, the longest before the others; then delta debugging removes what is not needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_RUNS: Final = 200
 SINGLES: Final = 60
 
 Fails = Callable[[Sequence[Hold]], bool]
-"""Runs asyncio's order under holds; tells whether it fails in the same way."""
+"""Runs asyncio's order under holds; returns whether it fails in the same way."""
 
 
 @final
@@ -133,7 +133,7 @@ WINDOW: Final = 2_000  # steps between a hold and its end
 class HoldChooser:
     """Chooses as asyncio would, but for what is held.
 
-    A held participant goes nevertheless when nobody else can.
+    A held participant goes nevertheless if no other can.
 
     Args:
         holds: The constraints.
@@ -166,8 +166,8 @@ class HoldChooser:
 def holds_of(steps: Sequence[Step], pending: Sequence[Step]) -> list[Hold]:
     """Return constraints that make asyncio's own order into the order of a trace.
 
-    Whoever was overtaken by steps that became possible later was held, until the last of them.
-    The longest holds come first.
+    A participant that was overtaken by steps that became possible later was held, until the last of
+    them. The longest holds come first.
 
     Args:
         steps: The steps of the trace.

@@ -68,7 +68,7 @@ def fifo(options: list[Participant]) -> int:
 def _overdue(options: list[Participant]) -> int:
     """Return the first op that others have overtaken for too long, or 0.
 
-    Time stands still while something is ready, but a program that spins until an op is done, on a
+    Time does not pass while something is ready, but a program that spins until an op is done, on a
     real loop, sees it done sooner or later.
     """
     for i, option in enumerate(options):

@@ -1,7 +1,7 @@
 """Threads for ops that wait: exactly one thread of a run goes on at any time, handed over.
 
 An op runs on the thread of the loop as long as no op of its program has ever waited for anything:
-that costs nothing. Once one has, the ops of that program get threads, which pass a baton: whoever
+that costs nothing. Once one has, the ops of that program get threads, which pass a baton: what
 lets an op go on waits until the op waits, or ends. So nothing is left to the system's scheduler,
 and a schedule runs alike whether its ops have threads or not.
 """
@@ -43,7 +43,7 @@ class OpThread:
     """A thread that runs one op after the other.
 
     Invariants:
-        * Whoever calls `resume` and the thread itself never run at the same time.
+        * The caller of `resume` and the thread itself never run at the same time.
 
     Attributes:
         ident: The thread's.
@@ -91,7 +91,7 @@ class OpThread:
         try:
             if not self._back.acquire(True, LOOK_S):
                 self._watch()
-        except BaseException:  # an interrupt: the op must not go on beside whoever handles it
+        except BaseException:  # an interrupt: the op must not go on beside what handles it
             if not self.is_lost:
                 self._is_doomed = True
                 self._back.acquire()
@@ -112,7 +112,7 @@ class OpThread:
         self._thread.join(JOIN_S)
 
     def _watch(self) -> None:
-        """Wait for a thread that takes long; give it up if it stands still."""
+        """Wait for a thread that takes long; give it up if it makes no progress."""
         last: Any = None
         num_same = 0
         while not self._back.acquire(True, LOOK_S):

@@ -12,6 +12,8 @@ on.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -29,15 +31,19 @@ from ._participants import (
     SimTask,
     SimTimer,
 )
-from ._points import point_of
+from ._points import describe_error, point_of
 from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp, PoolTable
 from ._schedule import Key
+from ._strategies import mix
 from ._waits import Owners, WaitGraph
 
 CALLBACKS_KEY: Final[Key] = (CALLBACKS,)
 CLOCK_KEY: Final[Key] = (CLOCK,)
 MAIN_KEY: Final[Key] = (FIRST_INDEX,)
 MAX_TRACE_STEPS: Final = 3_000
+MAX_KEY: Final = 8
+"""How long a key gets: timers that make each other would have keys as long as their number."""
+RECENT: Final = 1000
 
 
 @final
@@ -69,9 +75,33 @@ class Step:
     since: int
     num_options: int
 
+    def is_same(self, other: Step) -> bool:
+        """Tell whether another run took the same step; names may differ, such as of a counter."""
+        mine, others = (
+            (self.key, self.did, self.num_options),
+            (other.key, other.did, other.num_options),
+        )
+        return mine == others
+
     def describe(self) -> str:
         """Return one line."""
         return f"{self.time_s:10.4f}  {self.who:<24}  {self.did}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """A participant that took many of the last steps.
+
+    Attributes:
+        who: Its name.
+        point: Where it stood last; for a timer, the name of its callback.
+        is_timer: Whether it is a timer.
+    """
+
+    who: str
+    point: str
+    is_timer: bool
 
 
 @final
@@ -83,6 +113,8 @@ class Trace:
         num_steps: How many steps there were.
         pending: Steps that could have been taken when a failing run ended.
         graph: Who waited for whom when the run got stuck; None if it did not.
+        busy: Who took the last steps of an endless run, busiest first.
+        exceptions: What tasks and callbacks raised that was not retrieved when the run got stuck.
         ending: How the run ended.
         keys: The keys of all participants.
         order: Watches the order of collectives.
@@ -95,7 +127,10 @@ class Trace:
         self.pending: list[Step] = []
         self.canceller: Canceller | None = None
         self.graph: WaitGraph | None = None
+        self.busy: tuple[Busy, ...] = ()
+        self.exceptions: tuple[str, ...] = ()
         self.ending = ""
+        self._recent: deque[Participant] = deque(maxlen=RECENT)
         self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
         self._pools: PoolTable = None  # type: ignore[assignment]  # likewise
         self.keys = Keys()
@@ -128,6 +163,9 @@ class Trace:
     def before(self, chosen: Participant, options: list[Participant]) -> None:
         """Note who takes the next step, and who else could have."""
         self.num_steps += 1
+        waiting = self._loop.waiting
+        is_task = chosen.index == CALLBACKS and type(waiting[0]) is SimTask
+        self._recent.append(waiting[0] if is_task else chosen)
         if self.num_steps > MAX_TRACE_STEPS:
             return
         index = chosen.index
@@ -175,6 +213,36 @@ class Trace:
             self.graph = WaitGraph.of(
                 self._loop.sim_tasks, self._pools, self.name_of, self._owners, self._library
             )
+            self.exceptions = tuple(self._unretrieved())
+        if kind == "endless":
+            self.busy = tuple(self._busy())
+
+    def _unretrieved(self) -> Iterator[str]:
+        """Name the exceptions that ended tasks and callbacks and that were never retrieved."""
+        for task in self._loop.sim_tasks:
+            error = task._exception  # unlike `exception()` this retrieves nothing
+            if task._log_traceback and error is not None:
+                yield f"{self.name_of(task)} raised {describe_error(error)}"
+        for context in self._loop.complaints:
+            error = context.get("exception")
+            if error is not None:
+                handle = context.get("handle")
+                who = context["message"] if handle is None else f"callback {_callback_name(handle)}"
+                yield f"{who} raised {describe_error(error)}"
+
+    def _busy(self) -> Iterator[Busy]:
+        """Name who took the last steps, busiest first."""
+        recent = list(self._recent)[-max(1, self.num_steps // 2) :]
+        counts = Counter(each.index for each in recent)
+        last = {each.index: each for each in recent}
+        for index in sorted(counts, key=lambda index: -counts[index]):
+            each = last[index]
+            if isinstance(each, SimTimer):
+                yield Busy(self.name_of(each), _callback_name(each), is_timer=True)
+            elif isinstance(each, (SimTask, PoolOp)):
+                yield Busy(self.name_of(each), self._point_of(each), is_timer=False)
+            else:
+                yield Busy(self.name_of(each), self._points.get(index, "?"), is_timer=False)
 
     def _point_of(self, chosen: SimTask | PoolOp) -> str:
         is_done = isinstance(chosen, SimTask) and chosen.done()
@@ -187,9 +255,11 @@ class Trace:
         if maker is not None and self.num_steps <= MAX_TRACE_STEPS:
             self.order.note(call, maker.index)
 
-    def lines(self) -> list[str]:
-        """Return the steps without their times, to compare two runs."""
-        return [f"{step.who}: {step.did}" for step in self.steps]
+    def is_same(self, other: Trace) -> bool:
+        """Tell whether another run took the same steps to the same kind of end."""
+        if self.ending != other.ending or len(self.steps) != len(other.steps):
+            return False
+        return all(map(Step.is_same, self.steps, other.steps))
 
     def close(self) -> None:
         """Put back what was watched."""
@@ -224,9 +294,7 @@ class Trace:
     def _name_task(self, task: SimTask) -> str:
         place = task.context.get(PLACE) if task.context is not None else None
         replica = getattr(place, "replica", None)
-        coroutine = task.get_coro()
-        function = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
-        function = function.rpartition(".")[2]
+        function = _function_name(task)
         if replica is not None:
             number = replica.replica_id_in_sync_group
             if getattr(place, "is_outside", False):
@@ -277,9 +345,15 @@ class Trace:
                     self.order.became_possible(option.index)
 
 
+def _function_name(task: SimTask) -> str:
+    coroutine = task.get_coro()
+    name: str = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
+    return name.rpartition(".")[2]
+
+
 def _callback_name(handle: Any) -> str:
     if isinstance(handle, SimTask):
-        return handle.get_name()
+        return f"{_function_name(handle)} (Task-{handle.number})"
     callback = getattr(handle, "_callback", None)
     return getattr(callback, "__qualname__", None) or type(callback).__name__
 
@@ -317,7 +391,8 @@ class Keys:
         for _ in range(len(keys), self._loop.num_indices):
             count = self._made.get(maker, 0)
             self._made[maker] = count + 1
-            keys.append((*maker, count))
+            key = (*maker, count)
+            keys.append(key if len(key) < MAX_KEY else (mix(*key),))
 
     def end(self, kind: str) -> None:
         """Nothing is left to do."""

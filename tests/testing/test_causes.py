@@ -1,0 +1,210 @@
+"""Verdicts: no alarm without a bug, and reports that name the cause and not its shadow."""
+
+import asyncio
+import itertools
+import tracemalloc
+from collections.abc import AsyncIterator
+
+import anyio
+import pytest
+
+import aioreplica.testing as art
+from tests.testing.programs import step
+
+# --- generators -------------------------------------------------------------------------------
+
+
+def test_a_generator_that_has_ended_is_no_leak() -> None:
+    kept: list[AsyncIterator[int]] = []
+
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+
+    async def main() -> None:
+        kept.append(numbers())
+        async for _ in kept[-1]:
+            await asyncio.sleep(0)
+
+    art.explore(main, schedules=20).check()
+
+
+def test_a_generator_in_the_cycle_of_an_exception_is_no_leak() -> None:
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+        raise KeyError
+
+    async def consume() -> int:
+        source, errors = numbers(), list[BaseException]()
+        try:
+            async for _ in source:
+                await asyncio.sleep(0)
+        except KeyError as error:
+            errors.append(error)  # its traceback holds this frame, and the frame the generator
+        return len(errors)
+
+    async def main() -> None:
+        assert await consume() == 1
+
+    art.explore(main, schedules=20).check()
+
+
+def test_open_generators_are_named_in_the_order_of_their_making() -> None:
+    kept: list[AsyncIterator[int]] = []
+
+    async def main() -> None:
+        for make in (first, second, third):
+            kept.append(make())
+            await anext(kept[-1])
+
+    async def first() -> AsyncIterator[int]:
+        yield 1
+
+    async def second() -> AsyncIterator[int]:
+        yield 1
+
+    async def third() -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(art.LeakError) as caught:
+        art.run(main)
+
+    names = [name.rpartition(".")[2] for name in caught.value.generators]
+    assert names == ["first", "second", "third"]
+
+
+# --- numbers ----------------------------------------------------------------------------------
+
+
+def test_living_scopes_never_share_a_number() -> None:
+    async def main() -> None:
+        scopes = [anyio.CancelScope() for _ in range(4)]
+        for _ in range(20):  # what is freed gives its address to the next one
+            del scopes[0]
+            scopes += [anyio.CancelScope(), anyio.CancelScope()]
+        assert len({hash(scope) for scope in scopes}) == len(scopes)
+
+    art.explore(main, schedules=3).check()
+
+
+# --- timers -----------------------------------------------------------------------------------
+
+
+async def waits_for_ever_beside_a_timer() -> None:
+    loop = asyncio.get_running_loop()
+
+    def tick() -> None:
+        loop.call_later(1, tick)
+
+    tick()
+    await asyncio.Event().wait()
+
+
+def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
+    failure = art.explore(waits_for_ever_beside_a_timer, max_steps=3000).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    assert [wait.who for wait in failure.error.waits] == ["main"]
+    assert "tick" in str(failure.error), "the timer that goes on is named, as no cause"
+    with pytest.raises(art.DeadlockError):
+        art.replay(waits_for_ever_beside_a_timer, failure.token)
+
+
+def test_a_timer_that_reschedules_itself_takes_memory_in_proportion() -> None:
+    tracemalloc.start()
+    try:
+        art.explore(waits_for_ever_beside_a_timer, max_steps=6000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 40e6, f"{peak / 1e6:.0f} MB"
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
+def test_names_from_a_counter_do_not_hide_the_failure(fidelity: str) -> None:
+    numbers = itertools.count()
+
+    async def main() -> None:
+        order: list[int] = []
+
+        async def worker(i: int) -> None:
+            await asyncio.to_thread(int)
+            order.append(i)
+
+        names = [f"worker-{next(numbers)}" for _ in range(2)]
+        tasks = [asyncio.create_task(worker(i), name=name) for i, name in enumerate(names)]
+        await asyncio.gather(*tasks)
+        assert order == [0, 1]
+
+    failure = art.explore(main, fidelity=fidelity).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, AssertionError)
+    assert len(failure.constraints) == 1
+
+
+# --- exceptions that died ---------------------------------------------------------------------
+
+
+def test_a_deadlock_names_the_exception_that_killed_a_task() -> None:
+    async def main() -> None:
+        ready = asyncio.Event()
+
+        async def worker() -> None:
+            await step()
+            ready.set() if {}["missing"] else None
+
+        worker_task = asyncio.create_task(worker(), name="worker")
+        await ready.wait()
+        await worker_task
+
+    failure = art.explore(main).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    [died] = failure.error.exceptions
+    assert "task 'worker'" in died
+    assert "KeyError('missing')" in died
+    assert "test_causes.py:" in died
+    assert died in str(failure.error)
+
+
+def test_a_deadlock_names_the_exception_that_died_in_a_callback() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        future, other = loop.create_future(), loop.create_future()
+
+        def finish() -> None:
+            future.set_result(None)
+            future.set_result(None)
+            other.set_result(None)
+
+        loop.call_soon(finish)
+        await other
+
+    with pytest.raises(art.DeadlockError, match=r"InvalidStateError.*test_causes\.py:"):
+        art.run(main)
+
+
+def test_a_program_that_spins_names_the_exception_that_died() -> None:
+    async def main() -> None:
+        done: list[bool] = []
+
+        async def worker() -> None:
+            await step()
+            done.append({}["missing"])
+
+        task = asyncio.create_task(worker())
+        while not done:
+            await asyncio.sleep(0)
+        await task
+
+    failure = art.explore(main, max_steps=2000).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.StarvationError)
+    assert "KeyError('missing')" in failure.error.exceptions[0]
