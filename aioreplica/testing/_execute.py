@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, final
 
-from ._errors import LeakError
+from ._errors import LeakError, StarvationError
 from ._loop import Budget, LoopObserver, SimLoop
 from ._participants import Choose, SimTask
 from ._points import point_of
@@ -19,6 +19,7 @@ from ._sandbox import Sandbox
 from ._schedule import Schedule
 from ._strategies import fifo
 from ._threads import NeedsThreads
+from ._watchdog import StuckStepError
 
 Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 DRAIN_STEPS: Final = 5_000
@@ -30,7 +31,7 @@ class Outcome:
     """How one schedule ended.
 
     Attributes:
-        kind: "passed", "raised", "leaked", "deadlock" or "endless".
+        kind: "passed", "raised", "leaked", "deadlock", "endless", or "stuck" in one step.
         value: What the program returned.
         error: What it raised, or the `LeakError`; None where only a rerun with a trace can make it.
         order: Who took each step, by number of participant.
@@ -150,6 +151,11 @@ def execute(
         try:
             with suppress(NeedsThreads):
                 kind = loop.run(task)
+        except StuckStepError:
+            order = list(loop.order)
+            with suppress(StuckStepError):
+                _abandon(loop, pools)
+            return Outcome("stuck", None, _stuck(loop, order, sandbox.watchdog.stack), order)
         except SystemExit as error:  # it leaves the loop at once, as it does a real one
             order = loop.order
             _abandon(loop, pools)
@@ -178,6 +184,20 @@ def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
         pools.is_given_up = True
         _abandon(loop, pools)
         raise NeedsThreads
+
+
+def _stuck(loop: SimLoop, order: Sequence[int], stack: Sequence[str]) -> StarvationError:
+    """Return the error for a step that had to be interrupted."""
+    tasks = [_describe(task) for task in loop.sim_tasks if task.index == order[-1]]
+    who = tasks[0] if tasks else "a callback or a call in a pool"
+    lines = "".join(f"\n  {line}" for line in stack)
+    return StarvationError(
+        f"Step {len(order)}, of {who}, neither awaits nor ends: it was interrupted, after using "
+        f"the processor for a long time, at{lines or ' an unknown line'}\nNothing else can go on "
+        "meanwhile, on a real event loop too. Await what it waits for.",
+        steps=len(order),
+        running=(who,),
+    )
 
 
 def _judge(

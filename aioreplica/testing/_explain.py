@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from ._errors import NondeterminismError
 from ._execute import Outcome
 from ._report import Failure, Report
 from ._runner import Runner, nondeterminism, same_end, same_failure
@@ -41,6 +40,9 @@ def explain(
         base: asyncio's own schedule.
         base_trace: Its trace, from before.
     """
+    if outcome.kind == "stuck":  # that takes long: it is not run again
+        assert outcome.error is not None
+        return _failed(report, runner, schedule, outcome.error)
     limit = None
     if outcome.kind == "endless":  # more than asyncio's own order takes, or that would count too
         own = 0 if base_trace.ending == "endless" else base_trace.num_steps
@@ -78,9 +80,7 @@ def explain(
     return replace(report, failed=True, failure=failure)
 
 
-def _failed(
-    report: Report, runner: Runner, schedule: Schedule, error: NondeterminismError
-) -> Report:
+def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseException) -> Report:
     token = ""
     with suppress(TokenTooLongError):
         token = encode(schedule, runner.main)

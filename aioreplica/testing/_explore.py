@@ -193,6 +193,9 @@ def _run_one(main: Main, schedule: Schedule) -> Any:
         outcome = runner.run(schedule)
         if not outcome.has_failed:
             return outcome.value
+        if outcome.kind == "stuck":
+            assert outcome.error is not None
+            raise outcome.error
         limit = ENDLESS_STEPS if outcome.kind == "endless" else None
         again, trace = runner.trace(schedule, limit)
         if not same_end(outcome, again):

@@ -31,6 +31,7 @@ from ._forbidden import refuse
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
 from ._simulation import Simulation
+from ._watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
@@ -66,10 +67,12 @@ class Sandbox:
 
     Attributes:
         simulation: The schedule that runs, for what takes the place of the real doors.
+        watchdog: Interrupts steps that do not end.
     """
 
     def __init__(self) -> None:
         self.simulation = Simulation()
+        self.watchdog = Watchdog(self.simulation)
         self._gate = REGISTRY.once("testing_gate", threading.RLock)
         self._undo: list[tuple[Any, str, Any]] = []
         self._bytes: Random | None = None
@@ -89,6 +92,7 @@ class Sandbox:
         self._random_state = random.getstate()
         self._lane_table = REGISTRY.replace(LANE_TABLE, None)
         self._source_lanes = REGISTRY.replace(SOURCE_LANES, None)
+        self.watchdog.start()
         try:
             self._patch_all()
         except BaseException:
@@ -112,6 +116,7 @@ class Sandbox:
         REGISTRY.replace(SOURCE_LANES, self._source_lanes)
         random.setstate(self._random_state)
         self.simulation.threads.close()
+        self.watchdog.stop()
         if self._collects:
             gc.enable()
         self._gate.release()

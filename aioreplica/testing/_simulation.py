@@ -50,6 +50,16 @@ class Simulation:
         ident = threading.get_ident()
         return ident == self._thread or ident in self.threads.idents
 
+    def progress(self) -> tuple[int, int] | None:
+        """Return what changes with every step of the run; None between runs."""
+        return (id(self.loop), len(self.loop.order)) if self._is_running else None
+
+    def running_thread(self) -> int:
+        """Return the thread that takes the current step."""
+        op = self.pools.current_op
+        run = None if op is None else op.run
+        return self._thread if run is None else run.thread.ident
+
     def who(self) -> int | PoolOp | Simulation:
         """Return what owns a lock that is taken now: an op, or this object for all tasks."""
         if not self.is_here():

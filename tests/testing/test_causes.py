@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 
@@ -9,6 +10,7 @@ import anyio
 import pytest
 
 import aioreplica.testing as art
+from aioreplica.testing import _watchdog
 from tests.testing.programs import step
 
 # --- generators -------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ async def waits_for_ever_beside_a_timer() -> None:
 
 
 def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
-    failure = art.explore(waits_for_ever_beside_a_timer, max_steps=3000).failure
+    failure = art.explore(waits_for_ever_beside_a_timer, max_steps=800).failure
 
     assert failure is not None
     assert isinstance(failure.error, art.DeadlockError)
@@ -110,15 +112,16 @@ def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
         art.replay(waits_for_ever_beside_a_timer, failure.token)
 
 
+@pytest.mark.slow
 def test_a_timer_that_reschedules_itself_takes_memory_in_proportion() -> None:
     tracemalloc.start()
     try:
-        art.explore(waits_for_ever_beside_a_timer, max_steps=6000)
+        art.explore(waits_for_ever_beside_a_timer, max_steps=5000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
 
-    assert peak < 40e6, f"{peak / 1e6:.0f} MB"
+    assert peak < 25e6, f"{peak / 1e6:.0f} MB"
 
 
 # --- names ------------------------------------------------------------------------------------
@@ -203,8 +206,72 @@ def test_a_program_that_spins_names_the_exception_that_died() -> None:
             await asyncio.sleep(0)
         await task
 
-    failure = art.explore(main, max_steps=2000).failure
+    failure = art.explore(main, max_steps=600).failure
 
     assert failure is not None
     assert isinstance(failure.error, art.StarvationError)
     assert "KeyError('missing')" in failure.error.exceptions[0]
+
+
+# --- steps that do not end --------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watchdog look often, and lose patience soon."""
+    monkeypatch.setattr(_watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(_watchdog, "STUCK_S", 0.1)
+
+
+async def spins_in_one_step() -> None:
+    done: list[int] = []
+
+    async def first() -> None:
+        await step()
+        done.append(1)
+
+    async def second() -> None:
+        while not done:
+            pass
+
+    await asyncio.gather(first(), step(2))
+    await second()
+    done.clear()
+    await asyncio.create_task(second(), name="spinner")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_step_that_spins_is_interrupted_and_named() -> None:
+    failure = art.explore(spins_in_one_step).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.StarvationError)
+    assert "spinner" in str(failure.error)
+    assert "test_causes.py:" in str(failure.error)
+    assert "in second" in str(failure.error)
+    with pytest.raises(art.StarvationError):
+        art.replay(spins_in_one_step, failure.token)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_op_that_spins_is_interrupted() -> None:
+    async def main() -> None:
+        def spin() -> None:
+            threading.Event().wait(1)  # from here on ops have threads
+            while True:
+                pass
+
+        await asyncio.to_thread(spin)
+
+    with pytest.raises(art.StarvationError, match="in spin"):
+        art.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_many_short_steps_are_not_interrupted() -> None:
+    async def main() -> None:
+        for _ in range(20_000):
+            await asyncio.sleep(0)
+
+    art.explore(main, schedules=5).check()
