@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..collectives import leaf_bytes
 from ..context import PLACE
-from ..replica import Call, Collective, Meeting, Parts, Pending
+from ..replica import Call, Collective, SyncGroup, Parts, Pending
 from ..values import Variable, Weighted
 from ._step import take_step
 
@@ -94,7 +94,7 @@ class ApplyGradients(Collective):
             f"weight {without}"
         )
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, meeting: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""
         nothing = [None] * meeting.num_replicas
         pending = calls[0].context.run(_step_of_all, meeting, [_of(call) for call in calls])
@@ -109,7 +109,7 @@ def _of(call: Call) -> Contribution:
     return contribution
 
 
-def _step_of_all(meeting: Meeting, brought: Sequence[Contribution]) -> Any:
+def _step_of_all(meeting: SyncGroup, brought: Sequence[Contribution]) -> Any:
     PLACE.set(meeting.merge_place)
     optimizer, variables, _, global_step, scale = brought[0]
     columns = list(zip(*(each.gradients for each in brought), strict=True))

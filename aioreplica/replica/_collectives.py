@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import operator
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar
 
 from ..collectives import CommunicationOptions, require_axis, require_options
+from ..context import PLACE
 from ..typing import ReduceOp
-from ._collective import Collective
 from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle
+from ._meeting import CallSite, Collective, SyncGroup, new_call
 from ._merge_call import MERGE_CALL
+from ._misuse import no_blocking_handle_error
 from ._payload import payload_along, payload_of, payload_of_numbers
 from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction
+from ._waiters import TaskWaiter, Waiter
 
 T = TypeVar("T")
 
 
-class Collectives(ABC):
+class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     """What replicas of one sync group can do together.
+
+    Args:
+        waiter: How this replica waits: as a task, or in a thread.
+        group: Whom it meets.
+        position: Its index in that group.
 
     Every member must make the same calls in the same order; anything else is a
     MergeMismatchError at once, raised by `run`. Every call raises ContextError outside its own
@@ -38,29 +47,22 @@ class Collectives(ABC):
         Values are combined in ascending replica id, whatever the order of arrival.
     """
 
-    __slots__ = ()
+    __slots__ = ("_members", "_position", "_waiter")
+
+    def __init__(self, waiter: Waiter, group: SyncGroup, position: int) -> None:
+        self._waiter = waiter
+        self._members = group
+        self._position = position
 
     @property
-    @abstractmethod
+    def replica_id_in_sync_group(self) -> int:
+        """Index of this replica among those who meet, from 0."""
+        return self._position
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas meet in a collective."""
-
-    @abstractmethod
-    def _call(
-        self,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Coroutine[Any, Any, Any]:
-        """Make a call and return what to await for its result."""
-
-    @abstractmethod
-    def _start(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
-    ) -> Handle:
-        """Make a call that needs no awaiting to go on."""
+        return len(self._members.members)
 
     def merge_call(
         self,
@@ -276,3 +278,75 @@ class Collectives(ABC):
         A different value is a MergeMismatchError that shows both. NaN equals NaN.
         """
         return self._call(AGREE, None, (value,), None, sys._getframe(1))
+
+    def _call(
+        self,
+        collective: Collective,
+        argument: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        frame: FrameType | CallSite,
+    ) -> Any:
+        """Make a call: number it and hand it to the waiter."""
+        waiter, group = self._waiter, self._members
+        if PLACE.get() is not waiter.place or get_ident() != waiter.thread_id:
+            return waiter.elsewhere(
+                collective, argument, args, kwargs, group, self._position, frame
+            )
+        replica = waiter.replica
+        if group.is_partial:
+            sequence = replica.next_in(group)
+        else:
+            replica.sequence = sequence = replica.sequence + 1
+        call = new_call(collective, argument, args, kwargs, group, self._position, sequence, frame)
+        tell = waiter.point.observers.call_made
+        if tell is not None:
+            tell(call)
+        return waiter.meet(call)
+
+    def _start(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Handle:
+        """Make a call that needs no awaiting to go on."""
+        waiter, group = self._waiter, self._members
+        if not isinstance(waiter, TaskWaiter):
+            raise no_blocking_handle_error()
+        if not waiter.is_here:
+            return waiter.start_elsewhere(collective, argument, args, group, self._position, frame)
+        sequence = waiter.replica.next_in(group)
+        call = new_call(collective, argument, args, None, group, self._position, sequence, frame)
+        tell = waiter.point.observers.call_made
+        if tell is not None:
+            tell(call)
+        return waiter.start(call)
+
+
+def require_members(members: Iterable[int], own: int, num_replicas: int) -> tuple[int, ...]:
+    """Return the ids of a group in ascending order.
+
+    Raises:
+        TypeError: If they are no ints.
+        ValueError: If there is none, one is given twice or is not a replica, or the caller is not
+            among them.
+    """
+    shown = members
+    try:
+        ids = tuple(operator.index(member) for member in members)
+    except TypeError:
+        raise TypeError(f"group needs a sequence of replica ids, got {shown!r}.") from None
+    if not ids:
+        raise ValueError("group needs at least one replica id, got none.")
+    outside = [i for i in ids if not 0 <= i < num_replicas]
+    if outside:
+        raise ValueError(
+            f"group got {list(ids)}, but there is no replica {outside[0]}: ids are 0 to "
+            f"{num_replicas - 1}."
+        )
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"group got {list(ids)}, where an id is repeated. Name each once.")
+    if own not in ids:
+        raise ValueError(
+            f"group got {list(ids)}, which leaves out the replica that asks. Only members can "
+            "call it: guard it with `if ctx.replica_id_in_sync_group in ids:`."
+        )
+    return tuple(sorted(ids))

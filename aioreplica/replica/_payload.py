@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..collectives import leaf_bytes, require_axis, require_reducible
 from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
 from ..typing import ReduceOp
-
-if TYPE_CHECKING:
-    from ._call import Call
+from ._meeting import Call
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""

@@ -48,10 +48,11 @@ def get_replica_context() -> ReplicaContext | None:
         return None
     strategy = _default_strategy()
     group = ReplicaGroup(
-        strategy, strategy.merge_place, ("-",), None, strategy.reducer, strategy.recorder, 0,
+        strategy, strategy.merge_place, ("-",), None, strategy.reducer, strategy.recorder,
+        strategy.observers, 0,
         "no step", has_plain_values=True,
     )  # fmt: skip
-    context = ReplicaContext(strategy, group, group.seats[0], None, None, 0)
+    context = ReplicaContext(strategy, group, group.replicas[0], None, None, 0)
     context.open(DEFAULT_PLACE)
     return context
 

@@ -104,14 +104,15 @@ class Run:
             loop,
             strategy.reducer,
             strategy.recorder,
+            strategy.observers,
             lifecycle.new_step(num_steps),
             getattr(fn, "__qualname__", None) or repr(fn),
             has_plain_values=strategy.has_plain_values,
             is_blocking=is_blocking,
         )
         contexts = [
-            ReplicaContext(strategy, group, seat, device, port, seed or 0, holds_devices)
-            for seat, device in zip(group.seats, strategy.replica_devices, strict=True)
+            ReplicaContext(strategy, group, replica, device, port, seed or 0, holds_devices)
+            for replica, device in zip(group.replicas, strategy.replica_devices, strict=True)
         ]
         return Run(strategy, group, contexts, [Place(strategy, c) for c in contexts], port)
 

@@ -148,8 +148,7 @@ async def _run(
 ) -> None:
     filler = new_filler(source, elements, infeed, plan.given)
     group = run.group
-    assert group.threads is not None  # a device loop meets on threads
-    group.threads.when_aborted(infeed.abort)
+    group.point.on_abort.append(infeed.abort)
     lifecycle.started(group)
     try:
         filler.start()  # first: if there is no thread for it, no program waits for its elements

@@ -12,7 +12,7 @@ from ..device_loop import Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
-from ..telemetry import EventLog, Recorder
+from ..telemetry import EventLog, Observer, Observers, Recorder
 from ..typing import ReduceOp
 from ..values import (
     Variable,
@@ -61,6 +61,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._resolver = resolver
         self._reducer = Reducer(options)
         self._recorder = Recorder()
+        self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
         self._events = EventLog()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
@@ -221,6 +222,11 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     def recorder(self) -> Recorder:
         """The newest merges of all runs."""
         return self._recorder
+
+    @property
+    def observers(self) -> Observers:
+        """Who is told what happens in the runs of this strategy."""
+        return self._observers
 
     @property
     def replica_devices(self) -> tuple[Device | None, ...]:
