@@ -14,7 +14,6 @@ from typing import Any, Final, final
 
 from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
 from ..errors import DeviceError
-from ..replica import run_device_program
 from ._pools import DEFAULT_WORKERS, PoolOp, PoolTable, SimPool
 
 COLLECTIVE_WORKERS: Final = 4
@@ -52,14 +51,6 @@ class DeviceOp(PoolOp):
     def describe(self) -> str:
         """Name the op for stories."""
         return str(self.future.fn_name)
-
-    @property
-    def replica_id(self) -> int | None:
-        """The replica whose whole program this is; None for other ops."""
-        op = self.future
-        if not op.runs(run_device_program):
-            return None
-        return int(op.place.replica.replica_id_in_sync_group)
 
 
 @final

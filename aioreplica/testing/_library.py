@@ -1,49 +1,20 @@
 """What the library reports of a run: who waits in which of its calls, and which runs go on.
 
-The only module of the kit that looks into the library.
+All of it comes through the observer protocol of `aioreplica.telemetry`, so nothing here depends on
+how the library is made.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import FrameType
-from typing import Any, Final, final
+from typing import Any, final
 
-from ..replica import MeetingPoint
-from ._points import frames_of, own_frame
-from ._pools import PoolOp
-
-MEETING_METHODS: Final = {
-    "MeetingPoint.meet",
-    "MeetingPoint.wait_for_started",
-    "ThreadPoint.meet",
-}
-LIBRARY_WAITS: Final = {
-    "Infeed.take": "the infeed",
-    "ThreadFiller._fill": "room in the infeed",
-    "SimLane.lend": "its lane, which it has lent to other ops",
-}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LibraryWait:
-    """What a replica waits for in a call of the library.
-
-    Attributes:
-        what: In words, such as "all_reduce #3 (SUM)" or "the infeed".
-        missing: The replicas whose arrival is waited for.
-        task: The task on the event loop that is waited for; None for other waits.
-        is_collective: Whether other replicas are waited for, or the merge of what they brought.
-    """
-
-    what: str
-    missing: tuple[int, ...] = ()
-    task: asyncio.Future[Any] | None = None
-    is_collective: bool = False
+from ..telemetry import ObservedCall, ObservedRun, ObservedWait, Observer, observe_everywhere
+from ._participants import SimTask
+from ._pools import PoolOp, PoolTable
 
 
 @final
@@ -58,7 +29,7 @@ class MadeCall:
         what: Its collective and place.
     """
 
-    group: object
+    group: tuple[int, tuple[int, ...]]
     replica_id: int
     sequence: int
     what: str
@@ -74,65 +45,76 @@ class LibraryWatch:
 
     def __init__(self, made: Callable[[MadeCall], None]) -> None:
         self._made = made
-        self._undo: Any = None
+        self._pools: PoolTable | None = None
+        self._waits: dict[int, list[ObservedWait]] = {}
+        self._runs: dict[int, list[ObservedRun]] = {}
+        self._stop: Callable[[], None] | None = None
 
-    def install(self) -> None:
+    def start(self, pools: PoolTable) -> None:
         """Begin to watch."""
-        meet, start = self._undo = MeetingPoint.meet, MeetingPoint.start
+        self._pools = pools
+        self._stop = observe_everywhere(
+            Observer(
+                run_began=lambda run: self._begin(self._runs, run),
+                run_ended=lambda run: self._end(self._runs, run),
+                call_made=self._note,
+                wait_began=lambda wait: self._begin(self._waits, wait),
+                wait_ended=lambda wait: self._end(self._waits, wait),
+            )
+        )
 
-        async def noted_meet(point: MeetingPoint, seat: Any, call: Any) -> Any:
-            self._note(seat.replica_id, call)
-            return await meet(point, seat, call)
+    def stop(self) -> None:
+        """Stop watching, and let go of everything; idempotent."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+        self._waits.clear()
+        self._runs.clear()
 
-        def noted_start(point: MeetingPoint, seat: Any, call: Any) -> Any:
-            self._note(seat.replica_id, call)
-            return start(point, seat, call)
-
-        MeetingPoint.meet = noted_meet  # type: ignore[method-assign, assignment]
-        MeetingPoint.start = noted_start  # type: ignore[method-assign, assignment]
-
-    def _note(self, replica_id: int, call: Any) -> None:
-        what = f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
-        self._made(MadeCall(id(call.group), replica_id, call.sequence, what))
-
-    def remove(self) -> None:
-        """Stop watching; idempotent."""
-        if self._undo is not None:
-            MeetingPoint.meet, MeetingPoint.start = self._undo  # type: ignore[method-assign]
-            self._undo = None
-
-    def wait_of(self, participant: asyncio.Task[Any] | PoolOp) -> LibraryWait | None:
+    def wait_of(self, participant: SimTask | PoolOp) -> ObservedWait | None:
         """Return what a task or an op waits for in the library; None if it does not."""
-        frames = frames_of(participant)
-        own = own_frame(frames)
-        inner = frames if own is None else frames[frames.index(own) + 1 :]
-        missing = _missing(inner)
-        for frame in reversed(inner):
-            name, given = frame.f_code.co_qualname, frame.f_locals
-            if name in MEETING_METHODS and "call" in given:
-                return LibraryWait(given["call"].describe(), missing, is_collective=True)
-            if name == "ThreadPoint.call_on_host":
-                what = str(given["name"]).removeprefix("aioreplica ")
-                return LibraryWait(what, (), given["call"].task)
-            if name == "BlockingContext._meet_on_loop":
-                return LibraryWait(given["collective"].name, missing, is_collective=True)
-            if name in LIBRARY_WAITS:
-                return LibraryWait(LIBRARY_WAITS[name])
+        waits = self._waits.get(participant.index)
+        return waits[-1] if waits else None
+
+    def works_of(self, participant: SimTask | PoolOp) -> Sequence[Any]:
+        """Return the tasks or ops of the run that a task waits for; empty if it does not."""
+        runs = self._runs.get(participant.index)
+        return runs[-1].works if runs else ()
+
+    def replica_of(self, op: PoolOp) -> int | None:
+        """Return whose whole program an op is; None for other ops."""
+        for runs in self._runs.values():
+            for run in runs:
+                for replica_id, work in enumerate(run.works):
+                    if work is op.future:
+                        return replica_id
         return None
 
-    def run_of(self, participant: asyncio.Task[Any] | PoolOp) -> tuple[object, ...] | None:
-        """Return the tasks or ops of the run that a task waits for; None if it does not."""
-        frames = frames_of(participant)
-        if not frames or frames[-1].f_code.co_qualname != "ReplicaGroup.wait":
-            return None
-        return tuple(seat.work for seat in frames[-1].f_locals["self"].seats)
+    def _note(self, call: ObservedCall) -> None:
+        what = f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
+        group = id(call.run), call.members
+        self._made(MadeCall(group, call.replica_id, call.sequence, what))
+
+    def _begin(self, going_on: dict[int, list[Any]], event: object) -> None:
+        who = self._current()
+        if who is not None:
+            going_on.setdefault(who.index, []).append(event)
+
+    def _end(self, going_on: dict[int, list[Any]], event: object) -> None:
+        who = self._current()
+        events = going_on.get(who.index, []) if who is not None else []
+        if not _holds(events, event):  # ended by another one, as at a run's end
+            events = next((each for each in going_on.values() if _holds(each, event)), [])
+        events[:] = [each for each in events if each is not event]
+
+    def _current(self) -> SimTask | PoolOp | None:
+        """Return the op or the task whose step goes on."""
+        assert self._pools is not None
+        if self._pools.current_op is not None:
+            return self._pools.current_op
+        task = asyncio.current_task(self._pools.loop)
+        return task if isinstance(task, SimTask) else None
 
 
-def _missing(frames: list[FrameType]) -> tuple[int, ...]:
-    for frame in reversed(frames):
-        if frame.f_code.co_qualname in MEETING_METHODS | {"BridgedCall.wait"}:
-            point = frame.f_locals["self"]
-            point = getattr(point, "_point", point)
-            rows = point.rendezvous.rows()
-            return tuple(row.replica_id for row in rows if row.state != "waiting")
-    return ()
+def _holds(events: Sequence[object], event: object) -> bool:
+    return any(each is event for each in events)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ..context import PLACE
-from ._devices import DeviceOp
 from ._library import LibraryWatch, MadeCall
 from ._loop import SimLoop
 from ._order import OrderWatch
@@ -157,7 +156,7 @@ class Trace:
         if self.canceller is not None:
             self.canceller.begin(loop, pools, main)
         self._owners.install()
-        self._library.install()
+        self._library.start(pools)
         self._note_options(self._options_now())
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
@@ -247,7 +246,7 @@ class Trace:
     def _point_of(self, chosen: SimTask | PoolOp) -> str:
         is_done = isinstance(chosen, SimTask) and chosen.done()
         wait = None if is_done else self._library.wait_of(chosen)
-        return point_of(chosen, "" if wait is None else wait.what)
+        return point_of(chosen, "" if wait is None else wait.describe())
 
     def _note_call(self, call: MadeCall) -> None:
         task = asyncio.current_task()
@@ -264,7 +263,7 @@ class Trace:
     def close(self) -> None:
         """Put back what was watched."""
         self._owners.remove()
-        self._library.remove()
+        self._library.stop()
 
     # ---- names ---------------------------------------------------------------------------------
 
@@ -280,8 +279,9 @@ class Trace:
         if isinstance(participant, SimTask):
             return self._name_task(participant)
         if isinstance(participant, PoolOp):
-            if isinstance(participant, DeviceOp) and participant.replica_id is not None:
-                return f"replica {participant.replica_id}"
+            replica_id = self._library.replica_of(participant)
+            if replica_id is not None:
+                return f"replica {replica_id}"
             count = self._op_counts.get(id(participant.pool), 0) + 1
             self._op_counts[id(participant.pool)] = count
             return f"op {participant.describe()} #{count} on {participant.pool.name}"

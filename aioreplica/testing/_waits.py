@@ -132,8 +132,8 @@ class _Look:
         if op is not None:
             name = self._name_of(op)
             return Wait(who, name, site, owner=f"the workers of {op.pool.name}"), (name,)
-        works = self._library.run_of(task)
-        if works is not None:
+        works = self._library.works_of(task)
+        if works:
             names = self._names_of(works)
             return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
         inner = frames[-1].f_code.co_qualname if frames else ""
@@ -146,10 +146,12 @@ class _Look:
         wait = self._library.wait_of(participant)
         if wait is None:
             return None
-        missing = tuple(f"replica {replica_id}" for replica_id in wait.missing)
-        needs = missing or (() if wait.task is None else self._names_of([wait.task]))
-        is_blocking = isinstance(participant, PoolOp) and wait.is_collective
-        what = f"blocking {wait.what}" if is_blocking else wait.what
+        missing = tuple(f"replica {replica_id}" for replica_id in wait.missing_members())
+        task = wait.awaited()
+        needs = missing or (() if task is None else self._names_of([task]))
+        what = wait.describe()
+        if missing and isinstance(participant, PoolOp) and not what.startswith("blocking "):
+            what = f"blocking {what}"
         who, site = self._name_of(participant), site_of(participant)
         return Wait(who, what, site, missing=missing), needs
 
