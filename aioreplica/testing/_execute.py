@@ -23,6 +23,7 @@ from ._watchdog import StuckStepError
 
 Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 DRAIN_STEPS: Final = 5_000
+SETTLE_STEPS: Final = 3
 
 
 @final
@@ -294,7 +295,7 @@ def _complaint(context: dict[str, Any]) -> str:
 
 
 def _abandon(loop: SimLoop, pools: PoolTable) -> None:
-    """Cancel every task and let them end, so that none speaks up when it is collected."""
+    """Cancel every task and let them end, so that asyncio logs nothing when they are collected."""
     loop.observer = None
     for _ in range(3):
         left = [task for task in loop.sim_tasks if not task.done()]
@@ -304,6 +305,7 @@ def _abandon(loop: SimLoop, pools: PoolTable) -> None:
         for task in left:
             _drain(loop, task)
         pools.unwind()
+        _drain(loop, SimTask(_settle(), loop=loop))
     for task in loop.sim_tasks:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -312,6 +314,12 @@ def _abandon(loop: SimLoop, pools: PoolTable) -> None:
             task.exception()
     for agen in loop.open_generators:
         _drain(loop, SimTask(agen.aclose(), loop=loop))
+
+
+async def _settle() -> None:
+    """Let the callbacks run of what has ended, and those that they register."""
+    for _ in range(SETTLE_STEPS):
+        await asyncio.sleep(0)
 
 
 def _drain(loop: SimLoop, task: SimTask) -> None:
