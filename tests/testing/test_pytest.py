@@ -83,6 +83,8 @@ def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
     assert "1 failed, 3 passed" in output
     [token] = set(re.findall(r"--ar-replay (ar1-\S+)", output))
     assert "is held at" in output
+    assert "aioreplica/testing/" not in output, "frames of the kit hide those of the test"
+    assert "_pytest_plugin.py" not in output
     assert (tmp_path / "pages" / "test_lost_update.html").exists()
 
     replayed = run_pytest(tmp_path, f"--ar-replay={token}")
