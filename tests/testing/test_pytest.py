@@ -83,8 +83,6 @@ def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
     assert "1 failed, 3 passed" in output
     [token] = set(re.findall(r"--ar-replay (ar1-\S+)", output))
     assert "is held at" in output
-    assert "aioreplica/testing/" not in output, "frames of the kit hide those of the test"
-    assert "_pytest_plugin.py" not in output
     assert (tmp_path / "pages" / "test_lost_update.html").exists()
 
     replayed = run_pytest(tmp_path, f"--ar-replay={token}")
@@ -104,6 +102,27 @@ def test_methods_are_explored(tmp_path: Path) -> None:
     (tmp_path / "test_class.py").write_text(METHODS, encoding="utf-8")
 
     assert "1 failed, 3 passed" in run_pytest(tmp_path, "--ar-schedules=5", "-k", "Cases or fine")
+
+
+DEADLOCK = """
+import asyncio
+import pytest
+
+@pytest.mark.explore(schedules=3)
+async def test_deadlock():
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_no_frame_of_the_kit_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "test_deadlock.py").write_text(DEADLOCK, encoding="utf-8")
+
+    output = run_pytest(tmp_path, "-k", "deadlock")
+
+    assert "main awaits asyncio.Event at test_deadlock.py:7" in output
+    assert "aioreplica/testing/" not in output
+    assert "_pytest_plugin.py" not in output
 
 
 @pytest.mark.slow
