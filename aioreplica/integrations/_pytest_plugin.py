@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test under its schedules; leave all others alone."""
+    __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -84,6 +85,7 @@ def _async_function(function: Any) -> Any:
 
 def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
     """Explore or replay, as the command line says."""
+    __tracebackhide__ = True  # what failed is the test
     import aioreplica.testing as art
 
     config = item.config

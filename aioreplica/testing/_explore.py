@@ -154,6 +154,7 @@ def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None
         >>> run(lambda: asyncio.sleep(3600, "an hour later"))
         'an hour later'
     """
+    __tracebackhide__ = True
     check_main(main)
     check_no_loop("art.run")
     if seed is not None and schedule is not None:
@@ -181,6 +182,7 @@ def replay(main: Main, token: str, *, faults: Faults | None = None) -> Any:
         ValueError: If the token is damaged or of another program; then nothing was run.
         BaseException: What `main` raises, with the trace as a note; or as `run`.
     """
+    __tracebackhide__ = True
     check_main(main)
     schedule = decode(token, main, faults)
     check_no_loop("art.replay")
@@ -188,6 +190,7 @@ def replay(main: Main, token: str, *, faults: Faults | None = None) -> Any:
 
 
 def _run_one(main: Main, schedule: Schedule) -> Any:
+    __tracebackhide__ = True  # pytest shows the program's own frames
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox)
         outcome = runner.run(schedule)

@@ -10,6 +10,12 @@ from typing import Final, final
 
 from ._trace import Step
 
+MAX_LINES: Final = 60
+COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
+ROW: Final = 30
+COLUMN: Final = 26
+LABEL: Final = 220
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -44,14 +50,15 @@ class Failure:
     @property
     def story(self) -> str:
         """The error, the constraints, how to replay it, and the timeline."""
-        lines = [f"{type(self.error).__name__}: {self.error}"]
-        lines += self.summary
+        lines = [*_error_lines(self.error), *self.summary]
         return "\n".join([*lines, "", self.timeline])
 
     @property
     def summary(self) -> list[str]:
         """The constraints and how to replay, in lines."""
         lines = [f"It fails when {', and '.join(self.constraints)}."] if self.constraints else []
+        if self.steps and not (self.constraints or self.schedule_number):
+            lines.append("It fails in asyncio's own order: no interleaving is needed.")
         if not self.token:
             return [*lines, "It has too many decisions for a token, so it cannot be replayed."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
@@ -64,7 +71,7 @@ class Failure:
             The path of the file.
         """
         target = Path(path)
-        text = html_timeline(self.steps, f"{type(self.error).__name__}: {self.error}", self.summary)
+        text = html_timeline(self.steps, "\n".join(_error_lines(self.error)), self.summary)
         target.write_text(text, encoding="utf-8")
         return target
 
@@ -104,8 +111,13 @@ class Report:
             BaseException: The error of the failure, with the constraints, the token and the
                 timeline as notes.
         """
+        __tracebackhide__ = True  # pytest shows the program's own frames
         if self.failure is not None:
-            raise with_notes(self.failure)
+            error = self.failure.error
+            note = "\n".join([*self.failure.summary, "", self.failure.timeline])
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            raise error
         return self
 
     def __repr__(self) -> str:
@@ -116,20 +128,13 @@ class Report:
         return f"<Report {self.strategy} | {self.schedules_run} schedules, {end}>"
 
 
-def with_notes(failure: Failure) -> BaseException:
-    """Return the error of a failure, with its timeline as a note (once)."""
-    error = failure.error
-    note = "\n".join([*failure.summary, "", failure.timeline])
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-    return error
-
-
-MAX_LINES: Final = 60
-COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
-ROW: Final = 30
-COLUMN: Final = 26
-LABEL: Final = 220
+def _error_lines(error: BaseException, indent: str = "") -> list[str]:
+    """Return an error's class and text; those of a group are listed below it."""
+    lines = [f"{indent}{type(error).__name__}: {error}"]
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            lines += _error_lines(each, indent + "  ")
+    return lines
 
 
 def text_timeline(steps: Sequence[Step]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import aioreplica.testing as art
 from aioreplica.testing import _watchdog
+from tests.testing import programs
 from tests.testing.programs import step
 
 # --- generators -------------------------------------------------------------------------------
@@ -275,3 +276,67 @@ def test_many_short_steps_are_not_interrupted() -> None:
             await asyncio.sleep(0)
 
     art.explore(main, schedules=5).check()
+
+
+# --- reports ----------------------------------------------------------------------------------
+
+
+async def fails_twice() -> None:
+    async def fail(number: int) -> None:
+        await step()
+        raise ValueError(number)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail(1))
+        group.create_task(fail(2))
+
+
+def test_a_report_lists_the_errors_of_a_group() -> None:
+    failure = art.explore(fails_twice).failure
+
+    assert failure is not None
+    head = failure.story.splitlines()[:3]
+    assert head[0].startswith("ExceptionGroup: ")
+    assert head[1:] == ["  ValueError: 1", "  ValueError: 2"]
+
+
+def test_a_report_says_that_no_interleaving_is_needed() -> None:
+    failure = art.explore(fails_twice).failure
+    other = art.explore(programs.lost_update).failure
+
+    assert failure is not None
+    assert other is not None
+    assert "It fails in asyncio's own order" in failure.story
+    assert "own order" not in other.story
+
+
+def test_state_between_runs_does_not_hide_what_failed() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        runs.append(1)
+        await step(len(runs) % 2)
+        raise ValueError("the true failure")
+
+    failure = art.explore(main).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.NondeterminismError)
+    assert "ValueError('the true failure')" in str(failure.error)
+
+
+def test_two_ends_of_the_same_steps_are_both_told() -> None:
+    runs: list[int] = []
+    kept: list[AsyncIterator[int]] = []
+
+    async def count() -> AsyncIterator[int]:
+        yield 1
+
+    async def main() -> None:
+        runs.append(1)
+        if len(runs) % 2:
+            kept.append(count())
+            await anext(kept[-1])
+
+    with pytest.raises(art.NondeterminismError, match="ended otherwise: leaked and passed"):
+        art.run(main)
