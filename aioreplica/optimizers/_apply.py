@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from ..collectives import leaf_bytes
 from ..context import PLACE
-from ..replica import Call, Collective, SyncGroup, Parts, Pending
+from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..values import Variable, Weighted
 from ._step import take_step
 

@@ -138,7 +138,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         if options is not None:
             require_options(options, "all_reduce")
         argument = parse_reduction(op, options)
-        args = payload_of_numbers(value, argument.op, "all_reduce")
+        args = payload_of_numbers(value, argument.op, "all_reduce", self._waiter.home)
         return self._call(ALL_REDUCE, argument, args, None, frame)
 
     def start_all_reduce(
@@ -165,7 +165,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         if options is not None:
             require_options(options, "start_all_reduce")
         argument = parse_reduction(op, options)
-        args = payload_of_numbers(value, argument.op, "start_all_reduce")
+        args = payload_of_numbers(value, argument.op, "start_all_reduce", self._waiter.home)
         return self._start(STARTED_ALL_REDUCE, argument, args, frame)
 
     def reduce_scatter(
@@ -188,7 +188,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         """
         frame = sys._getframe(1)
         argument = parse_reduction(op, None, axis)
-        args = payload_of_numbers(value, argument.op, "reduce_scatter")
+        args = payload_of_numbers(value, argument.op, "reduce_scatter", self._waiter.home)
         for leaf in args[0]:
             require_axis(leaf, axis, "reduce_scatter")
         return self._call(REDUCE_SCATTER, argument, args, None, frame)
@@ -213,7 +213,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         frame = sys._getframe(1)
         if options is not None:
             require_options(options, "all_gather")
-        args = payload_along(value, axis, "all_gather")
+        args = payload_along(value, axis, "all_gather", self._waiter.home)
         return self._call(ALL_GATHER, Along(axis, options), args, None, frame)
 
     def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
@@ -233,7 +233,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
             TypeError: If a leaf is an IndexedSlices.
         """
         frame = sys._getframe(1)
-        args = payload_along(value, axis, "all_to_all")
+        args = payload_along(value, axis, "all_to_all", self._waiter.home)
         return self._call(ALL_TO_ALL, Along(axis), args, None, frame)
 
     def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
@@ -258,7 +258,9 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
                 f"broadcast got source={source!r}, but replicas are 0 to "
                 f"{self.num_replicas_in_sync - 1}."
             )
-        return self._call(BROADCAST, index, payload_of(value), None, frame)
+        return self._call(
+            BROADCAST, index, payload_of(value, "broadcast", self._waiter.home), None, frame
+        )
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every replica is here."""

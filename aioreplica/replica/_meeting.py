@@ -76,14 +76,13 @@ class SyncGroup:
 
     Attributes:
         open: The generations that are not complete, by sequence number.
-        run: The group of all replicas of the run.
         is_partial: Whether it is a part of the run's replicas, which tables then name.
         timeout_s: How long members wait for each other unless a call says otherwise, in seconds.
     """
 
     __slots__ = (
-        "device_names", "has_plain_values", "is_blocking", "is_partial", "members", "merge_place",
-        "open", "reducer", "run", "step", "strategy", "timeout_s",
+        "_whole", "device_names", "has_plain_values", "is_blocking", "is_partial", "members", "merge_place",
+        "open", "reducer", "step", "strategy", "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -108,7 +107,7 @@ class SyncGroup:
         self.has_plain_values = has_plain_values
         self.is_blocking = is_blocking
         self.is_partial = whole is not None
-        self.run = self if whole is None else whole
+        self._whole = whole
         self.open: dict[int, Generation] = {}
         self.timeout_s = None if reducer is None else reducer.options.timeout_seconds
 
@@ -117,7 +116,7 @@ class SyncGroup:
         return SyncGroup(
             members,
             [self.device_names[i] for i in members],
-            self.strategy,
+            None if self.strategy is None else self.strategy.view_of(members),
             self.merge_place,
             self.reducer,
             self.step,
@@ -125,6 +124,11 @@ class SyncGroup:
             is_blocking=self.is_blocking,
             whole=self.run,
         )
+
+    @property
+    def run(self) -> SyncGroup:
+        """The group of all replicas of the run."""
+        return self._whole or self
 
     @property
     def num_replicas(self) -> int:

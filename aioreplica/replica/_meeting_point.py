@@ -24,6 +24,7 @@ from threading import Lock
 from typing import Any, final
 from weakref import proxy
 
+from ..context import PLACE
 from ..devices import Gate
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
@@ -243,6 +244,7 @@ class MeetingPoint:
             return
         self.merging[generation] = False
         context = generation.calls[0].context
+        context.run(PLACE.set, generation.group.merge_place)
         task = asyncio.Task(self._finish(generation, pending), loop=self.loop, context=context)
         generation.task = task
         task.add_done_callback(partial(self._merge_ended, generation, pending))

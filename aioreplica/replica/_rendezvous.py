@@ -70,8 +70,17 @@ class Rendezvous:
     """
 
     __slots__ = (
-        "_child_waits", "_current", "_devices", "_failed", "_gone", "_groups", "_is_over",
-        "_own_waits", "_states", "everyone", "in_flight",
+        "_blocked",
+        "_current",
+        "_devices",
+        "_failed",
+        "_gone",
+        "_groups",
+        "_handle_waits",
+        "_is_over",
+        "_states",
+        "everyone",
+        "in_flight",
     )  # fmt: skip
 
     def __init__(self, device_names: Sequence[str], everyone: SyncGroup | None = None) -> None:
@@ -81,8 +90,8 @@ class Rendezvous:
         self.in_flight: dict[Generation, None] = {}
         self._groups: dict[tuple[int, ...], SyncGroup] = {}
         self._current: list[Generation | None] = [None] * size
-        self._own_waits: dict[int, Generation] = {}  # for handles, see wait_for_started
-        self._child_waits: dict[int, dict[Generation, int]] = {}
+        self._handle_waits: dict[int, dict[Generation, int]] = {}  # how many tasks wait for each
+        self._blocked: dict[int, int] = {}  # how many of them block the replica
         self._states: dict[int, ReplicaState] = {}  # of replicas that left; the rest follow
         self._gone: list[int] = []
         self._failed = False
@@ -135,26 +144,33 @@ class Rendezvous:
         It `blocks` the replica if it is the replica's own task, which can start nothing meanwhile.
         Whether a child task that waits keeps the replica from going on cannot be known.
         """
-        if blocks:
-            self._own_waits[replica_id] = generation
-            return self._deadlock(generation)
-        waits = self._child_waits.setdefault(replica_id, {})
+        waits = self._handle_waits.setdefault(replica_id, {})
         waits[generation] = waits.get(generation, 0) + 1
-        return None
+        if not blocks:
+            return None
+        self._blocked[replica_id] = self._blocked.get(replica_id, 0) + 1
+        return self._deadlock(generation)
 
     def waited_for_started(
         self, replica_id: int, generation: Generation, *, blocks: bool = True
     ) -> Mismatch | None:
         """Record that a task waits no longer; others of the replica may, and now do so alone."""
-        if blocks:
-            self._own_waits.pop(replica_id, None)
-        else:
-            waits = self._child_waits[replica_id]
+        waits = self._handle_waits.get(replica_id, {})
+        if generation in waits:  # not after `forget`
             waits[generation] -= 1
             if not waits[generation]:
                 del waits[generation]
-        left = self._own_waits.get(replica_id) or self._current[replica_id]
-        return self._deadlock(left) if left is not None and left.missing else None
+            if blocks:
+                self._blocked[replica_id] -= 1
+        current = self._current[replica_id]
+        left = [] if current is None else [current]
+        if self._blocked.get(replica_id):
+            left += waits
+        for other in left:
+            mismatch = self._deadlock(other) if other.missing else None
+            if mismatch is not None:
+                return mismatch
+        return None
 
     def leave(
         self, replica_id: int, state: ReplicaState, call: Call | None = None
@@ -220,8 +236,8 @@ class Rendezvous:
     def forget(self) -> None:
         """Let go of all calls, and with them of the arguments of the last merge."""
         self._current = [None] * len(self._devices)
-        self._own_waits.clear()
-        self._child_waits.clear()
+        self._handle_waits.clear()
+        self._blocked.clear()
         self.in_flight.clear()
         for group in (self.everyone, *self._groups.values()):
             group.open.clear()
@@ -241,17 +257,12 @@ class Rendezvous:
         """Decide that a generation can never be complete, because a member has returned."""
         return self._mismatch(partial(self._who_is_absent, generation), follows_return=True)
 
-    def _handles(self, replica_id: int) -> list[Generation]:
-        """Return what tasks of a replica wait for that was started before."""
-        own = self._own_waits.get(replica_id)
-        return [*(() if own is None else (own,)), *self._child_waits.get(replica_id, ())]
-
     def _all_waits(self, replica_id: int) -> list[Generation]:
         """Return the incomplete generations that tasks of a replica wait for.
 
         None if one that they wait for is complete: the replica can go on.
         """
-        waits = self._handles(replica_id)
+        waits = list(self._handle_waits.get(replica_id, ()))
         current = self._current[replica_id]
         if current is not None and not current.is_merged and replica_id not in self._states:
             waits.append(current)
@@ -261,7 +272,7 @@ class Rendezvous:
         """Return the same, or none where only child tasks wait: then the replica may go on."""
         current = self._current[replica_id]
         is_in_call = current is not None and not current.is_merged
-        if (is_in_call and replica_id not in self._states) or replica_id in self._own_waits:
+        if (is_in_call and replica_id not in self._states) or self._blocked.get(replica_id):
             return self._all_waits(replica_id)
         return []
 
@@ -301,13 +312,14 @@ class Rendezvous:
     def _row(self, replica_id: int) -> ReplicaRow:
         device, state = self._devices[replica_id], self._states.get(replica_id)
         current = self._current[replica_id]
-        inside = [g for g in self._handles(replica_id) if not g.is_merged]
+        inside = [g for g in self._handle_waits.get(replica_id, ()) if not g.is_merged]
         if current is not None and not current.is_merged:
             inside.insert(0, current)
         flying = [
             generation
             for generation in self.in_flight
-            if replica_id in generation.present_members() and generation not in inside
+            if replica_id in generation.present_members()
+            and not (generation.is_merged or generation in inside)
         ]
         if inside:
             call: Call | None = inside[0].call_of(replica_id)

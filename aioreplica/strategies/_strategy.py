@@ -14,15 +14,12 @@ from ..errors import ContextError
 from ..input import OpenLoops
 from ..telemetry import EventLog, Observer, Observers, Recorder
 from ..typing import ReduceOp
-from ..values import (
-    Variable,
-    VariableStore,
-    default_store,
-)
+from ..values import Variable, VariableStore, default_store
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._device_loops import DeviceLoops
 from ._distribute import Distribution
 from ._extended import Extended
+from ._group_view import GroupView
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch, require_runnable
 from ._lifecycle import Lifecycle, StrategyStatistics
@@ -124,7 +121,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         require_runnable(fn, args, options)
         return await launch(self, self._lifecycle, fn, args, kwargs, options or DEFAULT_OPTIONS)
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """Return a context manager that makes this strategy current.
 
         Raises:
@@ -173,7 +170,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         """
         self.require_cross_replica("gather", "ctx.all_gather(value, axis)")
         self._lifecycle.open()
-        return await gather_tree(value, axis, self.num_replicas_in_sync)
+        return await gather_tree(self, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return one entry per replica, selected through pytrees.
@@ -202,6 +199,20 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     def num_replicas_in_sync(self) -> int:
         """How many replicas a run has."""
         return len(self._device_names)
+
+    @property
+    def members(self) -> None:
+        """None: values are those of all replicas, see `view_of`."""
+        return None
+
+    def view_of(self, members: Sequence[int]) -> Strategy | GroupView:
+        """Return what combines the values of some of the replicas: of a group of a step.
+
+        Args:
+            members: Their ids, ascending; if these are all replicas the strategy itself is
+                returned.
+        """
+        return self if len(members) == len(self._device_names) else GroupView(self, members)
 
     @property
     def cluster_resolver(self) -> Any:

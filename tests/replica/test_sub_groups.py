@@ -142,7 +142,9 @@ async def test_merge_call(quad: ar.MirroredStrategy, members: tuple[int, ...]) -
     seen: list[Any] = []
 
     async def merge(strategy: ar.Strategy, value: Any) -> Any:
-        assert strategy is quad
+        assert strategy.num_replicas_in_sync == len(members)
+        assert strategy.local_results(value) == value.values
+        assert await strategy.reduce("sum", value) == sum(members)
         seen.append(value.values)
         await asyncio.sleep(0)
         return ar.PerReplica([10 * v for v in value.values])
