@@ -6,14 +6,16 @@ itself asks it for lanes and gates.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from typing import Any, Final, final
 
-from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
+from ..devices import COLLECTIVES, HOST, LaneStatistics, Op, OpTracker
 from ..errors import DeviceError
+from ..telemetry import Observers
 from ._pools import DEFAULT_WORKERS, PoolOp, PoolTable, SimPool
 
 COLLECTIVE_WORKERS: Final = 4
@@ -37,8 +39,13 @@ class DeviceOp(PoolOp):
         return bool(self.future.claim())
 
     def perform(self, context: Context) -> None:
-        """Run the op's function."""
-        self.future.run_claimed()
+        """Run the op's function, and tell observers as a real lane does."""
+        op, name, observers = self.future, self.pool.name, observers_of(self.future.tracker)
+        if (tell := observers.op_started) is not None:
+            tell(op, name)
+        op.run_claimed()
+        if (tell := observers.op_ended) is not None:
+            tell(op, name)
 
     def fail(self, error: BaseException) -> None:
         """End the op with an error, without running it."""
@@ -82,6 +89,25 @@ class SimGate:
 
 
 @final
+class LentLane:
+    """What an op waits for that wants back the lane that it has lent; an `ObservedWait`."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """Say what is waited for."""
+        return "its lane, which it has lent to other ops"
+
+    def missing_members(self) -> tuple[int, ...]:
+        """No replica has to arrive."""
+        return ()
+
+    def awaited(self) -> asyncio.Future[object] | None:
+        """No task of the event loop is waited for."""
+        return None
+
+
+@final
 class SimLane:
     """Stands for a device's lane.
 
@@ -108,6 +134,8 @@ class SimLane:
                 "is open.",
                 device=self.name,
             )
+        if (tell := observers_of(op.tracker).op_queued) is not None:
+            tell(op, self.name)
         self.pool.put(DeviceOp(self.pool, _never_called, (), op))
 
     @contextmanager
@@ -123,8 +151,18 @@ class SimLane:
         finally:
             gate = SimGate(pool.table)
             if not pool.take_back(op.lender, gate.open):
-                gate.wait()
+                self._wait_for_worker(gate, observers_of(op.lender))
             pool.lends_no_longer(op.lender)
+
+    def _wait_for_worker(self, gate: SimGate, observers: Observers) -> None:
+        wait = LentLane()
+        if (tell := observers.wait_began) is not None:
+            tell(wait)
+        try:
+            gate.wait()
+        finally:
+            if (tell := observers.wait_ended) is not None:
+                tell(wait)
 
     def stop(self) -> None:
         """Refuse further ops."""
@@ -138,6 +176,11 @@ class SimLane:
         pool = self.pool
         queued = len(pool.queue) + (pool.offered is not None)
         return LaneStatistics(queued, pool.num_running, 0, 0.0)
+
+
+def observers_of(tracker: OpTracker | None) -> Observers:
+    """Return whom to tell about the ops of a run; None stands for ops outside every run."""
+    return (OpTracker() if tracker is None else tracker).observers
 
 
 def _never_called() -> None:
