@@ -136,8 +136,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
-        self.generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]]
-        self.generators = WeakValueDictionary()
+        self._generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]] | None = None
         self._num_generators = 0
         self._timers: list[tuple[float, int, Due]] = []
         self.num_due = 0  # timers that are due and have neither fired nor been cancelled
@@ -380,13 +379,15 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
         """Asynchronous generators that were begun and not ended, in the order of their making."""
-        if not self._num_generators:
+        if self._generators is None:
             return []
-        return [agen for agen in self.generators.values() if getattr(agen, "ag_frame", None)]
+        return [agen for agen in self._generators.values() if getattr(agen, "ag_frame", None)]
 
     def _asyncgen_firstiter_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
+        if self._generators is None:
+            self._generators = WeakValueDictionary()
         self._num_generators += 1
-        self.generators[self._num_generators] = agen
+        self._generators[self._num_generators] = agen
 
     def _asyncgen_finalizer_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
         if not self._closed:

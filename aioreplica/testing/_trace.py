@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ..context import PLACE
-from ._library import LibraryWatch, MadeCall
+from ._library import LibraryWatch, MadeCall, OrderWatch
 from ._loop import SimLoop
-from ._order import OrderWatch
 from ._participants import (
     CALLBACKS,
     CLOCK,
