@@ -41,8 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None): "
-        "run an async test under many schedules, see aioreplica.testing.explore.",
+        "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None, "
+        "max_steps=None, leaks=()): run an async test under many schedules, see "
+        "aioreplica.testing.explore.",
     )
 
 
@@ -93,7 +94,8 @@ def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
     if token is not None:
         if not art.is_token_of(token, main):
             pytest.skip(f"token {token} is of another test")
-        art.replay(main, token, faults=options.get("faults"))
+        shared = {name: options[name] for name in ("faults", "leaks") if name in options}
+        art.replay(main, token, **shared)
         return
     for name in ("seed", "schedules"):
         given = config.getoption(f"--ar-{name}")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, final
 
 from ._errors import LeakError, StarvationError
+from ._leaks import Leaks, describe_task
 from ._loop import Budget, LoopObserver, SimLoop
 from ._participants import Choose, SimTask
-from ._points import point_of
 from ._pools import PoolTable
 from ._sandbox import Sandbox
 from ._schedule import Schedule
@@ -121,6 +121,7 @@ def execute(
     *,
     observer: Observer | None = None,
     max_steps: int | None = None,
+    leaks: Leaks | None = None,
 ) -> Outcome:
     """Run one schedule from a fresh start.
 
@@ -132,6 +133,7 @@ def execute(
         context: The caller's context variables; the program gets a copy.
         observer: Told of every step.
         max_steps: When to call the program endless.
+        leaks: What counts as left behind; everything if not given.
 
     Raises:
         NeedsThreads: If an op has to wait although it has no thread; the schedule is to be run
@@ -172,7 +174,7 @@ def execute(
                 observer.end(kind)
             _abandon(loop, pools)
             return Outcome(kind, None, None, order)
-        return _judge(loop, pools, task, order, observer)
+        return _judge(loop, pools, task, order, observer, leaks or Leaks())
     finally:
         pools.unwind()
         pools.close()
@@ -189,7 +191,7 @@ def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
 
 def _stuck(loop: SimLoop, order: Sequence[int], stack: Sequence[str]) -> StarvationError:
     """Return the error for a step that had to be interrupted."""
-    tasks = [_describe(task) for task in loop.sim_tasks if task.index == order[-1]]
+    tasks = [describe_task(task) for task in loop.sim_tasks if task.index == order[-1]]
     who = tasks[0] if tasks else "a callback or a call in a pool"
     lines = "".join(f"\n  {line}" for line in stack)
     return StarvationError(
@@ -207,6 +209,7 @@ def _judge(
     main: SimTask,
     order: list[int],
     observer: Observer | None,
+    leaks: Leaks,
 ) -> Outcome:
     """Say how a program that ended has ended."""
     error = _error_of(main)
@@ -218,8 +221,9 @@ def _judge(
             left = loop.complaints or loop.open_generators or pools.waiting
             if not left:
                 return Outcome("passed", main.result(), None, order)
-        error = _find_leaks(loop, pools)
+        error = _find_leaks(loop, pools, leaks)
         if error is None:
+            _abandon(loop, pools)
             return Outcome("passed", main.result(), None, order)
         if observer is not None:
             observer.end("leaked")
@@ -227,7 +231,7 @@ def _judge(
         return Outcome("leaked", None, error, order)
     kind = "raised"
     if isinstance(error, asyncio.CancelledError):  # what was cancelled must leave nothing behind
-        leaked = _find_leaks(loop, pools)
+        leaked = _find_leaks(loop, pools, leaks)
         if leaked is not None:
             kind, error = "leaked", leaked
     if observer is not None:
@@ -243,55 +247,12 @@ def _error_of(task: SimTask) -> BaseException | None:
         return cancelled
 
 
-def _find_leaks(loop: SimLoop, pools: PoolTable) -> LeakError | None:
-    """Let what was cancelled come to its end; then whatever is left has leaked."""
+def _find_leaks(loop: SimLoop, pools: PoolTable, leaks: Leaks) -> LeakError | None:
+    """Let what was cancelled come to its end; then what is left has leaked."""
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
             _drain(loop, task)
-    tasks = tuple(_describe(task) for task in loop.sim_tasks if not task.done())
-    exceptions = tuple(
-        f"{task.get_name()}: {_retrieved(task)!r}"
-        for task in loop.sim_tasks
-        if task.done() and task._log_traceback
-    )
-    exceptions += tuple(_complaint(context) for context in loop.complaints)
-    generators = tuple(getattr(agen, "__qualname__", "?") for agen in loop.open_generators)
-    threads = tuple(f"{op.describe()} on {op.pool.name} ({point_of(op)})" for op in pools.waiting)
-    if not (tasks or generators or exceptions or threads):
-        return None
-    parts = []
-    if tasks:
-        parts.append(f"tasks that had not ended: {', '.join(tasks)}")
-    if generators:
-        parts.append(f"asynchronous generators that were not closed: {', '.join(generators)}")
-    if threads:
-        parts.append(f"threads that waited for ever: {', '.join(threads)}")
-    if exceptions:
-        parts.append(f"exceptions that were never retrieved: {', '.join(exceptions)}")
-    return LeakError(
-        f"The program ended and left behind {'; '.join(parts)}. Await, cancel or close them "
-        "before it ends.",
-        tasks=tasks,
-        generators=generators,
-        exceptions=exceptions,
-        threads=threads,
-    )
-
-
-def _describe(task: SimTask) -> str:
-    coroutine = task.get_coro()
-    name = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
-    return f"{task.get_name()} ({name})"
-
-
-def _retrieved(task: SimTask) -> BaseException | None:
-    return task.exception()
-
-
-def _complaint(context: dict[str, Any]) -> str:
-    error = context.get("exception")
-    message = context.get("message", "").partition(" <")[0]
-    return f"{message}: {error!r}" if error is not None else message
+    return leaks.find(loop, pools)
 
 
 def _abandon(loop: SimLoop, pools: PoolTable) -> None:

@@ -20,6 +20,7 @@ from typing import Final, final
 from ._execute import Main, Outcome, check_main
 from ._explain import explain
 from ._explore import MIN_LENGTH
+from ._leaks import Ignored
 from ._participants import Participant
 from ._report import Report
 from ._runner import Runner, check_no_loop, same_end
@@ -98,7 +99,9 @@ class Explorer:
                 self.found.append(Branch((*branch.choices, (decision, option)), count))
 
 
-def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) -> Report:
+def exhaustive(
+    main: Main, *, max_preemptions: int = 2, limit: int = 100_000, leaks: Ignored = ()
+) -> Report:
     """Run a program under every schedule with at most `max_preemptions` preemptions.
 
     Schedules with fewer preemptions come first. A sample of the portfolio, which knows no bound,
@@ -108,6 +111,7 @@ def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) ->
         main: An async callable without arguments that builds its own state.
         max_preemptions: How often a task may be held although it could go on.
         limit: How many schedules at most.
+        leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What was found. `complete` is True only if every schedule within the bound was run and all
@@ -131,7 +135,7 @@ def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) ->
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     check_no_loop("art.exhaustive")
     with Sandbox() as sandbox:
-        return _Search(Runner(main, sandbox), max_preemptions, limit).run()
+        return _Search(Runner(main, sandbox, None, leaks), max_preemptions, limit).run()
 
 
 @final

@@ -10,6 +10,7 @@ from typing import Any, Final
 from ._execute import Main, Outcome, check_main
 from ._explain import ENDLESS_STEPS, explain
 from ._faults import Faults
+from ._leaks import Ignored
 from ._report import Failure, Report, text_timeline
 from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
 from ._sandbox import Sandbox
@@ -30,6 +31,7 @@ def explore(
     fidelity: str = "reorder",
     faults: Faults | None = None,
     max_steps: int | None = None,
+    leaks: Ignored = (),
 ) -> Report:
     """Run a program under many schedules; stop at the first that fails, and explain it.
 
@@ -44,6 +46,9 @@ def explore(
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
         max_steps: When to call a schedule endless; 100 000 steps if not given.
+        leaks: What does not count as a leak: "ignore" for nothing at all, or the function of a
+            task, a generator or a call, its name, or the name of a task (`*` and `?` match as in
+            file names); or a list of those.
 
     Returns:
         What was found; `check()` raises it.
@@ -77,7 +82,7 @@ def explore(
     check_no_loop("art.explore")
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
-        runner = Runner(main, sandbox, max_steps)
+        runner = Runner(main, sandbox, max_steps, leaks)
         return _sample(runner, base, schedules, seed, strategy)
 
 
@@ -132,13 +137,20 @@ def _check(
         raise TypeError(f"faults must be art.Faults(), got {faults!r}.")
 
 
-def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None) -> Any:
+def run(
+    main: Main,
+    *,
+    seed: int | None = None,
+    schedule: Schedule | None = None,
+    leaks: Ignored = (),
+) -> Any:
     """Run a program once, deterministically, in virtual time.
 
     Args:
         main: An async callable without arguments.
         seed: Picks a random schedule; without one asyncio's own order is kept.
         schedule: One drawn from `schedules()`, instead of a seed.
+        leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What `main` returns.
@@ -164,16 +176,17 @@ def run(main: Main, *, seed: int | None = None, schedule: Schedule | None = None
         schedule = Schedule(RANDOM, mix(seed, 0))
     elif schedule is None:
         schedule = Schedule(FIFO, mix(0, 0))
-    return _run_one(main, schedule)
+    return _run_one(main, schedule, leaks)
 
 
-def replay(main: Main, token: str, *, faults: Faults | None = None) -> Any:
+def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignored = ()) -> Any:
     """Run the schedule of a token again.
 
     Args:
         main: The program that the token is of, as it was or mended.
         token: From a report.
         faults: The faults of the exploration, needed only where the token has no room for them.
+        leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What `main` returns.
@@ -186,13 +199,13 @@ def replay(main: Main, token: str, *, faults: Faults | None = None) -> Any:
     check_main(main)
     schedule = decode(token, main, faults)
     check_no_loop("art.replay")
-    return _run_one(main, schedule)
+    return _run_one(main, schedule, leaks)
 
 
-def _run_one(main: Main, schedule: Schedule) -> Any:
+def _run_one(main: Main, schedule: Schedule, leaks: Ignored) -> Any:
     __tracebackhide__ = True  # pytest shows the program's own frames
     with Sandbox() as sandbox:
-        runner = Runner(main, sandbox)
+        runner = Runner(main, sandbox, None, leaks)
         outcome = runner.run(schedule)
         if not outcome.has_failed:
             return outcome.value
@@ -210,7 +223,7 @@ def _run_one(main: Main, schedule: Schedule) -> Any:
     raise error
 
 
-def cancel_everywhere(main: Main) -> Report:
+def cancel_everywhere(main: Main, *, leaks: Ignored = ()) -> Report:
     """Run a program once for each of its steps, and cancel it there.
 
     In asyncio's own order the main task is cancelled after the first step of the program, in the
@@ -220,6 +233,7 @@ def cancel_everywhere(main: Main) -> Report:
 
     Args:
         main: An async callable without arguments that builds its own state.
+        leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What was found; `complete` if no run failed.
@@ -239,7 +253,7 @@ def cancel_everywhere(main: Main) -> Report:
     check_no_loop("art.cancel_everywhere")
     start = perf_counter()
     with Sandbox() as sandbox:
-        runner = Runner(main, sandbox)
+        runner = Runner(main, sandbox, None, leaks)
         base = Schedule(FIFO, mix(0, 0))
         first, base_trace = runner.trace_first(base)
         num_run = 1

@@ -11,6 +11,7 @@ from typing import TypeVar, final
 from ..errors import ContextError
 from ._errors import DeadlockError, NondeterminismError, StarvationError
 from ._execute import Main, Observer, Outcome, execute
+from ._leaks import Ignored, Leaks
 from ._participants import Choose
 from ._points import describe_error, line_of_error
 from ._sandbox import Sandbox
@@ -57,12 +58,20 @@ class Runner:
         main: The program.
         sandbox: Must be open.
         max_steps: When to call the program endless; None for the usual number.
+        ignored: What does not count as left behind, see `Leaks`.
     """
 
-    def __init__(self, main: Main, sandbox: Sandbox, max_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        main: Main,
+        sandbox: Sandbox,
+        max_steps: int | None = None,
+        ignored: Ignored = (),
+    ) -> None:
         self.main = main
         self._sandbox = sandbox
         self._max_steps = max_steps
+        self._leaks = Leaks(ignored)
         self._context = copy_context()
 
     def run(self, schedule: Schedule) -> Outcome:
@@ -164,6 +173,7 @@ class Runner:
             self._context,
             observer=observer,
             max_steps=max_steps or self._max_steps,
+            leaks=self._leaks,
         )
 
     def _explained(self, outcome: Outcome, trace: Trace) -> tuple[Outcome, Trace]:

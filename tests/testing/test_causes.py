@@ -5,6 +5,7 @@ import itertools
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from typing import Any
 
 import anyio
 import pytest
@@ -340,3 +341,44 @@ def test_two_ends_of_the_same_steps_are_both_told() -> None:
 
     with pytest.raises(art.NondeterminismError, match="ended otherwise: leaked and passed"):
         art.run(main)
+
+
+# --- leaks that are meant ---------------------------------------------------------------------
+
+
+async def keep_alive() -> None:
+    while True:
+        await asyncio.sleep(30)
+
+
+async def leaves_a_task() -> None:
+    asyncio.create_task(keep_alive(), name="pool-keeper-7")  # noqa: RUF006 - that is the point
+
+
+@pytest.mark.parametrize(
+    "ignored", ["ignore", "keep_alive", "pool-*", keep_alive, ["other", keep_alive]]
+)
+@pytest.mark.parametrize("call", [art.run, art.explore, art.exhaustive, art.cancel_everywhere])
+def test_what_is_ignored_is_no_leak(call: Any, ignored: Any) -> None:
+    result = call(leaves_a_task, leaks=ignored)
+
+    assert result is None or not result.failed
+
+
+def test_other_leaks_are_still_found() -> None:
+    async def main() -> None:
+        await leaves_a_task()
+        asyncio.create_task(asyncio.sleep(9), name="left")  # noqa: RUF006 - that is the point
+
+    failure = art.explore(main, leaks=keep_alive).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.LeakError)
+    assert failure.error.tasks == ("left (sleep)",)
+    with pytest.raises(art.LeakError):
+        art.replay(main, failure.token, leaks=keep_alive)
+
+
+def test_what_cannot_name_a_leak_is_refused() -> None:
+    with pytest.raises(TypeError, match="leaks must be 'ignore'"):
+        art.explore(leaves_a_task, leaks=3)  # type: ignore[arg-type]
