@@ -19,7 +19,7 @@ from ._sandbox import Sandbox
 from ._schedule import Schedule
 from ._strategies import fifo
 from ._threads import NeedsThreads
-from ._watchdog import StuckStepError
+from ._watchdog import StuckStepError, Watchdog
 
 Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 DRAIN_STEPS: Final = 5_000
@@ -150,36 +150,48 @@ def execute(
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
             observer.begin(loop, pools, task)
-        kind = ""
-        try:
-            with suppress(NeedsThreads):
-                kind = loop.run(task)
-        except StuckStepError:
-            order = list(loop.order)
-            with suppress(StuckStepError):
-                _abandon(loop, pools)
-            return Outcome("stuck", None, _stuck(loop, order, sandbox.watchdog.stack), order)
-        except SystemExit as error:  # it leaves the loop at once, as it does a real one
-            order = loop.order
-            _abandon(loop, pools)
-            return Outcome("raised", None, error, order)
-        except KeyboardInterrupt:
-            _abandon(loop, pools)
-            raise
-        _give_up_if_threads_are_needed(loop, pools)
-        order = loop.order
-        loop.order = []
-        if kind != "done":
-            if observer is not None:
-                observer.end(kind)
-            _abandon(loop, pools)
-            return Outcome(kind, None, None, order)
-        return _judge(loop, pools, task, order, observer, leaks or Leaks())
+        return _run(loop, pools, task, observer, leaks or Leaks(), sandbox.watchdog)
     finally:
         pools.unwind()
         pools.close()
         loop.finish()
         sandbox.end()
+
+
+def _run(
+    loop: SimLoop,
+    pools: PoolTable,
+    task: SimTask,
+    observer: Observer | None,
+    leaks: Leaks,
+    watchdog: Watchdog,
+) -> Outcome:
+    """Run a program to its end, and say how it has ended."""
+    kind = ""
+    try:
+        with suppress(NeedsThreads):
+            kind = loop.run(task)
+    except StuckStepError:
+        order = list(loop.order)
+        with suppress(StuckStepError):
+            _abandon(loop, pools)
+        return Outcome("stuck", None, _stuck(loop, order, watchdog.stack), order)
+    except SystemExit as error:  # it leaves the loop at once, as it does a real one
+        order = loop.order
+        _abandon(loop, pools)
+        return Outcome("raised", None, error, order)
+    except KeyboardInterrupt:
+        _abandon(loop, pools)
+        raise
+    _give_up_if_threads_are_needed(loop, pools)
+    order = loop.order
+    loop.order = []
+    if kind != "done":
+        if observer is not None:
+            observer.end(kind)
+        _abandon(loop, pools)
+        return Outcome(kind, None, None, order)
+    return _judge(loop, pools, task, order, observer, leaks)
 
 
 def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:

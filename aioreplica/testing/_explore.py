@@ -46,9 +46,7 @@ def explore(
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
         max_steps: When to call a schedule endless; 100 000 steps if not given.
-        leaks: What does not count as a leak: "ignore" for nothing at all, or the function of a
-            task, a generator or a call, its name, or the name of a task (`*` and `?` match as in
-            file names); or a list of those.
+        leaks: What is no leak: "ignore" for nothing at all, functions, names of functions or tasks.
 
     Returns:
         What was found; `check()` raises it.
