@@ -220,6 +220,9 @@ MAKERS: Final[tuple[Maker, ...]] = (
 )
 """By the number that stands for each in a token: only ever add to the end."""
 FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS = range(7)
+BY_DECISIONS: Final = (PCT1, PCT2)
+"""Those whose length is the number of decisions of a run, not of its steps: a change that falls on
+a step without a choice is lost. With three changes more bugs are found if they are drawn widely."""
 
 CYCLES: Final[dict[str, tuple[int, ...]]] = {
     "fifo": (FIFO,),

@@ -109,6 +109,7 @@ class Trace:
     Attributes:
         steps: The first `MAX_TRACE_STEPS` steps.
         num_steps: How many steps there were.
+        num_decisions: Before how many of them there was a choice.
         pending: Steps that could have been taken when a failing run ended.
         graph: Who waited for whom when the run got stuck; None if it did not.
         busy: Who took the last steps of an endless run, busiest first.
@@ -122,6 +123,7 @@ class Trace:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.num_steps = 0
+        self.num_decisions = 0
         self.pending: list[Step] = []
         self.canceller: Canceller | None = None
         self.graph: WaitGraph | None = None
@@ -161,6 +163,7 @@ class Trace:
     def before(self, chosen: Participant, options: list[Participant]) -> None:
         """Note who takes the next step, and who else could have."""
         self.num_steps += 1
+        self.num_decisions += len(options) > 1
         waiting = self._loop.waiting
         is_task = chosen.index == CALLBACKS and type(waiting[0]) is SimTask
         self._recent.append(waiting[0] if is_task else chosen)
