@@ -44,7 +44,7 @@ async def take_turns(
 ) -> dict[str, list[float]]:
     """Sample every contender once per round (A B C A B C ...), after one round that is dropped.
 
-    Garbage is collected before each sample, so that nobody pays for another's; the collector
+    Garbage is collected before each sample, so that none pays for another; the collector
     stays on, as it is for users.
 
     Args:

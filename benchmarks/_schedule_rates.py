@@ -97,7 +97,7 @@ def measure_rates(*, num_schedules: int, num_rounds: int) -> list[Row]:
     for round_id in range(num_rounds + 1):
         for name, run in contenders.items():
             num = num_schedules if name in {"bare", "library"} else max(20, num_schedules // 8)
-            gc.collect()  # so that nobody pays for another's garbage
+            gc.collect()  # so that no contender pays for another's garbage
             start = perf_counter()
             with contextlib.redirect_stdout(io.StringIO()):
                 run(num)

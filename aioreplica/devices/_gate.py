@@ -1,4 +1,4 @@
-"""A gate: where one device thread waits until somebody opens it."""
+"""A gate: where one device thread waits until another thread opens it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from threading import Lock
 from typing import final
 
 LOOK_S = 1.0
-"""How often a waiting thread looks whether its event loop was closed under it."""
+"""How often a waiting thread checks whether its event loop was closed."""
 
 
 @final
@@ -16,16 +16,16 @@ class Gate:
     """A closed lock that lets one waiting thread pass for each time it is opened.
 
     Args:
-        loop: The event loop of the run that the thread works for. Once it is closed nobody is left
-            to open anything. None waits whatever becomes of loops.
+        loop: The event loop of the run that the thread works for. Once it is closed the gate will
+            not be opened any more, so the wait ends. None waits without that check.
 
     Attributes:
-        open: Opens the gate, from any thread: for whoever waits, or for the next one who comes.
-            Not to be called under a lock that the woken thread may need.
+        open: Opens the gate, from any thread, for the thread that waits or for the next one that
+            does. Must not be called under a lock that the woken thread may need.
 
     Invariants:
         * At most one thread waits.
-        * Nobody opens a gate that is open.
+        * A gate that is open is not opened again.
 
     Example:
         >>> gate = Gate(None)

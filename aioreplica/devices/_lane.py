@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, final
+from typing import final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._op import Op, OpTracker, observers_of_all
+from ._op import AnyOp, Op, OpTracker, observers_of_all
 
 STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
 
@@ -55,7 +55,7 @@ class Lane:
         self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
         self._nice = nice
-        self._queue: SimpleQueue[Op[Any] | _Handover | None] = SimpleQueue()
+        self._queue: SimpleQueue[AnyOp | _Handover | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._streams: list[_Stream] = []
         self._lock = threading.Lock()
@@ -64,9 +64,9 @@ class Lane:
         self._serving = 0  # threads that take ops; those that lend the lane do not count
         self._past = _Stream()  # what threads did that have ended
         self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
-        self._held_back: deque[Op[Any]] = deque()  # ops of those runs, until that op has ended
+        self._held_back: deque[AnyOp] = deque()  # ops of those runs, until that op has ended
 
-    def put(self, op: Op[Any]) -> None:
+    def put(self, op: AnyOp) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
 
         Raises:
@@ -113,13 +113,13 @@ class Lane:
 
     def _take_back(self) -> None:
         with self._lock:
-            if self._serving < self._num_streams or self._stopped:
+            if self._serving < self._num_streams:
                 self._serving += 1
                 return
             handover = _Handover()
             self._queue.put(handover)
         while not handover.is_done.wait(STOPPED_S):
-            if self._stopped:  # its sentinels may have ended the other thread first
+            if self._stopped:  # then the op of the other thread may never end
                 return
 
     def stop(self) -> None:
@@ -149,7 +149,7 @@ class Lane:
         s = self.statistics()
         return f"<Lane {self.name} | {s.running} running, {s.queued} queued, {s.done} done>"
 
-    def _start_thread(self, op: Op[Any] | None) -> None:
+    def _start_thread(self, op: AnyOp | None) -> None:
         with self._lock:
             if self._serving >= self._num_streams or self._stopped:
                 return
@@ -219,7 +219,7 @@ class Lane:
             self._past.busy_s += stream.busy_s
         handover.is_done.set()  # the one that takes over counts in its place
 
-    def _held_back_op(self) -> Op[Any] | None:
+    def _held_back_op(self) -> AnyOp | None:
         """Take the first op whose run lends the lane no longer, if there is one."""
         with self._lock:
             for op in self._held_back:
@@ -228,7 +228,7 @@ class Lane:
                     return op
         return None
 
-    def _take(self) -> Op[Any] | _Handover | None:
+    def _take(self) -> AnyOp | _Handover | None:
         """Wait for an op; where threads are several, one about to wait says so first."""
         try:
             return self._queue.get_nowait()

@@ -11,7 +11,7 @@ from ..context import PLACE
 from ._completion import CompletionQueue
 from ._lane import Lane
 from ._lane_table import COLLECTIVES, HOST, lane_table
-from ._op import Op, OpTracker
+from ._op import AnyOp, Op, OpTracker
 
 INLINE_BYTES = 2 * 1024 * 1024
 """Array work that reads no more than this runs on the event loop. A trip to another thread and back
@@ -25,15 +25,15 @@ def run_on_lane(
     lane: Lane,
     completions: CompletionQueue,
     fn: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     tracker: OpTracker | None = None,
 ) -> Op[T]:
     """Return an op that runs `fn` on a lane of the caller's choice once it is awaited."""
     return Op(completions, fn, args, kwargs, lane, tracker)
 
 
-def submit_gang(lane_names: Sequence[str], ops: Sequence[Op[Any]]) -> None:
+def submit_gang(lane_names: Sequence[str], ops: Sequence[AnyOp]) -> None:
     """Put one op on each lane, all or nothing with regard to other gangs.
 
     Two gangs that need the same devices get them in the same order, so neither can hold half of
@@ -153,8 +153,8 @@ def _current_replica() -> tuple[str | None, OpTracker | None]:
 def _op_on(
     lane_name: str,
     fn: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     tracker: OpTracker | None,
 ) -> Op[T]:
     lane = lane_table().lane(lane_name)

@@ -24,12 +24,12 @@ from ._meeting import Pending as Pending
 from ._meeting import SyncGroup as SyncGroup
 from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
-from ._payload import payload_along as payload_along
-from ._payload import payload_of as payload_of
-from ._payload import payload_of_numbers as payload_of_numbers
 from ._reductions import AllReduce as AllReduce
 from ._reductions import ReduceScatter as ReduceScatter
 from ._reductions import Reduction as Reduction
+from ._reductions import payload_along as payload_along
+from ._reductions import payload_of as payload_of
+from ._reductions import payload_of_numbers as payload_of_numbers
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState

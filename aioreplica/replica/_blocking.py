@@ -18,6 +18,7 @@ from ..errors import ContextError
 from ..typing import ReduceOp
 from ..values import Variable
 from ._collectives import Collectives, require_members
+from ._device_waiters import OpWaiter, ThreadWaiter
 from ._group import ReplicaGroup
 from ._host_call import call_on_host
 from ._meeting import CallSite, Collective, new_call
@@ -25,7 +26,6 @@ from ._merge_call import merge_call_named
 from ._misuse import blocking_misuse_error
 from ._replica import Replica
 from ._variables import create_variable, update_variable
-from ._waiters import OpWaiter, ThreadWaiter
 
 T = TypeVar("T")
 KEPT_CALLS = 4  # gradient calls that may be under way inside each other

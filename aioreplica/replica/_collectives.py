@@ -15,13 +15,20 @@ from ..context import PLACE
 from ..typing import ReduceOp
 from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
-from ._handle import Handle
+from ._handle import Handle, start
 from ._meeting import CallSite, Collective, SyncGroup, new_call
+from ._meeting_point import TaskWaiter, Waiter
 from ._merge_call import MERGE_CALL
 from ._misuse import no_blocking_handle_error
-from ._payload import payload_along, payload_of, payload_of_numbers
-from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction
-from ._waiters import TaskWaiter, Waiter
+from ._reductions import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    STARTED_ALL_REDUCE,
+    parse_reduction,
+    payload_along,
+    payload_of,
+    payload_of_numbers,
+)
 
 T = TypeVar("T")
 
@@ -291,36 +298,31 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     ) -> Any:
         """Make a call: number it and hand it to the waiter."""
         waiter, group = self._waiter, self._members
+        call = new_call(collective, argument, args, kwargs, group, self._position, 0, frame)
         if PLACE.get() is not waiter.place or get_ident() != waiter.thread_id:
-            return waiter.elsewhere(
-                collective, argument, args, kwargs, group, self._position, frame
-            )
+            return waiter.elsewhere(call)
         replica = waiter.replica
         if group.is_partial:
-            sequence = replica.next_in(group)
+            call.sequence = replica.next_in(group)
         else:
-            replica.sequence = sequence = replica.sequence + 1
-        call = new_call(collective, argument, args, kwargs, group, self._position, sequence, frame)
+            call.sequence = replica.sequence = replica.sequence + 1
         tell = waiter.point.observers.call_made
         if tell is not None:
             tell(call)
-        return waiter.meet(call)
+        result = waiter.meet(call)
+        unawaited = waiter.unawaited
+        if unawaited is not None:
+            unawaited[call] = result
+        return result
 
     def _start(
         self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
     ) -> Handle:
         """Make a call that needs no awaiting to go on."""
-        waiter, group = self._waiter, self._members
+        waiter = self._waiter
         if not isinstance(waiter, TaskWaiter):
             raise no_blocking_handle_error()
-        if not waiter.is_here:
-            return waiter.start_elsewhere(collective, argument, args, group, self._position, frame)
-        sequence = waiter.replica.next_in(group)
-        call = new_call(collective, argument, args, None, group, self._position, sequence, frame)
-        tell = waiter.point.observers.call_made
-        if tell is not None:
-            tell(call)
-        return waiter.start(call)
+        return start(waiter, collective, argument, args, self._members, self._position, frame)
 
 
 def require_members(members: Iterable[int], own: int, num_replicas: int) -> tuple[int, ...]:

@@ -20,11 +20,11 @@ from ._collectives import Collectives, require_members
 from ._driven import Ready
 from ._group import ReplicaGroup
 from ._meeting import CallSite, Collective
+from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._replica import Replica
 from ._variables import create_variable, update_variable
-from ._waiters import TaskWaiter
 
 _SHARED, _REPLICA = 0, 1  # kinds of random streams
 

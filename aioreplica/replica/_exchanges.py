@@ -22,7 +22,7 @@ from ..devices import INLINE_BYTES, run_together
 from ..devices.backends import join_arrays
 from ..tree import unflatten
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
-from ._payload import payload_bytes, payload_difference
+from ._reductions import payload_bytes, payload_difference
 
 
 @final

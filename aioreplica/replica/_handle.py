@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Context
+from types import FrameType
 from typing import Any, final
 
 from ..context import PLACE, Place
 from ..errors import ContextError
-from ._meeting import Call, Generation
-from ._meeting_point import MeetingPoint
+from ._meeting import Call, Collective, Generation, SyncGroup, new_call
+from ._meeting_point import MeetingPoint, TaskWaiter
+from ._misuse import outlived_op_error
 from ._replica import Replica
 
 
@@ -53,6 +55,9 @@ class Handle(Awaitable[Any]):
         try:
             if is_posted:
                 call.sequence = self._replica.next_in(call.group)
+            tell = self._point.observers.call_made
+            if tell is not None:
+                tell(call)
             self._generation = self._point.start(self._replica, call)
         except BaseException as error:
             self._error = error
@@ -188,6 +193,47 @@ class Handle(Awaitable[Any]):
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"
         return f"<Handle of {self._call.describe()} | {state}>"
+
+
+def start(
+    waiter: TaskWaiter,
+    collective: Collective,
+    argument: Any,
+    args: tuple[Any, ...],
+    group: SyncGroup,
+    position: int,
+    frame: FrameType,
+) -> Handle:
+    """Start a collective on the event loop, or in a thread while an op of the replica runs.
+
+    In a thread it is numbered on the event loop: in the order of the calls, and before the op is
+    done. Until then the replica's other collectives are refused.
+
+    Raises:
+        ContextError: If called elsewhere.
+    """
+    point, replica = waiter.point, waiter.replica
+    if waiter.is_here or waiter.is_free():
+        number = replica.next_in(group)
+        call = new_call(collective, argument, args, None, group, position, number, frame)
+        handle = Handle(point, replica, call, waiter.home)
+        handle.begin()
+        return handle
+    held = waiter.hold()
+    if held is None:
+        raise waiter.misuse(collective.name)
+    op, completions = held
+    call = new_call(collective, argument, args, None, group, position, 0, frame)
+    handle = Handle(point, replica, call, waiter.home)
+
+    def begin() -> None:
+        if op.is_done:
+            handle.fail(outlived_op_error(handle.describe(), op.fn_name))
+        else:
+            handle.begin()
+
+    completions.call_soon(begin)
+    return handle
 
 
 def _watch(waiter: asyncio.Future[None]) -> asyncio.Future[None]:

@@ -81,8 +81,8 @@ class SyncGroup:
     """
 
     __slots__ = (
-        "_whole", "device_names", "has_plain_values", "is_blocking", "is_partial", "members", "merge_place",
-        "open", "reducer", "step", "strategy", "timeout_s",
+        "_whole", "device_names", "has_plain_values", "is_blocking", "is_partial", "members",
+        "merge_place", "open", "reducer", "step", "strategy", "timeout_s",
     )  # fmt: skip
 
     def __init__(

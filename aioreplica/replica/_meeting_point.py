@@ -1,9 +1,12 @@
 """Where the replicas of one run meet: they arrive, one merge runs, all are released.
 
-The shell around the rendezvous, for tasks and device threads alike. Tasks that have to wait share
-one future per generation; threads park at a gate each (`_waiters.py`). Whoever completes a
-generation merges it at once and releases the others. Only a merge that has to be awaited goes
-through a task of its own.
+The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
+share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
+(`_device_waiters.py`). Whoever completes a generation merges it at once and releases the others.
+Only a merge that has to be awaited goes through a task of its own.
+
+Cancelling one waiting task cancels the future that all share; as the others can then never meet
+it, that ends the run in any case (`MeetingPoint.withdrew`).
 
 Invariants:
     * Where threads meet, the rendezvous is touched under `lock` only, by threads and by the event
@@ -16,24 +19,26 @@ from __future__ import annotations
 import asyncio
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from asyncio import current_task
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, final
 from weakref import proxy
 
-from ..context import PLACE
-from ..devices import Gate
+from ..context import PLACE, Place
+from ..devices import CompletionQueue, Gate, Op, OpTracker, name_of_served_lane
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
 from ._failure import add_note_once
 from ._meeting import Call, Generation, Parts, Pending, SyncGroup
+from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
-from ._table import circle_text
+from ._table import circle_text, two_at_once_error
 
 CIRCLE_S = 1.0
 """How long replicas may seem to wait for each other through handles before that is warned of."""
@@ -412,6 +417,175 @@ class MeetingPoint:
             with self.lock:
                 self.rendezvous.forget()
         self.unseen.clear()
+
+
+class Waiter(ABC):
+    """How the calls of one replica wait.
+
+    Attributes:
+        point: Where the replicas meet.
+        replica: Whose calls.
+        home: The place of the replica's code; None before and after.
+        place: Where calls may be made: `home`, or None while an op of the replica makes them.
+        thread_id: The thread in which they may be made.
+        unawaited: Calls whose coroutine has not been started; None where results come at once.
+    """
+
+    __slots__ = ("home", "place", "point", "replica", "thread_id", "unawaited")
+
+    def __init__(self, point: MeetingPoint, replica: Replica) -> None:
+        self.point = point
+        self.replica = replica
+        self.home: Place | None = None
+        self.place: Place | None = None
+        self.thread_id = 0
+        self.unawaited: dict[Call, Coroutine[Any, Any, Any]] | None = None
+
+    def open(self, place: Place) -> None:
+        """Allow calls where `place` is current, in the calling thread."""
+        self.thread_id = get_ident()
+        self.home = self.place = place
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self.home = self.place = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling code may make calls."""
+        return PLACE.get() is self.place and get_ident() == self.thread_id
+
+    @abstractmethod
+    def meet(self, call: Call) -> Any:
+        """Bring a call to the meeting point; return its result, or what to await for it."""
+
+    @abstractmethod
+    def elsewhere(self, call: Call) -> Any:
+        """Bring a call, not numbered yet, from where `is_here` is false.
+
+        Raises:
+            ContextError: If it must not be made there.
+        """
+
+
+@final
+class TaskWaiter(Waiter):
+    """Waits as a task: every call gives an awaitable.
+
+    Args:
+        point: Where the replicas meet.
+        replica: Whose calls.
+        completions: Brings what threads do to the event loop, in order; None outside every run.
+        ops: The ops of the run that are in flight.
+    """
+
+    __slots__ = ("_completions", "_held_by", "_ops")
+
+    def __init__(
+        self,
+        point: MeetingPoint,
+        replica: Replica,
+        completions: CompletionQueue | None,
+        ops: OpTracker,
+    ) -> None:
+        super().__init__(point, replica)
+        self._completions = completions
+        self._ops = ops
+        self.unawaited = replica.unawaited
+        self._held_by: Op[Any] | None = None  # which has started collectives from its thread
+
+    async def meet(self, call: Call) -> Any:
+        """Bring a call to the rendezvous; return its part of the merge's result."""
+        replica, point = self.replica, self.point
+        del replica.unawaited[call]
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        if replica.waiting is not None:
+            raise self._two_at_once(call)
+        opened = call.group.open.get(call.sequence)
+        if opened is not None and opened.waiter is not None and opened.waiter.cancelled():
+            point.withdrew(replica, opened)  # given up by a replica that does not know it yet
+            raise asyncio.CancelledError
+        decided = point.rendezvous.arrive(replica.replica_id, call, point.now())
+        generation = decided if type(decided) is Generation else point.cannot_meet(decided, call)
+        if not call.position:
+            call.context = copy_context()
+        if not generation.missing:
+            point.merge(generation)
+            if generation.is_merged:
+                if point.is_solo:
+                    await asyncio.sleep(0)  # a loop of collectives must let others run
+                return generation.take(call.position)
+        waiter = generation.waiter or point.new_waiter(generation, call)
+        replica.waiting = task = current_task(point.loop)
+        replica.cancels_before = task.cancelling()  # type: ignore[union-attr]  # a task runs this
+        observers = point.observers
+        if observers.wait_began is not None:
+            observers.wait_began(generation)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            point.withdrew(replica, generation)
+            if point.loop is None:  # no run waits for the merge to end
+                await point.run.restart_outside()
+            raise
+        finally:
+            replica.waiting = None
+            if observers.wait_ended is not None:
+                observers.wait_ended(generation)
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        return generation.take(call.position)
+
+    def _two_at_once(self, call: Call) -> Exception:
+        held = self.point.rendezvous.current_call(self.replica.replica_id)
+        error = two_at_once_error(call, held)
+        if self.point.loop is not None:
+            self.point.run.abort(error)
+        return error
+
+    def elsewhere(self, call: Call) -> Any:
+        """Make a call where the replica has been held by an op until now; else a ContextError."""
+        if not self.is_free():
+            raise self.misuse(call.collective.name)
+        call.sequence = self.replica.next_in(call.group)
+        coroutine = self.replica.unawaited[call] = self.meet(call)
+        return coroutine
+
+    def hold(self) -> tuple[Op[Any], CompletionQueue] | None:
+        """Let an op of the replica make calls from its thread until it is done.
+
+        Returns:
+            The op, and what takes the calls to the event loop, before the op's completion; None
+            if no op of the replica runs, or this is the thread of the event loop.
+        """
+        running = self._ops.running(self.replica.replica_id)
+        if self.home is None or self._completions is None or running is None or self.is_on_loop():
+            return None
+        self._held_by = running
+        self.place = None
+        return running, self._completions
+
+    def is_on_loop(self) -> bool:
+        """Tell whether the calling thread runs the event loop, and not an op."""
+        return get_ident() == self.thread_id and name_of_served_lane() is None
+
+    def is_free(self) -> bool:
+        """Tell whether calls may be made here after all: the op that started some is done."""
+        if self._held_by is None or not self._held_by.is_done:
+            return False
+        if PLACE.get() is not self.home or not self.is_on_loop():
+            return False
+        self._held_by = None
+        self.place = self.home
+        return True
+
+    def misuse(self, name: str) -> Exception:
+        """Build the error of a call made elsewhere."""
+        step = self.point.everyone.step
+        if self._held_by is not None and self.is_on_loop():
+            return held_by_op_error(name, self._held_by.fn_name)
+        return misuse_error(name, self.replica, step, self.home)
 
 
 def error_of(ended: asyncio.Future[Any]) -> BaseException | None:

@@ -44,8 +44,11 @@ class MergeCall(Collective):
 
     def num_bytes(self, call: Call) -> int:
         """Add up the arrays among the positional arguments."""
+        args = call.args
+        if len(args) == 1 and type(args[0]) is np.ndarray:
+            return args[0].nbytes
         total = 0
-        for value in call.args:
+        for value in args:
             kind = type(value)
             if kind is np.ndarray:
                 total += value.nbytes
@@ -96,16 +99,15 @@ class MergeCall(Collective):
         if group.has_plain_values:
             args = list(first.args)
             kwargs = first.kwargs or {}
+        elif len(first.args) == 1 and not first.kwargs:  # the common case
+            args = [merged_column([call.args[0] for call in calls], devices)]
         else:
             args = [
                 merged_column([call.args[position] for call in calls], devices)
                 for position in range(len(first.args))
             ]
-            if first.kwargs:
-                kwargs = {
-                    key: merged_column([(call.kwargs or {})[key] for call in calls], devices)
-                    for key in first.kwargs
-                }
+            for key in first.kwargs or ():
+                kwargs[key] = merged_column([(call.kwargs or {})[key] for call in calls], devices)
         result = first.context.run(_call_in_merge, group, first.argument, args, kwargs)
         kind = type(result)
         if kind is PerReplica and len(result) == group.num_replicas:

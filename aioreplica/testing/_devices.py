@@ -52,7 +52,8 @@ class DeviceOp(PoolOp):
         self.future.fail_claimed(error)
 
     def deliver(self) -> None:
-        """Complete the op's future."""
+        """Complete the op's future, after what threads asked for while it ran."""
+        self.future.completions.deliver()
         self.future.resolve()
 
     def describe(self) -> str:

@@ -1,6 +1,7 @@
 """The completion queue: few wake-ups, bounded batches, closed and second loops."""
 
 import asyncio
+import contextvars
 import gc
 import threading
 import weakref
@@ -12,7 +13,7 @@ import pytest
 
 from aioreplica.devices import CompletionQueue, Lane, Op
 
-LIMIT_S = 10
+LIMIT_S = 60
 NUM_OPS = 1000
 
 
@@ -30,13 +31,18 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 def put_many(lane: Lane, num_ops: int) -> list[Op]:
     """Put ops, and block the loop until all of them have run."""
-    port, done = CompletionQueue.of_running_loop(), threading.Event()
+    port = CompletionQueue.of_running_loop()
     ops = [Op(port, int, (i,), {}) for i in range(num_ops)]
     for op in ops:
         lane.put(op)
-    while lane.statistics().done < num_ops:
-        done.wait(0.001)
+    block_until_done(lane, num_ops)
     return ops
+
+
+def block_until_done(lane: Lane, num_ops: int) -> None:
+    never = threading.Event()
+    while lane.statistics().done < num_ops:
+        never.wait(0.001)
 
 
 def test_ops_that_end_together_wake_the_loop_once(lane: Lane) -> None:
@@ -194,3 +200,113 @@ async def test_an_op_that_nobody_awaits_is_not_reported(
     assert await last == 2
     gc.collect()
     assert reports == []
+
+
+# --- calls from threads -----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_armed", [True, False], ids=["a wake-up on its way", "none"])
+async def test_a_call_made_during_an_op_comes_before_its_completion(
+    lane: Lane, is_armed: bool
+) -> None:
+    """Also when a wake-up for another op was on its way before the call was made."""
+    queue, events = CompletionQueue.of_running_loop(), []
+    if is_armed:
+        queue.wake()
+
+    def work() -> None:
+        for i in range(3):
+            queue.call_soon(lambda i=i: events.append((i, op.is_done)))
+
+    op = Op(queue, work, (), {})
+    lane.put(op)
+    block_until_done(lane, 1)
+
+    await op
+
+    assert events == [(0, False), (1, False), (2, False)]
+
+
+@pytest.mark.asyncio
+async def test_calls_run_on_the_loop_with_the_context_of_the_caller() -> None:
+    colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")
+    queue, called = CompletionQueue.of_running_loop(), asyncio.Event()
+    seen: list[object] = []
+
+    def note() -> None:
+        seen.extend([colour.get(), threading.current_thread()])
+        called.set()
+
+    def other_thread() -> None:
+        colour.set("red")
+        queue.call_soon(note)
+
+    colour.set("blue")
+    queue.wake()  # so that it is this wake-up that makes the call
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join(LIMIT_S)
+    await called.wait()
+
+    assert seen == ["red", threading.current_thread()]
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_fails_is_reported_and_holds_nothing_up(lane: Lane) -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
+    queue = CompletionQueue.of_running_loop()
+    error = ValueError("broken")
+
+    def fail() -> None:
+        raise error
+
+    queue.call_soon(fail)
+    op = Op(queue, int, (3,), {})
+    lane.put(op)
+
+    assert await op == 3
+    assert [report["exception"] for report in reports] == [error]
+
+
+@pytest.mark.asyncio
+async def test_everything_queued_can_be_delivered_at_once() -> None:
+    queue, seen = CompletionQueue.of_running_loop(), []
+    op = Op(queue, int, (3,), {})
+    assert op.claim()
+    queue.call_soon(lambda: seen.append(op.is_done))
+    op.run_claimed()
+    queue.add(op)
+
+    queue.deliver()
+
+    assert (seen, op.is_done, await op) == ([False], True, 3)
+
+
+@pytest.mark.asyncio
+async def test_a_thread_lets_go_of_an_op_before_it_wakes_the_loop(
+    lane: Lane, gated_op: Any
+) -> None:
+    """Otherwise the loop goes on while the op's result still counts as in use."""
+
+    class Watch:
+        """A completion queue that looks whether its op is gone when it is to wake the loop."""
+
+        is_armed = False
+
+        def __init__(self) -> None:
+            self.loop = asyncio.get_running_loop()
+            self.was_gone: asyncio.Future[bool] = self.loop.create_future()
+
+        def add(self, op: Op) -> None:
+            self.op = weakref.ref(op)
+
+        def wake(self) -> None:
+            self.loop.call_soon_threadsafe(self.was_gone.set_result, self.op() is None)
+
+    watch: Any = Watch()
+    lane.put(Op(watch, gated_op, (), {}))
+    gated_op.release()
+
+    assert await watch.was_gone

@@ -9,7 +9,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.devices import CompletionQueue, Op, lane_table, submit_gang
 
-LIMIT_S = 10
+LIMIT_S = 60
 NUM_GANGS = 300
 
 

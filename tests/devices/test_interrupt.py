@@ -5,13 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCK_S = 6  # how long the op blocks, whatever happens
-LIMIT_S = 2.0  # the promise is 0.5 s; the rest is for a busy machine
+BLOCK_S = 600  # how long the op blocks, whatever happens
+LIMIT_S = 60  # far below: who ends by then has not waited for the op, however busy the machine is
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +88,7 @@ def raised_in(stderr: str) -> set[str]:
     return {end for end in ends if re.search(r"(Error|Exception|Interrupt|Exit)$", end)}
 
 
-def interrupt(work: str, main: str, run: str) -> tuple[float, int, str]:
+def interrupt(work: str, main: str, run: str) -> tuple[int, str]:
     """Start a program, send Ctrl-C when its op has started; say how it ended."""
     source = PROGRAM.format(seconds=BLOCK_S, work=work, main=main, run=run)
     with subprocess.Popen(
@@ -99,14 +98,15 @@ def interrupt(work: str, main: str, run: str) -> tuple[float, int, str]:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stdout is not None
-        first_line = process.stdout.readline()
-        start = monotonic()
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-        elapsed_s = monotonic() - start
+        try:
+            assert process.stdout is not None
+            first_line = process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            _, stderr = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()  # nothing, if it has ended
     assert first_line == "started\n", stderr
-    return elapsed_s, process.returncode, stderr
+    return process.returncode, stderr
 
 
 @pytest.mark.parametrize("run", RUNNERS)
@@ -116,9 +116,8 @@ def test_ctrl_c_ends_a_program_whose_op_blocks(work: str, main: str, run: str) -
     if run == "uvloop_run":
         pytest.importorskip("uvloop")
 
-    elapsed_s, status, stderr = interrupt(work, main, run)
+    status, stderr = interrupt(work, main, run)
 
-    assert elapsed_s < LIMIT_S, stderr
     assert status in {-signal.SIGINT, 128 + signal.SIGINT}, stderr
     assert stderr.rstrip().endswith("KeyboardInterrupt"), stderr
     assert raised_in(stderr) <= QUIET, stderr
@@ -145,16 +144,13 @@ asyncio.run(main())
 
 
 def test_a_main_that_returns_does_not_wait_for_an_op_of_a_background_task() -> None:
-    start = monotonic()
-
     done = subprocess.run(
         [sys.executable, "-c", RETURNS.format(seconds=BLOCK_S)],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
 
     assert (done.returncode, done.stderr) == (0, "")
-    assert monotonic() - start < LIMIT_S + 1.0  # an interpreter starts, too

@@ -70,7 +70,7 @@ def test_lane_options_hold_for_lanes_made_later(run_script: RunScript) -> None:
         meet = threading.Barrier(2)
 
         def niceness():
-            meet.wait(5)  # both streams of one device at once
+            meet.wait(60)  # both streams of one device at once
             return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
         async def step():
@@ -147,7 +147,7 @@ async def busy():
 
     def block():
         loop.call_soon_threadsafe(started.set)
-        return gate.wait(5)
+        return gate.wait(60)
 
     task = asyncio.create_task(ar.run_on_host(block))
     await started.wait()

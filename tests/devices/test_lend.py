@@ -28,7 +28,7 @@ class Waiting:
         self.events.append("begins")
         with lend_lane():
             self.started.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         self.events.append("goes on")
         return "done"
 
@@ -38,7 +38,7 @@ class Waiting:
 async def test_ops_put_while_one_waits_run_meanwhile(num_streams: int) -> None:
     lane, op = Lane("test", num_streams=num_streams), Waiting()
     waiting = put(lane, op)
-    assert op.started.wait(10)
+    assert op.started.wait(60)
 
     for name in "ab":
         await put(lane, op.events.append, name)
@@ -48,7 +48,7 @@ async def test_ops_put_while_one_waits_run_meanwhile(num_streams: int) -> None:
     assert op.events == ["begins", "a", "b", "goes on"]
     assert lane.statistics().done >= 2
     lane.stop()
-    lane.join(10)
+    lane.join(60)
 
 
 @pytest.mark.asyncio
@@ -73,11 +73,11 @@ async def test_the_waiting_op_goes_on_only_when_the_other_has_ended() -> None:
         op.events.append("other begins")
         op.gate.set()  # the first one wants its lane back now
         inside.set()
-        assert is_over.wait(10)
+        assert is_over.wait(60)
         op.events.append("other ends")
 
     both = asyncio.gather(put(lane, op), put(lane, other))
-    await asyncio.to_thread(inside.wait, 10)
+    await asyncio.to_thread(inside.wait, 60)
     is_over.set()
     await both
 
@@ -98,21 +98,21 @@ async def test_ops_of_the_same_run_keep_their_order() -> None:
 
     assert op.events == ["begins", "other", "goes on", "own 0", "own 1"]
     lane.stop()
-    lane.join(10)
+    lane.join(60)
 
 
 @pytest.mark.asyncio
 async def test_a_stopped_lane_runs_what_was_held_back() -> None:
     lane, op, own = Lane("test"), Waiting(), OpTracker()
     first, later = put(lane, op, run=own), put(lane, op.events.append, "own", run=own)
-    assert op.started.wait(10)
+    assert op.started.wait(60)
     lane.stop()
     op.gate.set()
 
     await asyncio.gather(first, later)
 
     assert op.events == ["begins", "goes on", "own"]
-    lane.join(10)
+    lane.join(60)
 
 
 @pytest.mark.asyncio
@@ -128,7 +128,7 @@ async def test_threads_do_not_add_up() -> None:
 
     await put(lane, int)
     lane.stop()
-    lane.join(10)
+    lane.join(60)
     assert threading.active_count() <= before
     assert lane.statistics().done == 41
 
@@ -143,7 +143,26 @@ async def test_a_stopped_lane_lets_the_waiting_op_end() -> None:
     op.gate.set()
 
     assert await waiting == "done"
-    lane.join(10)
+    lane.join(60)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_stopped_first", [True, False])
+async def test_a_stopped_lane_lets_the_waiting_op_end_beside_one_that_does_not(
+    gated_op: Any, is_stopped_first: bool
+) -> None:
+    lane, op = Lane("test"), Waiting()
+    waiting, endless = put(lane, op), put(lane, gated_op)
+    await gated_op.started.wait()
+
+    for act in (lane.stop, op.gate.set) if is_stopped_first else (op.gate.set, lane.stop):
+        act()
+
+    assert await waiting == "done"
+    assert not endless.done()
+    gated_op.release()
+    await endless
+    lane.join(60)
 
 
 def test_elsewhere_there_is_nothing_to_lend() -> None:

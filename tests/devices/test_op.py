@@ -52,16 +52,31 @@ async def test_withdraw_and_perform_race_has_one_winner() -> None:
         performed: list[bool] = []
 
         def serve(op: Op = op, start: Any = start, out: list[bool] = performed) -> None:
-            start.wait(5)
+            start.wait(60)
             out.append(perform(op))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        start.wait(5)
+        start.wait(60)
         withdrawn = op.withdraw()
-        thread.join(5)
+        thread.join(60)
 
         assert performed == [not withdrawn]
+
+
+@pytest.mark.asyncio
+async def test_an_op_runs_from_its_claim_to_the_end_of_its_call() -> None:
+    op, withdrawn = new_op(lambda: op.is_running), new_op(int)
+
+    assert not op.is_running
+    assert op.claim()
+    assert op.is_running
+    op.run_claimed()
+    assert not op.is_running
+    op.resolve()
+    assert await op
+    assert withdrawn.withdraw()
+    assert not withdrawn.is_running
 
 
 @pytest.mark.asyncio
@@ -176,3 +191,16 @@ async def test_resolving_after_the_await_was_cancelled_is_quiet() -> None:
     del op
     gc.collect()
     assert reports == []
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_is_never_retrieved_is_reported() -> None:
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
+    op = new_op(divmod, 1, 0)
+    perform(op)
+    op.resolve()
+    del op
+    gc.collect()
+
+    assert [type(report["exception"]) for report in reports] == [ZeroDivisionError]

@@ -15,7 +15,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.devices import lane_table
 
-LIMIT_S = 10
+LIMIT_S = 60
 
 colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")
 

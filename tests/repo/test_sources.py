@@ -186,6 +186,12 @@ def test_front_door_commands_are_the_ones_that_ci_runs(file: str, command: str) 
     assert [line for line in lines if line.startswith(command)] != []
 
 
+def test_the_hosted_checks_are_the_local_ones() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+
+    assert "- run: .ci/run\n" in workflow
+
+
 # --- the layer contract -----------------------------------------------------------------------
 
 

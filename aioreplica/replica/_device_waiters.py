@@ -1,0 +1,213 @@
+"""How a device thread waits in a meeting: it parks at a gate, or asks the event loop.
+
+In a plain step function and a device loop the threads meet by themselves (`ThreadWaiter`). An op
+of an `async def` step meets through the event loop (`OpWaiter`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from typing import Any, final
+
+from ..context import PLACE
+from ..devices import HOST, OpTracker, lend_lane, name_of_served_lane, new_gate
+from ._meeting import Call, Generation
+from ._meeting_point import MeetingPoint, Waiter
+from ._misuse import blocking_misuse_error
+from ._replica import Replica
+
+
+@final
+class ThreadWaiter(Waiter):
+    """Waits on the replica's device thread, which parks at a gate: every call gives its result.
+
+    Nothing goes through the event loop, except what ends the run (a mismatch, a timeout) and the
+    rest of a merge that has to be awaited. A thread that finds out why the run must end parks too
+    until it was ended: whatever it raised before would look like its own failure.
+    """
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, point: MeetingPoint, replica: Replica) -> None:
+        super().__init__(point, replica)
+        self._gate = new_gate(point.loop)
+
+    def meet(self, call: Call) -> Any:
+        """Bring a call to the rendezvous; return its part of the merge's result."""
+        if not call.position:
+            call.context = copy_context()
+        point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
+        assert lock is not None  # threads meet here
+        now_s = point.now()
+        with lock:
+            if point.is_aborted:
+                raise asyncio.CancelledError
+            decided = point.rendezvous.arrive(replica_id, call, now_s)
+            is_complete = type(decided) is Generation and not decided.missing
+            if not is_complete:
+                point.parked[replica_id] = self._gate
+        if type(decided) is not Generation:
+            point.post(point.run.abort_mismatch, decided)
+            self._park()
+            raise asyncio.CancelledError
+        if is_complete:
+            point.merge(decided)
+            if decided.is_merged:
+                return decided.take(call.position)
+            with lock:
+                must_wait = not decided.is_merged and not point.is_aborted
+                if must_wait:
+                    point.parked[replica_id] = self._gate
+            if must_wait:
+                self._wait_for(decided, None, call)
+        else:
+            own = call.collective.options(call.argument)
+            timeout_s = decided.group.timeout_s if own is None else own.timeout_seconds
+            self._wait_for(decided, timeout_s, call)
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        return decided.take(call.position)
+
+    def elsewhere(self, call: Call) -> Any:
+        """Refuse: a device thread has its calls to itself."""
+        raise blocking_misuse_error(
+            call.collective.name, self.replica, call.group.step, self.place, is_async=False
+        )
+
+    def _wait_for(self, generation: Generation, timeout_s: float | None, call: Call) -> None:
+        """Park for as long as allowed, then until the run was ended."""
+        self.point.began_to_wait(generation)
+        try:
+            if not self._park(timeout_s):
+                self.point.post(self._stalled, timeout_s, call, generation)
+                self._park()
+        finally:
+            self.point.ended_to_wait(generation)
+
+    def _stalled(self, timeout_s: float, call: Call, generation: Generation) -> None:
+        if generation.missing:
+            self.point.run.stalled(timeout_s, call)
+
+    def _park(self, timeout_s: float | None = None) -> bool:
+        """Wait until the gate is opened; False if that took too long."""
+        try:
+            return self._gate.wait(timeout_s)
+        except asyncio.CancelledError:
+            self.point.abandon()
+            raise
+
+
+@final
+class OpWaiter(Waiter):
+    """Waits in an op of an `async def` step: the event loop makes the call, the thread waits.
+
+    While it waits its lane serves other ops: a replica that waits for others must not hold what
+    those need, or two runs could hold each other's devices for ever.
+
+    Cancellation:
+        The end of the run wakes the thread with CancelledError. Cancelling only the await of the
+        op does not: a started op runs to its end.
+    """
+
+    __slots__ = ("_ops",)
+
+    def __init__(self, point: MeetingPoint, replica: Replica, ops: OpTracker) -> None:
+        super().__init__(point, replica)
+        self._ops = ops
+
+    def meet(self, call: Call) -> Any:
+        """Have the event loop number a call and bring it to the rendezvous; wait for its result."""
+        loop = self.point.loop
+        assert loop is not None  # ops of a replica run in runs only
+        waiting = _OpWait(self.point, self.replica, call, loop)
+        return waiting.result()
+
+    def elsewhere(self, call: Call) -> Any:
+        """Make a call in the thread of an op; a ContextError anywhere else."""
+        if not self.is_in_op():
+            raise self.misuse(call.collective.name)
+        return self.meet(call)
+
+    def is_in_op(self) -> bool:
+        """Tell whether the calling thread runs an op that the step has put on its device."""
+        lane, replica = name_of_served_lane(), PLACE.get().replica
+        if lane is None or replica is None or self.point.loop is None or self.replica.is_over:
+            return False
+        is_mine = replica.replica_id_in_sync_group == self.replica.replica_id
+        return is_mine and replica.op_tracker is self._ops and lane == (replica.device_name or HOST)
+
+    def misuse(self, name: str) -> Exception:
+        """Build the error of a call made elsewhere."""
+        step = self.point.everyone.step
+        return blocking_misuse_error(name, self.replica, step, None, is_async=True)
+
+
+@final
+class _OpWait:
+    """One call on its way from an op's thread to the event loop and back."""
+
+    __slots__ = ("_call", "_error", "_gate", "_generation", "_loop", "_point", "_replica")
+
+    def __init__(
+        self, point: MeetingPoint, replica: Replica, call: Call, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._point = point
+        self._replica = replica
+        self._call = call
+        self._loop = loop
+        self._gate = new_gate(loop)
+        self._generation: Generation | None = None
+        self._error: BaseException | None = None
+
+    def result(self) -> Any:
+        """Make the call and wait, in the calling thread."""
+        with lend_lane():
+            self._loop.call_soon_threadsafe(self._begin, context=copy_context())
+            self._point.began_to_wait(self)
+            try:
+                self._gate.wait()
+            finally:
+                self._point.ended_to_wait(self)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        assert self._generation is not None  # it has begun
+        return self._generation.look(self._call.position)
+
+    def describe(self) -> str:
+        """Name the collective."""
+        return f"blocking {self._call.collective.name}"
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return the replicas that have not arrived."""
+        return () if self._generation is None else self._generation.missing_members()
+
+    def awaited(self) -> None:
+        """Nothing on the event loop is waited for but replicas."""
+
+    def _begin(self) -> None:
+        point = self._point
+        try:
+            self._call.sequence = self._replica.next_in(self._call.group)
+            self._generation = generation = point.start(self._replica, self._call)
+            waiter = generation.waiter
+            assert waiter is not None  # made by `start`
+            if waiter.done():
+                self._end(None, waiter)
+                return
+            ended = point.wait_for_started(self._replica, generation, blocks=False)
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread
+            self._error = error
+            self._gate.open()
+            return
+        waiter.add_done_callback(partial(self._end, ended))
+
+    def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None]) -> None:
+        if ended is not None:
+            ended()
+        if waiter.cancelled() or self._point.is_aborted:
+            self._error = asyncio.CancelledError()
+        self._gate.open()
