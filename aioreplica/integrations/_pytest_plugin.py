@@ -41,14 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None): "
-        "run an async test under many schedules, see aioreplica.testing.explore.",
+        "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None, "
+        "max_steps=None, leaks=()): run an async test under many schedules, see "
+        "aioreplica.testing.explore.",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test under its schedules; leave all others alone."""
+    __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return None
@@ -84,6 +86,7 @@ def _async_function(function: Any) -> Any:
 
 def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
     """Explore or replay, as the command line says."""
+    __tracebackhide__ = True  # what failed is the test
     import aioreplica.testing as art
 
     config = item.config
@@ -91,7 +94,8 @@ def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
     if token is not None:
         if not art.is_token_of(token, main):
             pytest.skip(f"token {token} is of another test")
-        art.replay(main, token, faults=options.get("faults"))
+        shared = {name: options[name] for name in ("faults", "leaks") if name in options}
+        art.replay(main, token, **shared)
         return
     for name in ("seed", "schedules"):
         given = config.getoption(f"--ar-{name}")

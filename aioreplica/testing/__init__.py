@@ -1,7 +1,6 @@
 """Deterministic schedules for async code: explore, replay, shrink and explain."""
 
 from .._export import export_public
-from ._cancel import cancel_everywhere as cancel_everywhere
 from ._errors import DeadlockError as DeadlockError
 from ._errors import LeakError as LeakError
 from ._errors import NondeterminismError as NondeterminismError
@@ -9,16 +8,17 @@ from ._errors import RealIOError as RealIOError
 from ._errors import StarvationError as StarvationError
 from ._errors import Wait as Wait
 from ._exhaustive import exhaustive as exhaustive
+from ._explore import cancel_everywhere as cancel_everywhere
 from ._explore import explore as explore
+from ._explore import replay as replay
+from ._explore import run as run
 from ._faults import Faults as Faults
 from ._hypothesis import schedules as schedules
-from ._replay import replay as replay
-from ._replay import run as run
 from ._report import Failure as Failure
 from ._report import Report as Report
 from ._schedule import Schedule as Schedule
-from ._story import Step as Step
 from ._token import is_token_of as is_token_of
+from ._trace import Step as Step
 
 __all__ = [
     "DeadlockError",

@@ -46,30 +46,38 @@ def _have(names: tuple[str, ...]) -> str:
 
 @final
 class DeadlockError(AioReplicaError, RuntimeError):
-    """Raised when nothing can happen any more and the program has not ended.
+    """Raised if nothing can happen any more and the program has not ended.
 
     Attributes:
         waits: The wait-for graph, one edge for each task that waits.
         cycle: The tasks that wait for each other, in order; empty if there is no cycle.
+        exceptions: Exceptions that tasks and callbacks raised and that were never retrieved.
     """
 
     def __init__(
-        self, message: str, *, waits: tuple[Wait, ...] = (), cycle: tuple[str, ...] = ()
+        self,
+        message: str,
+        *,
+        waits: tuple[Wait, ...] = (),
+        cycle: tuple[str, ...] = (),
+        exceptions: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.waits = waits
         self.cycle = cycle
+        self.exceptions = exceptions
 
 
 @final
 class StarvationError(AioReplicaError, RuntimeError):
-    """Raised when a program goes on and on: it spins, or others run while a task never gets on.
+    """Raised if a program does not end within its steps: it spins, or a task never gets its turn.
 
     Attributes:
         steps: Steps that were taken.
         running: The tasks that took the last steps, busiest first.
         waits: What the other tasks wait for.
         cycle: The tasks that wait for each other, if some do.
+        exceptions: Exceptions that tasks and callbacks raised and that were never retrieved.
     """
 
     def __init__(
@@ -80,17 +88,19 @@ class StarvationError(AioReplicaError, RuntimeError):
         running: tuple[str, ...] = (),
         waits: tuple[Wait, ...] = (),
         cycle: tuple[str, ...] = (),
+        exceptions: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.steps = steps
         self.running = running
         self.waits = waits
         self.cycle = cycle
+        self.exceptions = exceptions
 
 
 @final
 class NondeterminismError(AioReplicaError, RuntimeError):
-    """Raised when the same schedule runs otherwise a second time, so nothing can be replayed.
+    """Raised if the same schedule runs otherwise a second time, so nothing can be replayed.
 
     Attributes:
         step: The first step that differs, from 1; 0 if only the end differs.
@@ -107,12 +117,12 @@ class NondeterminismError(AioReplicaError, RuntimeError):
 
 @final
 class LeakError(AioReplicaError, RuntimeError):
-    """Raised when the program returned and left something behind.
+    """Raised if the program returned and left something behind.
 
     Attributes:
         tasks: Tasks that had not ended, with what they awaited.
         generators: Asynchronous generators that were begun and not closed.
-        exceptions: Exceptions that nobody retrieved.
+        exceptions: Exceptions that were never retrieved.
         threads: Calls in pools and on devices that waited for ever.
     """
 
@@ -134,7 +144,7 @@ class LeakError(AioReplicaError, RuntimeError):
 
 @final
 class RealIOError(AioReplicaError, RuntimeError):
-    """Raised when a program under test starts a thread or process, or opens a socket.
+    """Raised if a program under test starts a thread or process, or opens a socket.
 
     Attributes:
         site: `file:line` of the call.

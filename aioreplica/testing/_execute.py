@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
-from ._budget import Budget
-from ._errors import LeakError
-from ._loop import SimLoop
-from ._op_points import point_of_op
-from ._op_threads import NeedsThreads
-from ._participant import Choose
+from ._errors import LeakError, StarvationError
+from ._leaks import Leaks, describe_task
+from ._loop import Budget, LoopObserver, SimLoop
+from ._participants import Choose, SimTask
+from ._pools import PoolTable
+from ._sandbox import Sandbox
+from ._schedule import Schedule
 from ._strategies import fifo
-from ._task import SimTask
-
-if TYPE_CHECKING:
-    from ._sandbox import Sandbox
-    from ._schedule import Schedule
+from ._threads import NeedsThreads
+from ._watchdog import StuckStepError, Watchdog
 
 Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
 DRAIN_STEPS: Final = 5_000
+SETTLE_STEPS: Final = 3
 
 
 @final
@@ -33,9 +32,9 @@ class Outcome:
     """How one schedule ended.
 
     Attributes:
-        kind: "passed", "raised", "leaked", "deadlock" or "endless".
+        kind: "passed", "raised", "leaked", "deadlock", "endless", or "stuck" in one step.
         value: What the program returned.
-        error: What it raised, or the `LeakError`; None where only a rerun can tell the story.
+        error: What it raised, or the `LeakError`; None where only a rerun with a trace can make it.
         order: Who took each step, by number of participant.
     """
 
@@ -48,6 +47,16 @@ class Outcome:
     def has_failed(self) -> bool:
         """Whether the schedule shows a bug."""
         return self.kind != "passed"
+
+
+class Observer(LoopObserver, Protocol):
+    """Observes a whole run."""
+
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+
+    def end(self, kind: str) -> None:
+        """Look at a run that failed, before it is cleaned up."""
 
 
 def check_main(main: Any) -> None:
@@ -110,8 +119,9 @@ def execute(
     schedule: Schedule,
     context: Context,
     *,
-    observer: Any = None,  # Any: the story, which knows this module
+    observer: Observer | None = None,
     max_steps: int | None = None,
+    leaks: Leaks | None = None,
 ) -> Outcome:
     """Run one schedule from a fresh start.
 
@@ -123,6 +133,7 @@ def execute(
         context: The caller's context variables; the program gets a copy.
         observer: Told of every step.
         max_steps: When to call the program endless.
+        leaks: What counts as left behind; everything if not given.
 
     Raises:
         NeedsThreads: If an op has to wait although it has no thread; the schedule is to be run
@@ -131,47 +142,87 @@ def execute(
     loop = SimLoop(
         choose, schedule.fidelity, None if max_steps is None else Budget(max_steps), observer
     )
-    sandbox.begin(loop, schedule)
+    loop.executors = pools = PoolTable(loop)
+    sandbox.begin(loop, pools, schedule)
     loop.start()
     try:
         own = context.copy()
         task = SimTask(own.run(_as_coroutine, main), loop=loop, context=own)
         if observer is not None:
-            observer.begin(loop, task)
-        kind = ""
-        try:
-            with suppress(NeedsThreads):
-                kind = loop.run(task)
-        except SystemExit as error:  # it leaves the loop at once, as it does a real one
-            order = loop.order
-            _abandon(loop)
-            return Outcome("raised", None, error, order)
-        except KeyboardInterrupt:
-            _abandon(loop)
-            raise
-        _give_up_if_threads_are_needed(loop)
-        order = loop.order
-        loop.order = []
-        if kind != "done":
-            if observer is not None:
-                observer.end(kind)
-            _abandon(loop)
-            return Outcome(kind, None, None, order)
-        return _judge(loop, task, order, observer)
+            observer.begin(loop, pools, task)
+        return _run(loop, pools, task, observer, leaks or Leaks(), sandbox.watchdog)
     finally:
-        loop.pools.unwind()
+        pools.unwind()
+        pools.close()
         loop.finish()
         sandbox.end()
 
 
-def _give_up_if_threads_are_needed(loop: SimLoop) -> None:
-    if loop.pools.needs_threads:
-        loop.pools.is_given_up = True
-        _abandon(loop)
+def _run(
+    loop: SimLoop,
+    pools: PoolTable,
+    task: SimTask,
+    observer: Observer | None,
+    leaks: Leaks,
+    watchdog: Watchdog,
+) -> Outcome:
+    """Run a program to its end, and say how it has ended."""
+    kind = ""
+    try:
+        with suppress(NeedsThreads):
+            kind = loop.run(task)
+    except StuckStepError:
+        order = list(loop.order)
+        with suppress(StuckStepError):
+            _abandon(loop, pools)
+        return Outcome("stuck", None, _stuck(loop, order, watchdog.stack), order)
+    except SystemExit as error:  # it leaves the loop at once, as it does a real one
+        order = loop.order
+        _abandon(loop, pools)
+        return Outcome("raised", None, error, order)
+    except KeyboardInterrupt:
+        _abandon(loop, pools)
+        raise
+    _give_up_if_threads_are_needed(loop, pools)
+    order = loop.order
+    loop.order = []
+    if kind != "done":
+        if observer is not None:
+            observer.end(kind)
+        _abandon(loop, pools)
+        return Outcome(kind, None, None, order)
+    return _judge(loop, pools, task, order, observer, leaks)
+
+
+def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
+    if pools.needs_threads:
+        pools.is_given_up = True
+        _abandon(loop, pools)
         raise NeedsThreads
 
 
-def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Outcome:
+def _stuck(loop: SimLoop, order: Sequence[int], stack: Sequence[str]) -> StarvationError:
+    """Return the error for a step that had to be interrupted."""
+    tasks = [describe_task(task) for task in loop.sim_tasks if task.index == order[-1]]
+    who = tasks[0] if tasks else "a callback or a call in a pool"
+    lines = "".join(f"\n  {line}" for line in stack)
+    return StarvationError(
+        f"Step {len(order)}, of {who}, neither awaits nor ends: it was interrupted, after using "
+        f"the processor for a long time, at{lines or ' an unknown line'}\nNothing else can go on "
+        "meanwhile, on a real event loop too. Await what it waits for.",
+        steps=len(order),
+        running=(who,),
+    )
+
+
+def _judge(
+    loop: SimLoop,
+    pools: PoolTable,
+    main: SimTask,
+    order: list[int],
+    observer: Observer | None,
+    leaks: Leaks,
+) -> Outcome:
     """Say how a program that ended has ended."""
     error = _error_of(main)
     if error is None:
@@ -179,24 +230,25 @@ def _judge(loop: SimLoop, main: SimTask, order: list[int], observer: Any) -> Out
             if not task.done() or task._log_traceback:
                 break
         else:
-            left = loop.complaints or loop._asyncgens or loop.pools.waiting  # type: ignore[attr-defined]
+            left = loop.complaints or loop.open_generators or pools.waiting
             if not left:
                 return Outcome("passed", main.result(), None, order)
-        error = _find_leaks(loop)
+        error = _find_leaks(loop, pools, leaks)
         if error is None:
+            _abandon(loop, pools)
             return Outcome("passed", main.result(), None, order)
         if observer is not None:
             observer.end("leaked")
-        _abandon(loop)
+        _abandon(loop, pools)
         return Outcome("leaked", None, error, order)
     kind = "raised"
     if isinstance(error, asyncio.CancelledError):  # what was cancelled must leave nothing behind
-        leaked = _find_leaks(loop)
+        leaked = _find_leaks(loop, pools, leaks)
         if leaked is not None:
             kind, error = "leaked", leaked
     if observer is not None:
         observer.end(kind)
-    _abandon(loop)
+    _abandon(loop, pools)
     return Outcome(kind, None, error, order)
 
 
@@ -207,61 +259,16 @@ def _error_of(task: SimTask) -> BaseException | None:
         return cancelled
 
 
-def _find_leaks(loop: SimLoop) -> LeakError | None:
-    """Let what was cancelled come to its end; then whatever is left has leaked."""
+def _find_leaks(loop: SimLoop, pools: PoolTable, leaks: Leaks) -> LeakError | None:
+    """Let what was cancelled come to its end; then what is left has leaked."""
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
             _drain(loop, task)
-    tasks = tuple(_describe(task) for task in loop.sim_tasks if not task.done())
-    exceptions = tuple(
-        f"{task.get_name()}: {_retrieved(task)!r}"
-        for task in loop.sim_tasks
-        if task.done() and task._log_traceback
-    )
-    exceptions += tuple(_complaint(context) for context in loop.complaints)
-    generators = tuple(agen.__qualname__ for agen in loop.open_generators)
-    threads = tuple(
-        f"{op.describe()} on {op.pool.name} ({point_of_op(op)})" for op in loop.pools.waiting
-    )
-    if not (tasks or generators or exceptions or threads):
-        return None
-    parts = []
-    if tasks:
-        parts.append(f"tasks that had not ended: {', '.join(tasks)}")
-    if generators:
-        parts.append(f"asynchronous generators that were not closed: {', '.join(generators)}")
-    if threads:
-        parts.append(f"threads that waited for ever: {', '.join(threads)}")
-    if exceptions:
-        parts.append(f"exceptions that nobody retrieved: {', '.join(exceptions)}")
-    return LeakError(
-        f"The program ended and left behind {'; '.join(parts)}. Await, cancel or close them "
-        "before it ends.",
-        tasks=tasks,
-        generators=generators,
-        exceptions=exceptions,
-        threads=threads,
-    )
+    return leaks.find(loop, pools)
 
 
-def _describe(task: SimTask) -> str:
-    coroutine = task.get_coro()
-    name = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
-    return f"{task.get_name()} ({name})"
-
-
-def _retrieved(task: SimTask) -> BaseException | None:
-    return task.exception()
-
-
-def _complaint(context: dict[str, Any]) -> str:
-    error = context.get("exception")
-    message = context.get("message", "").partition(" <")[0]
-    return f"{message}: {error!r}" if error is not None else message
-
-
-def _abandon(loop: SimLoop) -> None:
-    """Cancel every task and let them end, so that none speaks up when it is collected."""
+def _abandon(loop: SimLoop, pools: PoolTable) -> None:
+    """Cancel every task and let them end, so that asyncio logs nothing when they are collected."""
     loop.observer = None
     for _ in range(3):
         left = [task for task in loop.sim_tasks if not task.done()]
@@ -270,7 +277,8 @@ def _abandon(loop: SimLoop) -> None:
                 task.cancel()
         for task in left:
             _drain(loop, task)
-        loop.pools.unwind()
+        pools.unwind()
+        _drain(loop, SimTask(_settle(), loop=loop))
     for task in loop.sim_tasks:
         if not task.done():
             task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -279,6 +287,12 @@ def _abandon(loop: SimLoop) -> None:
             task.exception()
     for agen in loop.open_generators:
         _drain(loop, SimTask(agen.aclose(), loop=loop))
+
+
+async def _settle() -> None:
+    """Let the callbacks run of what has ended, and those that they register."""
+    for _ in range(SETTLE_STEPS):
+        await asyncio.sleep(0)
 
 
 def _drain(loop: SimLoop, task: SimTask) -> None:

@@ -4,7 +4,7 @@ A preemption is a task that is held although it could go on, while another task 
 else is free: who goes on when a task has to wait, when a pool starts and completes a call, when a
 callback runs or a timer fires. So the bound never counts how far a schedule is from asyncio's own.
 
-Every run follows a list of choices and then the default, which preempts nobody; each other option
+Every run follows a list of choices and then the default, which preempts no task; each other option
 that it passes becomes a list of its own, unless it exceeds the bound. No two runs are the same, and
 when no list is left every schedule within the bound has been run.
 """
@@ -15,21 +15,19 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
-from ._execute import Main, Outcome
+from ._execute import Main, Outcome, check_main
 from ._explain import explain
 from ._explore import MIN_LENGTH
-from ._mix import mix
+from ._leaks import Ignored
+from ._participants import Participant
 from ._report import Report
-from ._runner import Runner, check_main, check_no_loop, same_end
+from ._runner import Runner, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CHOICES, Ranks, Schedule, is_preemptible
-from ._story import Story
-from ._strategies import FIFO, maker_of
-
-if TYPE_CHECKING:
-    from ._participant import Participant
+from ._strategies import FIFO, maker_of, mix
+from ._trace import Trace
 
 CROSS_CHECK: Final = 600
 """Schedules of the portfolio that have to pass too before a program is called clean."""
@@ -101,7 +99,9 @@ class Explorer:
                 self.found.append(Branch((*branch.choices, (decision, option)), count))
 
 
-def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) -> Report:
+def exhaustive(
+    main: Main, *, max_preemptions: int = 2, limit: int = 100_000, leaks: Ignored = ()
+) -> Report:
     """Run a program under every schedule with at most `max_preemptions` preemptions.
 
     Schedules with fewer preemptions come first. A sample of the portfolio, which knows no bound,
@@ -111,6 +111,7 @@ def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) ->
         main: An async callable without arguments that builds its own state.
         max_preemptions: How often a task may be held although it could go on.
         limit: How many schedules at most.
+        leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What was found. `complete` is True only if every schedule within the bound was run and all
@@ -134,7 +135,7 @@ def exhaustive(main: Main, *, max_preemptions: int = 2, limit: int = 100_000) ->
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     check_no_loop("art.exhaustive")
     with Sandbox() as sandbox:
-        return _Search(Runner(main, sandbox), max_preemptions, limit).run()
+        return _Search(Runner(main, sandbox, None, leaks), max_preemptions, limit).run()
 
 
 @final
@@ -154,10 +155,10 @@ class _Search:
     def run(self) -> Report:
         """Run everything within the bound, or up to the first failure or the limit."""
         base = Schedule(FIFO, self._seed)
-        first, told = self._runner.tell_first(base)
+        first, base_trace = self._runner.trace_first(base)
         if first.has_failed or not same_end(first, self._runner.run(base)):
             report = self._report(is_complete=False)
-            return explain(self._runner, base, first, report, base, told)
+            return explain(self._runner, base, first, report, base, base_trace)
         self._waiting[0].append(Branch((), 0))
         for waiting in self._waiting:
             while waiting and self._num_run < self._limit:
@@ -170,14 +171,14 @@ class _Search:
                 self._was_cut |= explorer.was_cut
                 if outcome.has_failed:
                     report = self._report(is_complete=False)
-                    return explain(self._runner, schedule, outcome, report, base, told)
+                    return explain(self._runner, schedule, outcome, report, base, base_trace)
                 self._add(explorer.found)
                 if self._num_run == CROSS_CHECK:
-                    failed = self._cross_check(base, first, told)
+                    failed = self._cross_check(base, first, base_trace)
                     if failed is not None:
                         return failed
         if self._num_run < CROSS_CHECK:
-            failed = self._cross_check(base, first, told)
+            failed = self._cross_check(base, first, base_trace)
             if failed is not None:
                 return failed
         return self._report(is_complete=not (any(self._waiting) or self._was_cut))
@@ -191,7 +192,7 @@ class _Search:
             else:
                 self._was_cut = True
 
-    def _cross_check(self, base: Schedule, first: Outcome, told: Story) -> Report | None:
+    def _cross_check(self, base: Schedule, first: Outcome, base_trace: Trace) -> Report | None:
         """Run a sample that knows no bound; return the report if it fails."""
         length = max(MIN_LENGTH, len(first.order))
         for at in range(1, CROSS_CHECK):
@@ -199,7 +200,7 @@ class _Search:
             outcome = self._runner.run(schedule)
             if outcome.has_failed:
                 report = self._report(is_complete=False)
-                return explain(self._runner, schedule, outcome, report, base, told)
+                return explain(self._runner, schedule, outcome, report, base, base_trace)
         return None
 
     def _report(self, *, is_complete: bool) -> Report:

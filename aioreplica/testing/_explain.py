@@ -1,4 +1,4 @@
-"""Explaining a failure: tell its story, check that it repeats, shrink it, give it a token."""
+"""Explain a failure: trace it, check that it repeats, shrink it, give it a token."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from ._errors import NondeterminismError
 from ._execute import Outcome
-from ._holds import Hold, describe
-from ._mix import mix
 from ._report import Failure, Report
 from ._runner import Runner, nondeterminism, same_end, same_failure
-from ._schedule import HELD, Schedule
-from ._shrink import shrink
-from ._story import Step, Story
-from ._strategies import maker_of
+from ._schedule import HELD, Hold, Schedule
+from ._shrink import describe, shrink
+from ._strategies import maker_of, mix
 from ._token import TokenTooLongError, encode
+from ._trace import Step, Trace
 
-STORY_STEPS: Final = 2_500
-"""How much of an endless schedule is told, at least."""
+ENDLESS_STEPS: Final = 2_500
+"""How much of an endless schedule is base_trace, at least."""
 SEARCH: Final = 600
 """How many schedules to search for one that fits into a token."""
 
@@ -31,9 +28,9 @@ def explain(
     outcome: Outcome,
     report: Report,
     base: Schedule,
-    told: Story,
+    base_trace: Trace,
 ) -> Report:
-    """Rerun a failing schedule to tell its story, check that it repeats, and shrink it.
+    """Rerun a failing schedule with a trace, check that it repeats, and shrink it.
 
     Args:
         runner: Runs it.
@@ -41,27 +38,33 @@ def explain(
         outcome: How.
         report: What is known so far.
         base: asyncio's own schedule.
-        told: Its story, from before.
+        base_trace: Its trace, from before.
     """
+    if outcome.kind == "stuck":  # that takes long: it is not run again
+        assert outcome.error is not None
+        return _failed(report, runner, schedule, outcome.error)
     limit = None
     if outcome.kind == "endless":  # more than asyncio's own order takes, or that would count too
-        own = 0 if told.ending == "endless" else told.num_steps
-        limit = min(len(outcome.order), max(STORY_STEPS, 2 * own))
-    again, story = runner.tell(schedule, limit)
+        own = 0 if base_trace.ending == "endless" else base_trace.num_steps
+        limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * own))
+    again, trace = runner.trace(schedule, limit)
     if not same_end(outcome, again):
-        return _differs(runner, schedule, story, report)
-    _, base_again = runner.tell(base)
-    if base_again.lines() != told.lines() or base_again.ending != told.ending:
-        return _failed(report, runner, base, nondeterminism(told.steps, base_again.steps))
+        third = runner.trace(schedule)[1]
+        error = nondeterminism(trace.steps, third.steps, (outcome, again))
+        return _failed(report, runner, schedule, error)
+    _, base_again = runner.trace(base)
+    if not base_again.is_same(base_trace):
+        error = nondeterminism(base_trace.steps, base_again.steps, (again,))
+        return _failed(report, runner, base, error)
 
     def fails(holds: Sequence[Hold]) -> bool:
         return same_failure(again, runner.run_holds(schedule, holds, limit))
 
-    found = shrink(story, fails)
-    steps: Sequence[Step] = story.steps
-    known = [*story.pending, *story.steps]
+    found = shrink(trace, fails)
+    steps: Sequence[Step] = trace.steps
+    known = [*trace.pending, *trace.steps]
     if found.is_certain:
-        ended, shrunk = runner.tell_holds(schedule, found.holds, limit)
+        ended, shrunk = runner.trace_holds(schedule, found.holds, limit)
         if same_failure(again, ended):
             steps, known = shrunk.steps, [*shrunk.pending, *known]
     assert again.error is not None
@@ -77,15 +80,7 @@ def explain(
     return replace(report, failed=True, failure=failure)
 
 
-def _differs(runner: Runner, schedule: Schedule, story: Story, report: Report) -> Report:
-    """Report that a schedule does not repeat itself, with the first step that differs."""
-    _, again = runner.tell(schedule)
-    return _failed(report, runner, schedule, nondeterminism(story.steps, again.steps))
-
-
-def _failed(
-    report: Report, runner: Runner, schedule: Schedule, error: NondeterminismError
-) -> Report:
+def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseException) -> Report:
     token = ""
     with suppress(TokenTooLongError):
         token = encode(schedule, runner.main)

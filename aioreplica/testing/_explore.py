@@ -1,20 +1,23 @@
-"""Exploring: run a program under many schedules until one of them fails."""
+"""Run a program: once, under the schedule of a token, under many, or cancelled at every await."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final
 
-from ._execute import Main
-from ._explain import explain
+from ._execute import Main, Outcome, check_main
+from ._explain import ENDLESS_STEPS, explain
 from ._faults import Faults
-from ._mix import mix
-from ._report import Report
-from ._runner import Runner, check_integer, check_main, check_no_loop, same_end
+from ._leaks import Ignored
+from ._report import Failure, Report, text_timeline
+from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
 from ._sandbox import Sandbox
-from ._schedule import FIDELITIES, Schedule
-from ._strategies import CYCLES, FIFO, maker_of
+from ._schedule import CANCELLED, FIDELITIES, Schedule
+from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, maker_of, mix
+from ._token import decode, encode
+from ._trace import Trace
 
 MIN_LENGTH: Final = 8
 
@@ -28,6 +31,7 @@ def explore(
     fidelity: str = "reorder",
     faults: Faults | None = None,
     max_steps: int | None = None,
+    leaks: Ignored = (),
 ) -> Report:
     """Run a program under many schedules; stop at the first that fails, and explain it.
 
@@ -42,6 +46,7 @@ def explore(
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
         max_steps: When to call a schedule endless; 100 000 steps if not given.
+        leaks: What is no leak: "ignore" for nothing at all, functions, names of functions or tasks.
 
     Returns:
         What was found; `check()` raises it.
@@ -75,30 +80,31 @@ def explore(
     check_no_loop("art.explore")
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
-        runner = Runner(main, sandbox, max_steps)
+        runner = Runner(main, sandbox, max_steps, leaks)
         return _sample(runner, base, schedules, seed, strategy)
 
 
 def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
     """Run schedule after schedule until one fails."""
     start = perf_counter()
-    first, told = runner.tell_first(base)
-    length = max(MIN_LENGTH, len(first.order))
+    first, base_trace = runner.trace_first(base)
+    num_steps, num_decisions = len(first.order), base_trace.num_decisions
     schedule, outcome, num_run = base, first, 1
     if not first.has_failed and not same_end(first, runner.run(base)):
         outcome = replace(first, kind="differs")
     while not outcome.has_failed and num_run < schedules:
         maker, own_seed = maker_of(strategy, num_run), mix(seed, num_run)
-        schedule = replace(base, maker=maker, seed=own_seed, length=length)
+        length = num_decisions if maker in BY_DECISIONS else num_steps
+        schedule = replace(base, maker=maker, seed=own_seed, length=max(MIN_LENGTH, length))
         outcome = runner.run(schedule)
         num_run += 1
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
-    warnings = told.order.warnings()
+    warnings = base_trace.order.warnings()
     report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity, warnings)
     if outcome.has_failed:
-        return explain(runner, schedule, outcome, report, base, told)
+        return explain(runner, schedule, outcome, report, base, base_trace)
     return report
 
 
@@ -128,3 +134,166 @@ def _check(
         raise ValueError(f"Unknown fidelity {fidelity!r}. Choose from {', '.join(FIDELITIES)}.")
     if faults is not None and not isinstance(faults, Faults):
         raise TypeError(f"faults must be art.Faults(), got {faults!r}.")
+
+
+def run(
+    main: Main,
+    *,
+    seed: int | None = None,
+    schedule: Schedule | None = None,
+    leaks: Ignored = (),
+) -> Any:
+    """Run a program once, deterministically, in virtual time.
+
+    Args:
+        main: An async callable without arguments.
+        seed: Picks a random schedule; without one asyncio's own order is kept.
+        schedule: One drawn from `schedules()`, instead of a seed.
+        leaks: What does not count as a leak, as for `explore`.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        BaseException: What `main` raises.
+        DeadlockError: If nothing can happen any more and it has not ended.
+        StarvationError: If it takes more steps than its budget.
+        LeakError: If it leaves tasks, generators or unretrieved exceptions behind.
+
+    Example:
+        >>> import asyncio
+        >>> run(lambda: asyncio.sleep(3600, "an hour later"))
+        'an hour later'
+    """
+    __tracebackhide__ = True
+    check_main(main)
+    check_no_loop("art.run")
+    if seed is not None and schedule is not None:
+        raise ValueError(f"Pass a seed ({seed!r}) or a schedule, not both.")
+    if seed is not None:
+        check_integer("seed", seed)
+        schedule = Schedule(RANDOM, mix(seed, 0))
+    elif schedule is None:
+        schedule = Schedule(FIFO, mix(0, 0))
+    return _run_one(main, schedule, leaks)
+
+
+def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignored = ()) -> Any:
+    """Run the schedule of a token again.
+
+    Args:
+        main: The program that the token is of, as it was or mended.
+        token: From a report.
+        faults: The faults of the exploration, needed only where the token has no room for them.
+        leaks: What does not count as a leak, as for `explore`.
+
+    Returns:
+        What `main` returns.
+
+    Raises:
+        ValueError: If the token is damaged or of another program; then nothing was run.
+        BaseException: What `main` raises, with the trace as a note; or as `run`.
+    """
+    __tracebackhide__ = True
+    check_main(main)
+    schedule = decode(token, main, faults)
+    check_no_loop("art.replay")
+    return _run_one(main, schedule, leaks)
+
+
+def _run_one(main: Main, schedule: Schedule, leaks: Ignored) -> Any:
+    __tracebackhide__ = True  # pytest shows the program's own frames
+    with Sandbox() as sandbox:
+        runner = Runner(main, sandbox, None, leaks)
+        outcome = runner.run(schedule)
+        if not outcome.has_failed:
+            return outcome.value
+        if outcome.kind == "stuck":
+            assert outcome.error is not None
+            raise outcome.error
+        limit = ENDLESS_STEPS if outcome.kind == "endless" else None
+        again, trace = runner.trace(schedule, limit)
+        if not same_end(outcome, again):
+            _, third = runner.trace(schedule, limit)
+            raise nondeterminism(trace.steps, third.steps, (outcome, again)) from outcome.error
+    error = again.error
+    assert error is not None
+    error.add_note(text_timeline(trace.steps))
+    raise error
+
+
+def cancel_everywhere(main: Main, *, leaks: Ignored = ()) -> Report:
+    """Run a program once for each of its steps, and cancel it there.
+
+    In asyncio's own order the main task is cancelled after the first step of the program, in the
+    next run after the second, and so on, so that it is cancelled at each of its awaits and at each
+    moment of whatever it awaits. Every time it has to end: with the cancellation, or by itself.
+    Anything else fails: another error, a deadlock, a leak.
+
+    Args:
+        main: An async callable without arguments that builds its own state.
+        leaks: What does not count as a leak, as for `explore`.
+
+    Returns:
+        What was found; `complete` if no run failed.
+
+    Raises:
+        TypeError: If `main` is not an async callable without arguments.
+        ContextError: If an event loop is running here.
+
+    Example:
+        >>> import asyncio
+        >>> async def main():
+        ...     await asyncio.gather(asyncio.sleep(1), asyncio.sleep(2))
+        >>> cancel_everywhere(main).complete
+        True
+    """
+    check_main(main)
+    check_no_loop("art.cancel_everywhere")
+    start = perf_counter()
+    with Sandbox() as sandbox:
+        runner = Runner(main, sandbox, None, leaks)
+        base = Schedule(FIFO, mix(0, 0))
+        first, base_trace = runner.trace_first(base)
+        num_run = 1
+        report = Report(False, None, num_run, False, 0.0, 0, "cancel_everywhere", "reorder")
+        if first.has_failed or not same_end(first, runner.run(base)):
+            return explain(runner, base, first, report, base, base_trace)
+        for step in range(len(first.order)):
+            schedule = Schedule(CANCELLED, base.seed, cancel_step=step)
+            outcome = runner.run(schedule)
+            num_run += 1
+            if outcome.has_failed and not was_just_cancelled(outcome):
+                report = replace(report, schedules_run=num_run)
+                return _failed(runner, schedule, outcome, report, base_trace)
+        rate = num_run / (perf_counter() - start)
+        return replace(report, schedules_run=num_run, schedules_per_second=rate, complete=True)
+
+
+def was_just_cancelled(outcome: Outcome) -> bool:
+    """Tell whether a program ended with its cancellation, as it should."""
+    return outcome.kind == "raised" and isinstance(outcome.error, asyncio.CancelledError)
+
+
+def _failed(
+    runner: Runner, schedule: Schedule, outcome: Outcome, report: Report, uncancelled: Trace
+) -> Report:
+    """Tell the trace of a cancellation that went wrong."""
+    again, trace = runner.trace(schedule)
+    error = again.error
+    if not same_end(outcome, again):
+        third = runner.trace(schedule)[1]
+        error = nondeterminism(trace.steps, third.steps, (outcome, again))
+    assert error is not None
+    before = uncancelled.steps[: schedule.cancel_step]
+    at = next((step.reached for step in reversed(before) if step.who == "main"), "its start")
+    constraint = f"main is cancelled at {at}, after step {schedule.cancel_step} of the program"
+    failure = Failure(
+        error,
+        encode(schedule, runner.main),
+        (constraint,),
+        tuple(outcome.order),
+        tuple(trace.steps),
+        report.schedules_run - 1,
+    )
+    return replace(report, failed=True, failure=failure)

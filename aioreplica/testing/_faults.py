@@ -8,8 +8,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import DeviceError, WorkerLostError
-from ._mix import mix
 from ._pools import LATENCY_S
+from ._strategies import mix
 
 if TYPE_CHECKING:
     from ._pools import PoolOp

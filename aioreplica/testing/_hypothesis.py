@@ -16,7 +16,7 @@ def schedules(*, max_decisions: int = 100) -> SearchStrategy[Schedule]:
     """Return a Hypothesis strategy of schedules for `art.run(main, schedule=...)`.
 
     A drawn schedule says which of the options goes at each of the first decisions; afterwards, and
-    in the simplest schedule, nobody is preempted. Hypothesis shrinks a failing one; the kit's own
+    in the simplest schedule, no task is preempted. Hypothesis shrinks a failing one; the kit's own
     shrinking stays out of it.
 
     Args:

@@ -1,8 +1,8 @@
-"""Locks of `threading` inside a simulated run: who waits for one stands still in virtual time.
+"""Locks of `threading` inside a simulated run: waiting for one takes virtual time.
 
-An op waits as on a real lock; the schedule decides who takes it next. The loop is blocked by it, as
-a real one is: ops go on meanwhile, and if none of them releases the lock the wait could never end.
-Conditions, events, semaphores, barriers and queues are made of locks, so they follow.
+An op waits as on a real lock; the schedule decides which op takes it next. The loop is blocked by
+it, as a real one is: ops go on meanwhile, and if none of them releases the lock the wait could
+never end. Conditions, events, semaphores, barriers and queues are made of locks, so they follow.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from ._forbidden import refuse
 from ._strategies import fifo
 
 if TYPE_CHECKING:
-    from ._op_run import OpRun
-    from ._sandbox import Sandbox
+    from ._participants import Participant
+    from ._simulation import Simulation
+    from ._threads import OpRun
 
 REAL_LOCK: Final[Any] = threading.Lock
 REAL_RLOCK: Final[Any] = threading.RLock
 MAX_BLOCKED_STEPS: Final = 10_000
 
 
-def lock_class(sandbox: Sandbox) -> Any:
+def lock_class(simulation: Simulation) -> Any:
     """Return what stands for `threading.Lock` while schedules run."""
 
     class Lock:
         """Makes a simulated lock inside a run, a real one elsewhere."""
 
         def __new__(cls) -> Any:
-            return SimLock(sandbox) if sandbox.is_here() else REAL_LOCK()
+            return SimLock(simulation) if simulation.is_here() else REAL_LOCK()
 
     return Lock
 
 
-def rlock_class(sandbox: Sandbox) -> Any:
+def rlock_class(simulation: Simulation) -> Any:
     """Return what stands for `threading.RLock` while schedules run."""
 
     class RLock:
         """Makes a simulated lock inside a run, a real one elsewhere."""
 
         def __new__(cls) -> Any:
-            return SimRLock(sandbox) if sandbox.is_here() else REAL_RLOCK()
+            return SimRLock(simulation) if simulation.is_here() else REAL_RLOCK()
 
     return RLock
 
@@ -53,20 +54,20 @@ class SimLock:
     """A lock that a run has made.
 
     Args:
-        sandbox: Where it was made.
+        simulation: Where it was made.
 
     Attributes:
         waiters: The ops that wait for it.
-        holder: The participant that took it last; known only where a story is told.
+        holder: The participant that took it last; known only where a trace is made.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_sandbox", "holder", "waiters")
+    __slots__ = ("__weakref__", "_lock", "_simulation", "holder", "waiters")
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
         self._lock = allocate_lock()
         self.waiters: list[OpRun] | None = None
-        self.holder: Any = None
+        self.holder: Participant | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; time that is spent waiting is virtual."""
@@ -77,7 +78,7 @@ class SimLock:
         if self.waiters:
             for run in self.waiters:
                 run.rest()
-        self.holder = self._sandbox.loop.stepping
+        self.holder = self._simulation.loop.stepping
         return True
 
     def release(self) -> None:
@@ -88,16 +89,16 @@ class SimLock:
                 run.wake()
 
     def locked(self) -> bool:
-        """Whether somebody holds the lock."""
+        """Whether the lock is held."""
         return self._lock.locked()
 
     def _wait(self, timeout_s: float | None) -> bool:
-        sandbox = self._sandbox
-        if not sandbox.is_here():
+        simulation = self._simulation
+        if not simulation.is_here():
             return self._lock.acquire(True, -1 if timeout_s is None else timeout_s)
-        op = sandbox.loop.pools.current_op
+        op = simulation.pools.current_op
         if op is None:
-            return _block_loop(sandbox, self._lock, timeout_s)
+            return _block_loop(simulation, self._lock, timeout_s)
         run = op.on_thread()
         run.catch_up()
         if self._lock.acquire(False):
@@ -130,20 +131,20 @@ class SimRLock:
     """A reentrant lock, which belongs to an op or to the loop's thread, not to whatever runs an op.
 
     Args:
-        sandbox: Where it was made.
+        simulation: Where it was made.
     """
 
-    __slots__ = ("__weakref__", "_block", "_count", "_owner", "_sandbox")
+    __slots__ = ("__weakref__", "_block", "_count", "_owner", "_simulation")
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-        self._block = SimLock(sandbox)
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._block = SimLock(simulation)
         self._owner: Any = None
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, or once more."""
-        me = self._sandbox.who()
+        me = self._simulation.who()
         if self._owner is me:
             self._count += 1
         elif self._block.acquire(blocking, timeout):
@@ -154,7 +155,7 @@ class SimRLock:
 
     def release(self) -> None:
         """Give the lock back, once."""
-        if self._owner is not self._sandbox.who():
+        if self._owner is not self._simulation.who():
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
         if not self._count:
@@ -176,7 +177,7 @@ class SimRLock:
         return self._count if self._is_owned() else 0
 
     def _is_owned(self) -> bool:
-        return self._owner is self._sandbox.who()
+        return self._owner is self._simulation.who()
 
     def _release_save(self) -> tuple[int, Any]:
         saved, self._owner, self._count = (self._count, self._owner), None, 0
@@ -192,15 +193,15 @@ class SimRLock:
         self._owner, self._count = None, 0
 
 
-def _block_loop(sandbox: Sandbox, lock: Any, timeout_s: float | None) -> bool:
+def _block_loop(simulation: Simulation, lock: Any, timeout_s: float | None) -> bool:
     """Block the loop: nothing but ops goes on, in the order of their times, until it may."""
-    loop = sandbox.loop
+    loop = simulation.loop
     end = None if timeout_s is None else loop.now + timeout_s
     for _ in range(MAX_BLOCKED_STEPS):
         if lock.acquire(False):
             return True
         if loop.external:
-            loop.pools.take_step(fifo(loop.external))
+            simulation.pools.take_step(fifo(loop.external))
             continue
         when = loop.next_when()
         if when is None or (end is not None and when > end):
@@ -209,7 +210,7 @@ def _block_loop(sandbox: Sandbox, lock: Any, timeout_s: float | None) -> bool:
     if end is None:
         refuse(
             "A thread blocked on a lock",
-            "Nobody could end the wait: whoever holds the lock cannot go on while the event loop "
+            "The wait could never end: what holds the lock cannot go on while the event loop "
             "is blocked. Use asyncio.Lock where a lock is held across an await, and await "
             "something instead of blocking.",
         )

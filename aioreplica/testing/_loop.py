@@ -24,18 +24,27 @@ import sys
 import threading
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
+from weakref import WeakValueDictionary
 
-from ._budget import Budget
 from ._forbidden import ForbiddenIO
-from ._handles import CallbackQueue, Clock, SimHandle, SimTimer
-from ._participant import FIRST_INDEX, START_S, Choose, Participant
-from ._task import SimTask
-from ._workers import PoolTable
+from ._participants import (
+    FIRST_INDEX,
+    START_S,
+    CallbackQueue,
+    Choose,
+    Clock,
+    Participant,
+    SimHandle,
+    SimTask,
+    SimTimer,
+)
 
+MAX_STEPS: Final = 100_000
+SPIN_STEPS: Final = 10_000
 SAME_INSTANT_S: Final = 1e-9
 
 
@@ -61,6 +70,35 @@ STEP: Final = _find_step_type()
 BUILTIN: Final = type(len)
 
 
+class Due(Protocol):
+    """What waits for a moment of virtual time: a timer, or an op that sleeps."""
+
+    def is_off(self) -> bool:
+        """Whether it waits no longer."""
+
+    def become_due(self, loop: SimLoop) -> None:
+        """Go on: the moment has come."""
+
+
+class Executors(Protocol):
+    """What runs the calls that a program gives to executors."""
+
+    def submit_call(
+        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> asyncio.Future[Any]:
+        """Submit a call; return the future of its result."""
+
+
+class LoopObserver(Protocol):
+    """Observes every step of a run."""
+
+    def before(self, chosen: Participant, options: list[Participant]) -> None:
+        """Note who takes the next step, and who else could have."""
+
+    def after(self, chosen: Participant) -> None:
+        """Note what came of the step."""
+
+
 @final
 class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     """An event loop that runs one schedule of one program.
@@ -69,7 +107,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         choose: Picks one of the options wherever there are several.
         fidelity: "asyncio", "reorder" or "adversarial".
         budget: When to call a program endless.
-        observer: Told of every step, or None; only the rerun that tells the story has one.
+        observer: Told of every step, or None; only reruns for a trace have one.
 
     Attributes:
         order: Which participant took each step so far, by number.
@@ -82,7 +120,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         choose: Choose,
         fidelity: str = "reorder",
         budget: Budget | None = None,
-        observer: Any = None,  # Any: the story, which needs to know the loop
+        observer: LoopObserver | None = None,
     ) -> None:
         super().__init__()
         self.choose = choose
@@ -91,14 +129,16 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.observer = observer
         self.now = START_S
         self.order: list[int] = []
-        self.stepping: Any = None  # who takes a step; known only where a story is told
+        self.stepping: Participant | None = None  # known only where a trace is made
         self.sim_tasks: list[SimTask] = []
-        self.pools = PoolTable(self)
+        self.executors: Executors | None = None  # set before the run
         self.enabled: list[Participant] = []
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
-        self._timers: list[tuple[float, int, Any]] = []
+        self._generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]] | None = None
+        self._num_generators = 0
+        self._timers: list[tuple[float, int, Due]] = []
         self.num_due = 0  # timers that are due and have neither fired nor been cancelled
         self._due_at = 0.0
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
@@ -177,7 +217,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         heappush(self._timers, (timer.when(), timer.index, timer))
         self.jump(self.now)
 
-    def call_when_due(self, when: float, participant: Any) -> None:
+    def call_when_due(self, when: float, participant: Due) -> None:
         """Let a participant's `become_due` be called at a moment of virtual time."""
         heappush(self._timers, (when, self.new_index(), participant))
 
@@ -194,7 +234,8 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Submit a call to the simulated twin of an executor."""
-        return self.pools.submit_call(executor, func, args)
+        assert self.executors is not None
+        return self.executors.submit_call(executor, func, args)
 
     def put_due(self, timer: SimTimer) -> None:
         """Put a due timer into the queue, where it waits for its turn."""
@@ -315,7 +356,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._thread_id = threading.get_ident()
         self._old_hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(
-            firstiter=self._asyncgen_firstiter_hook,  # type: ignore[attr-defined]
+            firstiter=self._asyncgen_firstiter_hook,
             finalizer=self._asyncgen_finalizer_hook,
         )
         events._set_running_loop(self)
@@ -332,25 +373,43 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._overdue.clear()
         self._closed = True
         self.sim_tasks = []  # these close cycles, which only the collector could free
-        self.pools = self._callbacks = self._clock = None  # type: ignore[assignment]
+        self.executors = self.observer = None
+        self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property
-    def open_generators(self) -> list[Any]:
-        """Asynchronous generators that were begun and not ended."""
-        return list(self._asyncgens)  # type: ignore[attr-defined]
+    def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
+        """Asynchronous generators that were begun and not ended, in the order of their making."""
+        if self._generators is None:
+            return []
+        return [agen for agen in self._generators.values() if getattr(agen, "ag_frame", None)]
 
-    def _asyncgen_finalizer_hook(self, agen: Any) -> None:
-        self._asyncgens.discard(agen)  # type: ignore[attr-defined]
+    def _asyncgen_firstiter_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
+        if self._generators is None:
+            self._generators = WeakValueDictionary()
+        self._num_generators += 1
+        self._generators[self._num_generators] = agen
+
+    def _asyncgen_finalizer_hook(self, agen: AsyncGenerator[Any, Any]) -> None:
         if not self._closed:
             self.call_soon(self._end_generator, agen)
 
-    def _end_generator(self, agen: Any) -> None:
+    async def shutdown_asyncgens(self) -> None:
+        """Close all asynchronous generators, in the order of their making."""
+        closing = self.open_generators
+        closed = await asyncio.gather(*[agen.aclose() for agen in closing], return_exceptions=True)
+        for agen, error in zip(closing, closed, strict=True):
+            if isinstance(error, Exception):
+                text = f"an error occurred during closing of asynchronous generator {agen!r}"
+                context = {"message": text, "exception": error, "asyncgen": agen}
+                self.call_exception_handler(context)
+
+    def _end_generator(self, agen: AsyncGenerator[Any, Any]) -> None:
         task = self.create_task(agen.aclose())
         if type(task) is SimTask:
             task.ends_with_run = True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Remember what nobody handled, unless the program has a handler of its own."""
+        """Record an unhandled exception, unless the program has a handler of its own."""
         if self._exception_handler is not None:  # type: ignore[attr-defined]
             super().call_exception_handler(context)
         elif not self._closed:
@@ -371,3 +430,42 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """End the simulated default pool."""
         self._executor_shutdown_called = True
+
+
+@final
+class Budget:
+    """Decides when a run has taken too many steps.
+
+    Virtual time does not pass while anything can run, so a program that spins until some time has
+    passed would spin for ever. After `SPIN_STEPS` steps at one instant the clock moves on, to the
+    next timer or by a doubling number of seconds.
+
+    Args:
+        max_steps: Steps after which a run is endless.
+    """
+
+    __slots__ = ("_jump_s", "_last_now", "max_steps")
+
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self.max_steps = max_steps
+        self._last_now = 0.0
+        self._jump_s = 1.0
+
+    @property
+    def first_check(self) -> int:
+        """Number of steps at which to ask first."""
+        return min(SPIN_STEPS, self.max_steps)
+
+    def check(self, loop: SimLoop) -> int:
+        """Return the number of steps at which to ask again; 0 when the run is endless."""
+        steps = len(loop.order)
+        if steps >= self.max_steps:
+            return 0
+        if loop.now == self._last_now:
+            when = loop.next_when()
+            if when is None:
+                when = loop.now + self._jump_s
+                self._jump_s *= 2
+            loop.jump(when)
+        self._last_now = loop.now
+        return min(steps + SPIN_STEPS, self.max_steps)

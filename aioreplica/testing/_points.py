@@ -1,4 +1,4 @@
-"""Where a task stands: the chain of frames it is suspended in, in words."""
+"""Where a task or an op stands: the chain of frames it is suspended in, in words."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from types import FrameType
 from typing import Any, Final
 
 from ._forbidden import is_foreign
-
-MEETING_METHODS: Final = {
-    "MeetingPoint.meet",
-    "MeetingPoint.wait_for_started",
-    "ThreadPoint.meet",
-}
-"""Where a replica waits in a collective; both know the call."""
+from ._pools import PoolOp
 
 AWAITED_METHODS: Final = {
     "Lock.acquire": "Lock",
@@ -35,6 +29,7 @@ AWAITED_METHODS: Final = {
     "SimLock.acquire": "Lock",
     "SimRLock.acquire": "RLock",
 }
+"""Where code waits in asyncio, anyio, `threading` and `queue`, which have no observers."""
 PACKAGES: Final = {
     "_locks": "threading",
     "threading": "threading",
@@ -44,12 +39,29 @@ PACKAGES: Final = {
 """By the name of the file; what is neither there nor anyio's is asyncio's."""
 
 
-def frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
-    """Return the frames a task is suspended in, outermost first."""
-    return list(_walk(task.get_coro()))
+def frames_of(participant: asyncio.Task[Any] | PoolOp) -> list[FrameType]:
+    """Return the frames a task or an op is suspended in, outermost first."""
+    if not isinstance(participant, PoolOp):
+        return list(_walk(participant.get_coro()))
+    frame = participant.run.thread.frame() if participant.run is not None else None
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    frames.reverse()
+    return frames
 
 
-def _walk(thing: Any) -> Iterator[FrameType]:
+def site_of(participant: asyncio.Task[Any] | PoolOp) -> str:
+    """Return `file:line` of the program's own innermost line, with the file's name only."""
+    frames = frames_of(participant)
+    frame = own_frame(frames)
+    if frame is None and frames and not isinstance(participant, PoolOp):
+        frame = frames[-1]
+    return "-" if frame is None else _line_of(frame)
+
+
+def _walk(thing: object) -> Iterator[FrameType]:
     while thing is not None:
         frame = getattr(thing, "cr_frame", None) or getattr(thing, "gi_frame", None)
         frame = frame or getattr(thing, "ag_frame", None)
@@ -63,39 +75,19 @@ def _walk(thing: Any) -> Iterator[FrameType]:
         thing = following
 
 
-def site_of(frame: FrameType) -> str:
-    """Return `file:line`, with the file's name only."""
+def _line_of(frame: FrameType) -> str:
     return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def own_frame(frames: list[FrameType]) -> FrameType | None:
     """Return the innermost frame of the program itself, not of a library it awaits."""
-    for frame in reversed(frames):
-        if not is_foreign(frame.f_code.co_filename):
-            return frame
-    return frames[-1] if frames else None
-
-
-def call_of(frames: list[FrameType]) -> Any | None:
-    """Return the call of the collective that a replica is in, or None."""
-    for frame in reversed(frames):
-        if frame.f_code.co_qualname in MEETING_METHODS:
-            return frame.f_locals.get("call")
-    return None
-
-
-def frame_of(frames: list[FrameType], function: str) -> FrameType | None:
-    """Return the innermost frame of a function, by its qualified name."""
-    return next((each for each in reversed(frames) if each.f_code.co_qualname == function), None)
-
-
-def place_of_call(call: Any) -> str:
-    """Name the call of a collective and where it is."""
-    return f"{call.describe()} at {PurePath(call.file).name}:{call.line}"
+    return next(
+        (frame for frame in reversed(frames) if not is_foreign(frame.f_code.co_filename)), None
+    )
 
 
 def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
-    """Return the kind and object of the synchronisation primitive a task waits in, or None.
+    """Return the kind and object of the synchronisation primitive waited for, or None.
 
     The kind has the name of its package, such as "asyncio.Lock". Primitives are made of each
     other; the one that the program itself called counts.
@@ -114,22 +106,51 @@ def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
     return kind, found.f_locals.get("self")
 
 
-def point_of(task: asyncio.Task[Any]) -> str:
-    """Say where a task stands, such as "merge_call #1 (add)" or "app.py:12"."""
-    if task.done():
-        return _end_of(task)
-    frames = frames_of(task)
-    call = call_of(frames)
-    if call is not None:
-        return place_of_call(call)
+def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
+    """Say where a task or an op stands, such as "merge_call #1 (add) at app.py:12" or "app.py:12".
+
+    Args:
+        participant: The task or op.
+        awaits: What it awaits inside aioreplica, where that is known.
+    """
+    if not isinstance(participant, PoolOp) and participant.done():
+        return _end_of(participant)
+    frames = frames_of(participant)
     frame = own_frame(frames)
-    if frame is None:
-        return "an await"
-    if frame.f_lasti < 4 and len(frames) == 1 and not _has_begun(task):
-        return "its start"
     found = primitive_of(frames)
-    kind = f"{found[0].rpartition('.')[2]} at " if found is not None else ""
-    return f"{kind}{site_of(frame)}"
+    what = awaits or ("" if found is None else found[0].rpartition(".")[2])
+    if isinstance(participant, PoolOp):
+        if frame is None:
+            return what or "a wait"
+    else:
+        frame = frame or (frames[-1] if frames else None)
+        if frame is None:
+            return "an await"
+        if frame.f_lasti < 4 and len(frames) == 1 and not _has_begun(participant):
+            return "its start"
+    return f"{what} at {_line_of(frame)}" if what else _line_of(frame)
+
+
+def line_of_error(error: BaseException) -> tuple[str, int]:
+    """Return file and number of the innermost line of the program that an error came through."""
+    found = ("", 0)
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if not is_foreign(file):
+            found = file, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception as code, and its line in the program."""
+    try:
+        shown = repr(error)
+    except Exception:  # noqa: BLE001 - the program's own class
+        shown = type(error).__qualname__
+    file, line = line_of_error(error)
+    return f"{shown} at {PurePath(file).name}:{line}" if file else shown
 
 
 def _has_begun(task: asyncio.Task[Any]) -> bool:

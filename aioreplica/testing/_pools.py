@@ -2,8 +2,8 @@
 
 A pool starts its calls first in first out, as many at a time as it has workers, and completes them
 in any order: so with one worker, in order. A call runs when it completes, so whatever happens to
-its arguments while it is in flight happens to it. If it has to wait for somebody it stands still
-there, on a thread (`_op_threads.py`), and being woken is one more event.
+its arguments while it is in flight happens to it. If it has to wait it does so on a thread
+(`_threads.py`), and being woken is one more event.
 
 An op may start, and later complete, at any moment, and does so before `MAX_LATENCY_S` of virtual
 time have passed. Hence a timeout well above that is never reached because of an op, and a sleep
@@ -15,18 +15,21 @@ from __future__ import annotations
 import asyncio
 import math
 from asyncio import events
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from inspect import CO_COROUTINE
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final, final
 
 from ._errors import RealIOError
-from ._op_run import OpRun
-from ._op_threads import NeedsThreads
+from ._threads import NeedsThreads, OpRun, OpThreads
 
 if TYPE_CHECKING:
+    from ._faults import FaultRun
     from ._loop import SimLoop
-    from ._workers import SimPool
+
 
 LATENCY_S: Final = 0.001
 """How long an op takes where nothing competes with it."""
@@ -76,7 +79,7 @@ class PoolOp:
             outcome = context.run(self.fn, *self.args)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the call
+        except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             self.fn, self.args = _FAILED, (error,)
         else:
             self.fn, self.args = _DONE, (outcome,)
@@ -86,7 +89,7 @@ class PoolOp:
         self.fn, self.args = _FAILED, (error,)
 
     def deliver(self) -> None:
-        """Hand the outcome to whoever awaits it."""
+        """Set the result or the exception of the future."""
         future, fn = self.future, self.fn
         (outcome,), self.args = self.args, ()
         if future.done():
@@ -155,8 +158,8 @@ class PoolOp:
         if pool.queue:
             pool.offer()
         extra = 0.0
-        if loop.pools.faults is not None:
-            extra = loop.pools.faults.extra_latency_s(self)
+        if pool.table.faults is not None:
+            extra = pool.table.faults.extra_latency_s(self)
         if extra:
             if extra < math.inf:
                 loop.call_when_due(loop.now + extra, self)
@@ -167,7 +170,7 @@ class PoolOp:
         loop.external.append(self)
 
     def _complete(self, pool: SimPool, loop: SimLoop) -> None:
-        table = loop.pools
+        table = pool.table
         error = table.faults.error_of(self) if table.faults is not None else None
         if error is not None:
             self.fail(error)
@@ -210,15 +213,14 @@ class PoolOp:
         self._end()
 
     def _leave_thread(self, run: OpRun) -> None:
-        threads = self.pool.loop.pools.threads
+        threads = self.pool.table.threads
         assert threads is not None  # the op has one of them
         threads.give_back(run.thread)
         self.run = None
 
     def _end(self) -> None:
         """Deliver what came of the call, once the time that it slept is over."""
-        loop = self.pool.loop
-        table = loop.pools
+        loop, table = self.pool.loop, self.pool.table
         if table.slept_s and not table.is_given_up:
             self.state = LATE
             slept, table.slept_s = table.slept_s, 0.0
@@ -233,7 +235,7 @@ class PoolOp:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it stands still until somebody wakes it."""
+        """Whether it is suspended until another participant wakes it."""
         return self.state == WAITING
 
     @property
@@ -248,12 +250,12 @@ class PoolOp:
             A CancelledError where it has none: the schedule is run again, with threads.
         """
         if self.run is None:
-            self.pool.loop.pools.needs_threads = True
+            self.pool.table.needs_threads = True
             raise asyncio.CancelledError("The op has to wait, so the schedule begins again.")
         return self.run
 
     def begin_wait(self) -> None:
-        """Stand still."""
+        """Suspend the op."""
         self.state = WAITING
 
     def offer(self) -> None:
@@ -270,7 +272,7 @@ class PoolOp:
         self.pool.loop.external.remove(self)
 
     def unwind(self) -> None:
-        """End an op wherever it stands still, with a CancelledError."""
+        """End a suspended op with a CancelledError."""
         run = self.run
         if run is not None and self.state in (WAITING, AWAKE):
             if self.state == AWAKE:
@@ -285,3 +287,212 @@ def _DONE() -> None:  # noqa: N802 - a mark, only compared
 
 def _FAILED() -> None:  # noqa: N802 - a mark, only compared
     """Mark a call that raised."""
+
+
+DEFAULT_WORKERS: Final = 8
+"""Size of the default pool: it must not depend on the machine, or tokens would."""
+MAX_SLEEPS: Final = 100
+"""How often an op may sleep before each sleep lets time pass: one that polls would never end."""
+
+
+@final
+class SimPool:
+    """Workers that serve one queue.
+
+    Args:
+        table: The pools of the run.
+        name: For traces and faults: the device, or what kind of executor.
+        num_workers: How many calls may be in flight.
+
+    Invariants:
+        * At most one call can start: the first of the queue, if a worker is free.
+    """
+
+    __slots__ = (
+        "context", "is_inside", "lenders", "loop", "name", "num_running", "num_workers", "offered",
+        "queue", "table",
+    )  # fmt: skip
+
+    def __init__(self, table: PoolTable, name: str, num_workers: int) -> None:
+        self.table = table
+        self.loop = table.loop
+        self.name = name
+        self.num_workers = num_workers
+        self.num_running = 0
+        self.queue: deque[PoolOp] = deque()
+        self.offered: PoolOp | None = None
+        self.context = Context()  # threads do not see the caller's variables
+        self.is_inside = False  # whether a call is in that context, so that no other can enter it
+        self.lenders: list[Any] = []  # runs of the library with an op that lends its worker
+
+    def put(self, op: PoolOp) -> None:
+        """Enqueue a call."""
+        self.table.ops.append(op)
+        self.queue.append(op)
+        if self.offered is None:
+            self.offer()
+
+    def offer(self) -> None:
+        """Let the first call start if a worker is free."""
+        if self.queue and self.offered is None and self.num_running < self.num_workers:
+            op = self._next() if self.lenders else self.queue.popleft()
+            if op is None:
+                return
+            self.offered = op
+            op.state = STARTABLE
+            now = self.loop.now
+            op.due, op.deadline = now, now + MAX_LATENCY_S
+            op.since_step = len(self.loop.order)
+            self.loop.external.append(op)
+
+    def ended(self) -> None:
+        """Free a worker."""
+        self.num_running -= 1
+        if self.queue:
+            self.offer()
+
+    # ---- lending a worker --------------------------------------------------------------------
+
+    def lend(self, lender: Any) -> None:
+        """Free the worker of an op that waits; ops of the same run stay behind it."""
+        self.lenders.append(lender)
+        self.ended()
+
+    def take_back(self, lender: Any, give_worker: Callable[[], None]) -> bool:
+        """Ask for a worker for an op that goes on; False if `give_worker` is called later."""
+        if self.num_running < self.num_workers and self.offered is None:
+            self.num_running += 1
+            return True
+        self.queue.append(_Return(self, give_worker, (), lender))
+        return False
+
+    def lends_no_longer(self, lender: Any) -> None:
+        """Let the ops of a run go on behind the one that had lent its worker."""
+        self.lenders.remove(lender)
+        self.offer()
+
+    def _next(self) -> PoolOp | None:
+        """Take the first op out of the queue that need not stay behind one that waits."""
+        for at, op in enumerate(self.queue):
+            if type(op) is _Return:
+                del self.queue[at]
+                self.num_running += 1
+                op.fn()
+                self.offer()
+                return None
+            if op.lender is None or op.lender not in self.lenders:
+                del self.queue[at]
+                return op
+        return None
+
+
+@final
+class _Return(PoolOp):
+    """Stands in a queue for an op that wants its worker back; never an option itself."""
+
+    __slots__ = ()
+
+
+@final
+class PoolTable:
+    """The pools of one run, by the executor that each stands for."""
+
+    __slots__ = (
+        "_by_executor",
+        "current_op",
+        "faults",
+        "is_given_up",
+        "loop",
+        "needs_threads",
+        "num_sleeps",
+        "ops",
+        "pools",
+        "slept_s",
+        "threads",
+    )  # fmt: skip
+
+    def __init__(self, loop: SimLoop) -> None:
+        self.loop = loop
+        self._by_executor: dict[int, tuple[Any, SimPool]] = {}
+        self.pools: list[SimPool] = []
+        self.faults: FaultRun | None = None
+        self.ops: list[PoolOp] = []  # of this run, for its trace
+        self.slept_s = 0.0
+        self.current_op: PoolOp | None = None
+        self.num_sleeps = 0
+        self.threads: OpThreads | None = None
+        self.needs_threads = False
+        self.is_given_up = False
+
+    def sleep(self, op: PoolOp, seconds: float) -> None:
+        """Let an op sleep: it is late by so much, or suspended if it sleeps very often."""
+        self.slept_s += seconds
+        self.num_sleeps += 1
+        if self.num_sleeps > MAX_SLEEPS:
+            op.on_thread().catch_up()
+
+    @property
+    def waiting(self) -> list[PoolOp]:
+        """The suspended ops that no timeout wakes."""
+        if self.threads is None:
+            return []
+        return [op for op in self.ops if op.is_waiting and op.run and not op.run.is_timed]
+
+    def take_step(self, at: int) -> None:
+        """Let an op take its step while everything else is blocked."""
+        loop = self.loop
+        op: Any = loop.external.pop(at)
+        loop.order.append(op.index)
+        slept_s, self.slept_s = self.slept_s, 0.0
+        op.fire()
+        self.slept_s = slept_s
+
+    def unwind(self) -> None:
+        """End every op that has a thread."""
+        self.is_given_up = True
+        if self.threads is not None:
+            for op in tuple(self.ops):
+                op.unwind()
+                self.slept_s = 0.0
+
+    def close(self) -> None:
+        """Let go of everything: these close cycles, which only the collector could free."""
+        self.pools, self.ops, self._by_executor = [], [], {}
+
+    def make(self, name: str, num_workers: int) -> SimPool:
+        """Make a pool that stands for no executor."""
+        pool = SimPool(self, name, num_workers)
+        self.pools.append(pool)
+        return pool
+
+    def pool_named(self, name: str, num_workers: int) -> SimPool:
+        """Return the pool of a name, making it if needed."""
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        return self.make(name, num_workers)
+
+    def pool_of(self, executor: Any) -> SimPool:
+        """Return the twin of an executor; None is the loop's default one."""
+        found = self._by_executor.get(id(executor))
+        if found is not None:
+            return found[1]
+        workers = DEFAULT_WORKERS
+        if executor is not None:
+            workers = getattr(executor, "_max_workers", DEFAULT_WORKERS)
+        name = f"pool {len(self.pools)}" if executor is not None else "default pool"
+        pool = self.make(name, workers)
+        self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
+        return pool
+
+    def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Submit a call and return the asyncio future of its result."""
+        if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
+            raise TypeError("coroutines cannot be used with run_in_executor()")
+        if executor is not None and getattr(executor, "_shutdown", False):
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        loop = self.loop
+        future = loop.create_future()
+        pool = self.pool_of(executor)
+        pool.put(PoolOp(pool, fn, args, future))
+        return future

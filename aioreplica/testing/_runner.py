@@ -1,4 +1,4 @@
-"""Runs schedules of one program, plainly or with their story, and checks that they repeat."""
+"""Runs schedules of one program, plainly or with their trace, and checks that they repeat."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TypeVar, final
 
 from ..errors import ContextError
-from ._cancellation import Canceller
 from ._errors import DeadlockError, NondeterminismError, StarvationError
-from ._execute import Main, Outcome, check_main, execute
-from ._forbidden import is_foreign
-from ._holds import Hold, HoldChooser
-from ._keys import Keys
-from ._op_threads import NeedsThreads
-from ._schedule import CANCELLED, HELD, Schedule
-from ._story import Step, Story
-
-RECENT: Final = 1000
+from ._execute import Main, Observer, Outcome, execute
+from ._leaks import Ignored, Leaks
+from ._participants import Choose
+from ._points import describe_error, line_of_error
+from ._sandbox import Sandbox
+from ._schedule import CANCELLED, HELD, Hold, Schedule
+from ._shrink import HoldChooser
+from ._threads import NeedsThreads
+from ._trace import Canceller, Keys, Step, Trace
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Choose")
-
-if TYPE_CHECKING:
-    from ._participant import Choose
-    from ._sandbox import Sandbox
+C = TypeVar("C", bound=Choose)
 
 
 def check_no_loop(what: str) -> None:
@@ -45,7 +40,7 @@ def check_no_loop(what: str) -> None:
     )
 
 
-def check_integer(name: str, value: Any) -> None:
+def check_integer(name: str, value: object) -> None:
     """Refuse what is no integer.
 
     Raises:
@@ -63,16 +58,24 @@ class Runner:
         main: The program.
         sandbox: Must be open.
         max_steps: When to call the program endless; None for the usual number.
+        ignored: What does not count as left behind, see `Leaks`.
     """
 
-    def __init__(self, main: Main, sandbox: Sandbox, max_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        main: Main,
+        sandbox: Sandbox,
+        max_steps: int | None = None,
+        ignored: Ignored = (),
+    ) -> None:
         self.main = main
         self._sandbox = sandbox
         self._max_steps = max_steps
+        self._leaks = Leaks(ignored)
         self._context = copy_context()
 
     def run(self, schedule: Schedule) -> Outcome:
-        """Run one schedule, without its story."""
+        """Run one schedule, without its trace."""
         if schedule.maker == HELD:
             return self.run_holds(schedule, schedule.holds)
 
@@ -93,28 +96,28 @@ class Runner:
 
         return self._with_threads_if_needed(attempt)
 
-    def tell(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Story]:
-        """Run one schedule with its story; errors that only a story can tell are made."""
+    def trace(self, schedule: Schedule, max_steps: int | None = None) -> tuple[Outcome, Trace]:
+        """Run one schedule with its trace; errors that need a trace are made."""
         if schedule.maker == HELD:
-            return self.tell_holds(schedule, schedule.holds, max_steps)
+            return self.trace_holds(schedule, schedule.holds, max_steps)
 
-        def attempt() -> tuple[Outcome, Story]:
-            story = Story()
+        def attempt() -> tuple[Outcome, Trace]:
+            trace = Trace()
             if schedule.maker == CANCELLED:
-                story.canceller = Canceller(schedule.cancel_step)
-            return self._with_story(schedule, story, schedule.chooser(), max_steps), story
+                trace.canceller = Canceller(schedule.cancel_step)
+            return self._with_trace(schedule, trace, schedule.chooser(), max_steps), trace
 
-        return self._told(*self._with_threads_if_needed(attempt))
+        return self._explained(*self._with_threads_if_needed(attempt))
 
-    def tell_first(self, schedule: Schedule) -> tuple[Outcome, Story]:
+    def trace_first(self, schedule: Schedule) -> tuple[Outcome, Trace]:
         """Run the first schedule; once more if it has imported something.
 
         Modules are imported once, and what they do then, such as taking random numbers, is part of
         no other run.
         """
         num_modules = len(sys.modules)
-        told = self.tell(schedule)
-        return told if len(sys.modules) == num_modules else self.tell(schedule)
+        traced = self.trace(schedule)
+        return traced if len(sys.modules) == num_modules else self.trace(schedule)
 
     def run_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
@@ -127,36 +130,40 @@ class Runner:
 
         return self._with_threads_if_needed(attempt)
 
-    def tell_holds(
+    def trace_holds(
         self, schedule: Schedule, holds: Sequence[Hold], max_steps: int | None = None
-    ) -> tuple[Outcome, Story]:
-        """Run constraints with their story."""
+    ) -> tuple[Outcome, Trace]:
+        """Run constraints with their trace."""
 
-        def attempt() -> tuple[Outcome, Story]:
-            story = Story()
-            choose = HoldChooser(holds, story.keys)
-            return self._with_story(schedule, story, choose, max_steps), story
+        def attempt() -> tuple[Outcome, Trace]:
+            trace = Trace()
+            choose = HoldChooser(holds, trace.keys)
+            return self._with_trace(schedule, trace, choose, max_steps), trace
 
-        return self._told(*self._with_threads_if_needed(attempt))
+        return self._explained(*self._with_threads_if_needed(attempt))
 
     def _with_threads_if_needed(self, attempt: Callable[[], T]) -> T:
         """Run a schedule; once more, from its beginning, if an op turns out to need a thread."""
         try:
             return attempt()
         except NeedsThreads:
-            self._sandbox.threads.is_needed = True
+            self._sandbox.simulation.threads.is_needed = True
         return attempt()
 
-    def _with_story(
-        self, schedule: Schedule, story: Story, choose: Any, max_steps: int | None
+    def _with_trace(
+        self, schedule: Schedule, trace: Trace, choose: Choose, max_steps: int | None
     ) -> Outcome:
         try:
-            return self._execute(schedule, story, choose, max_steps)
+            return self._execute(schedule, trace, choose, max_steps)
         finally:
-            story.close()
+            trace.close()
 
     def _execute(
-        self, schedule: Schedule, observer: Any, choose: Any, max_steps: int | None = None
+        self,
+        schedule: Schedule,
+        observer: Observer | None,
+        choose: Choose,
+        max_steps: int | None = None,
     ) -> Outcome:
         return execute(
             self.main,
@@ -166,90 +173,130 @@ class Runner:
             self._context,
             observer=observer,
             max_steps=max_steps or self._max_steps,
+            leaks=self._leaks,
         )
 
-    def _told(self, outcome: Outcome, story: Story) -> tuple[Outcome, Story]:
+    def _explained(self, outcome: Outcome, trace: Trace) -> tuple[Outcome, Trace]:
         if outcome.error is None and outcome.has_failed:
-            make = _deadlock if outcome.kind == "deadlock" else _starvation
-            outcome.error = make(story, outcome)
-        return outcome, story
+            make = _deadlock if outcome.kind == "deadlock" else _endless
+            outcome.error = make(trace, outcome)
+        return outcome, trace
 
 
-def _deadlock(story: Story, outcome: Outcome) -> DeadlockError:
-    assert story.graph is not None
-    graph = story.graph
+def _endless(trace: Trace, outcome: Outcome) -> DeadlockError | StarvationError:
+    """Return the error for a program that took more steps than its budget."""
+    only_timers = trace.busy and all(each.is_timer for each in trace.busy)
+    return _deadlock(trace, outcome) if only_timers else _starvation(trace, outcome)
+
+
+def _deadlock(trace: Trace, outcome: Outcome) -> DeadlockError:
+    assert trace.graph is not None
+    graph = trace.graph
     head = "Nothing can happen any more, and the program has not ended."
     if graph.cycle:
         head = f"Deadlock: {' waits for '.join((*graph.cycle, graph.cycle[0]))}."
-    return DeadlockError(f"{head}\n{graph.describe()}", waits=graph.waits, cycle=graph.cycle)
+    elif trace.busy:
+        head = "The program has not ended, and only timers go on."
+    text = f"{head}\n{graph.describe()}"
+    for timer in dict.fromkeys(each.point for each in trace.busy):
+        text += f"\n  the timer of {timer} went on for {len(outcome.order)} steps"
+    text += _unretrieved(trace)
+    return DeadlockError(text, waits=graph.waits, cycle=graph.cycle, exceptions=trace.exceptions)
 
 
-def _starvation(story: Story, outcome: Outcome) -> StarvationError:
-    assert story.graph is not None
-    graph, steps = story.graph, story.steps
-    counts: dict[str, int] = {}
-    for step in steps[-RECENT:]:
-        counts[step.who] = counts.get(step.who, 0) + 1
-    running = tuple(sorted(counts, key=lambda who: (_is_timer(who), -counts[who]))[:5])
-    if not _is_timer(running[0]):
-        running = tuple(who for who in running if not _is_timer(who))
-    ended = len(outcome.order)
+def _starvation(trace: Trace, outcome: Outcome) -> StarvationError:
+    assert trace.graph is not None
+    graph, ended = trace.graph, len(outcome.order)
+    busy = [each for each in trace.busy if not each.is_timer][:5]
+    running = tuple(each.who for each in busy)
     text = (
         f"The program has not ended after {ended} steps. Lately these went on: "
         f"{', '.join(running)}."
     )
-    last = {step.who: step for step in steps[-RECENT:]}
-    text += "".join(f"\n  {who} goes round at {last[who].reached}" for who in running)
-    waits = tuple(wait for wait in graph.waits if wait.who not in counts)
+    text += "".join(f"\n  {each.who} goes round at {each.point}" for each in busy)
+    known = {each.who for each in trace.busy}
+    waits = tuple(wait for wait in graph.waits if wait.who not in known)
     if waits:
         text += "\nMeanwhile these waited:" + "".join(f"\n  {wait.describe()}" for wait in waits)
-    return StarvationError(text, steps=ended, running=running, waits=waits, cycle=graph.cycle)
+    return StarvationError(
+        text + _unretrieved(trace),
+        steps=ended,
+        running=running,
+        waits=waits,
+        cycle=graph.cycle,
+        exceptions=trace.exceptions,
+    )
 
 
-def _is_timer(who: str) -> bool:
-    return who.startswith("timer #")
+def _unretrieved(trace: Trace) -> str:
+    """Return the exceptions that may be the cause, as lines."""
+    if not trace.exceptions:
+        return ""
+    return "\nExceptions that were never retrieved:" + "".join(
+        f"\n  {each}" for each in trace.exceptions
+    )
 
 
-def nondeterminism(first: Sequence[Step], second: Sequence[Step]) -> NondeterminismError:
-    """Return the error for two stories of one schedule that differ."""
+def nondeterminism(
+    first: Sequence[Step], second: Sequence[Step], ends: Sequence[Outcome] = ()
+) -> NondeterminismError:
+    """Return the error for two traces of one schedule that differ.
+
+    Args:
+        first: The steps of one run.
+        second: Those of another.
+        ends: How two runs ended, where that is known.
+    """
     advice = (
         "Let the program build all of its state inside its function, and take time and randomness "
         "from the modules that are simulated."
     )
+    error = next((each.error for each in ends if each.error is not None), None)
+    if error is not None:
+        advice += f" One of the runs ended with {describe_error(error)}."
+    differs = "The same schedule ran otherwise the second time, from step"
     for number, (one, other) in enumerate(zip(first, second, strict=False), 1):
+        if one.is_same(other):
+            continue
         ours, theirs = f"{one.who}: {one.did}", f"{other.who}: {other.did}"
-        if ours != theirs or one.num_options != other.num_options:
-            if ours == theirs:
-                ours += f" ({one.num_options} could go)"
-                theirs += f" ({other.num_options} could go)"
-            return NondeterminismError(
-                f"The same schedule ran otherwise the second time, from step {number} on: first "
-                f"{ours}, then {theirs}. {advice}",
-                step=number,
-                first=ours,
-                second=theirs,
-            )
-    number = min(len(first), len(second)) + 1
-    if len(first) == len(second):
+        if ours == theirs:
+            ours += f" ({one.num_options} could go)"
+            theirs += f" ({other.num_options} could go)"
         return NondeterminismError(
-            "The same schedule took the same steps twice but ended otherwise. " + advice
+            f"{differs} {number} on: first {ours}, then {theirs}. {advice}",
+            step=number,
+            first=ours,
+            second=theirs,
         )
+    if len(first) == len(second):
+        how = " and ".join(_how_ended(each) for each in ends)
+        return NondeterminismError(
+            f"The same schedule took the same steps twice but ended otherwise"
+            f"{': ' + how if how else ''}. {advice}"
+        )
+    number = min(len(first), len(second)) + 1
     longer = first if len(first) > len(second) else second
     step = f"{longer[number - 1].who}: {longer[number - 1].did}"
     ours, theirs = (step, "the end") if longer is first else ("the end", step)
     return NondeterminismError(
-        f"The same schedule ran otherwise the second time, from step {number} on: first {ours}, "
-        f"then {theirs}. {advice}",
+        f"{differs} {number} on: first {ours}, then {theirs}. {advice}",
         step=number,
         first=ours,
         second=theirs,
     )
 
 
+def _how_ended(outcome: Outcome) -> str:
+    if outcome.kind == "raised" and outcome.error is not None:
+        return f"raised {describe_error(outcome.error)}"
+    words = {"deadlock": "deadlocked", "endless": "did not end"}
+    return words.get(outcome.kind, outcome.kind)
+
+
 def same_end(first: Outcome, second: Outcome) -> bool:
     """Tell whether two runs took the same steps to the same end.
 
-    A story of an endless run is cut short, so of that only the beginning is compared.
+    A trace of an endless run is cut short, so of that only the beginning is compared.
     """
     if first.kind != second.kind:
         return False
@@ -269,33 +316,12 @@ def same_failure(first: Outcome, second: Outcome) -> bool:
         return True
     assert first.error is not None
     assert second.error is not None
-    return _same_type(first.error, second.error) and _line(first.error) == _line(second.error)
+    return _same_type(first.error, second.error) and line_of_error(first.error) == line_of_error(
+        second.error
+    )
 
 
 def _same_type(first: BaseException | None, second: BaseException | None) -> bool:
     """Compare by name: a program that defines a class makes another one in each run."""
     one, other = type(first), type(second)
     return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
-
-
-def _line(error: BaseException) -> tuple[str, int]:
-    """Return the innermost line of the program that an error came through."""
-    found = ("", 0)
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not is_foreign(file):
-            found = file, traceback.tb_lineno
-        traceback = traceback.tb_next
-    return found
-
-
-__all__ = [
-    "Runner",
-    "check_integer",
-    "check_main",
-    "check_no_loop",
-    "nondeterminism",
-    "same_end",
-    "same_failure",
-]

@@ -17,32 +17,46 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
 from ._anyio import anyio_patches
-from ._clock import clock_functions
-from ._device_lanes import SimLaneTable
+from ._devices import SimLaneTable
+from ._executors import executor_patches
 from ._forbidden import refuse
 from ._locks import lock_class, rlock_class
-from ._op_threads import OpThreads
-from ._ordered import all_tasks, as_completed, wait
-from ._task import SimTask
-from ._thread_pools import executor_patches
+from ._participants import SimTask
+from ._simulation import Simulation
+from ._watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
+    from ._pools import PoolTable
     from ._schedule import Schedule
 
 COLLECT_EVERY: Final = 100
 LANE_TABLE: Final = "lane_table"
 SOURCE_LANES: Final = "source_lanes"
 ABSENT: Final = object()
+real_wait = asyncio.wait
+real_as_completed = asyncio.as_completed
+real_all_tasks = asyncio.all_tasks
+CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
+CLOCK_NAMES: Final = (
+    "time",
+    "time_ns",
+    "monotonic",
+    "monotonic_ns",
+    "perf_counter",
+    "perf_counter_ns",
+    "sleep",
+)
+EPOCH_S: Final = 1_700_000_000.0 - 1000.0
+"""What `time.time()` shows when virtual time is 0."""
 
 
 @final
@@ -52,49 +66,22 @@ class Sandbox:
     Not to be nested: its user checks that no loop is running.
 
     Attributes:
-        loop: The loop of the schedule that runs.
-        numbers: Hashes of objects that a run made and that are walked in sets, by address.
-        threads: Where ops run that wait.
+        simulation: The schedule that runs, for what takes the place of the real doors.
+        watchdog: Interrupts steps that do not end.
     """
 
     def __init__(self) -> None:
-        self.loop: SimLoop = None  # type: ignore[assignment]  # set by begin, for each schedule
-        self._is_running = False
-        self._thread = threading.get_ident()
+        self.simulation = Simulation()
+        self.watchdog = Watchdog(self.simulation)
         self._gate = REGISTRY.once("testing_gate", threading.RLock)
         self._undo: list[tuple[Any, str, Any]] = []
         self._bytes: Random | None = None
         self._seed = 0
         self._num_runs = 0
-        self.numbers: dict[int, int] = {}
-        self.threads = OpThreads(self)
         self._collects = False
         self._random_state: Any = None
         self._lane_table: Any = None
         self._source_lanes: Any = None
-
-    def is_here(self) -> bool:
-        """Whether the caller is the program under test."""
-        if not self._is_running:
-            return False
-        ident = threading.get_ident()
-        return ident == self._thread or ident in self.threads.idents
-
-    def who(self) -> Any:
-        """Return what stands for the thread that goes on: an op, or the loop for all tasks."""
-        if not self.is_here():
-            return threading.get_ident()
-        op = self.loop.pools.current_op
-        return self if op is None else op
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Leave the program under test for a moment, to do something real."""
-        is_running, self._is_running = self._is_running, False
-        try:
-            yield
-        finally:
-            self._is_running = is_running
 
     # ---- around all schedules ----------------------------------------------------------------
 
@@ -105,6 +92,7 @@ class Sandbox:
         self._random_state = random.getstate()
         self._lane_table = REGISTRY.replace(LANE_TABLE, None)
         self._source_lanes = REGISTRY.replace(SOURCE_LANES, None)
+        self.watchdog.start()
         try:
             self._patch_all()
         except BaseException:
@@ -127,33 +115,33 @@ class Sandbox:
         REGISTRY.replace(LANE_TABLE, self._lane_table)
         REGISTRY.replace(SOURCE_LANES, self._source_lanes)
         random.setstate(self._random_state)
-        self.threads.close()
+        self.simulation.threads.close()
+        self.watchdog.stop()
         if self._collects:
             gc.enable()
         self._gate.release()
 
     # ---- around each schedule ----------------------------------------------------------------
 
-    def begin(self, loop: SimLoop, schedule: Schedule) -> None:
+    def begin(self, loop: SimLoop, pools: PoolTable, schedule: Schedule) -> None:
         """Start a schedule: same seed, same random numbers."""
         self._num_runs += 1
-        self.numbers.clear()
         if self._num_runs % COLLECT_EVERY == 0:
             gc.collect(1)
-        self.loop = loop
         self._seed = seed = schedule.seed
         self._bytes = None
         random.seed(seed)
         if schedule.faults is not None:
-            loop.pools.faults = schedule.faults.for_run(seed)
-        loop.pools.threads = self.threads if self.threads.is_needed else None
-        REGISTRY.replace(LANE_TABLE, SimLaneTable(loop))
+            pools.faults = schedule.faults.for_run(seed)
+        threads = self.simulation.threads
+        pools.threads = threads if threads.is_needed else None
+        REGISTRY.replace(LANE_TABLE, SimLaneTable(pools))
         REGISTRY.replace(SOURCE_LANES, None)
-        self._is_running = True
+        self.simulation.begin(loop, pools)
 
     def end(self) -> None:
         """End a schedule."""
-        self._is_running = False
+        self.simulation.end()
 
     # ---- the replacements --------------------------------------------------------------------
 
@@ -162,8 +150,9 @@ class Sandbox:
         setattr(owner, name, value)
 
     def _patch_all(self) -> None:
+        here = self.simulation
         for name, value in clock_functions(
-            self, {name: getattr(time, name) for name in CLOCK_NAMES}
+            here, {name: getattr(time, name) for name in CLOCK_NAMES}
         ).items():
             self._patch(time, name, value)
         for module in (threading, queue):  # they have a name of their own for the clock
@@ -172,10 +161,10 @@ class Sandbox:
         self._patch(os, "urandom", urandom)
         self._patch(random, "_urandom", urandom)  # of SystemRandom, and so of `secrets`
         self._patch(random.Random, "seed", self._seeding(random.Random.seed))
-        lock = lock_class(self)
+        lock = lock_class(here)
         self._patch(threading, "Lock", lock)
         self._patch(threading, "_allocate_lock", lock)  # of conditions
-        self._patch(threading, "RLock", rlock_class(self))
+        self._patch(threading, "RLock", rlock_class(here))
         self._patch(uuid, "uuid1", self._uuid1(uuid.uuid1))
         for module in (asyncio, asyncio.tasks):
             self._patch(module, "Task", SimTask)
@@ -183,7 +172,7 @@ class Sandbox:
             self._patch(module, "as_completed", as_completed)
             self._patch(module, "all_tasks", all_tasks)
         self._patch_refusals()
-        for owner, name, value in [*executor_patches(self), *anyio_patches(self)]:
+        for owner, name, value in [*executor_patches(here), *anyio_patches(here)]:
             self._patch(owner, name, value)
 
     def _patch_refusals(self) -> None:
@@ -211,7 +200,7 @@ class Sandbox:
         real = getattr(owner, name)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            if self.is_here():
+            if self.simulation.is_here():
                 refuse(what, instead)
             return real(*args, **kwargs)
 
@@ -219,7 +208,7 @@ class Sandbox:
 
     def _random_bytes(self, real: Callable[[int], bytes]) -> Callable[[int], bytes]:
         def urandom(size: int, /) -> bytes:
-            if not self.is_here():
+            if not self.simulation.is_here():
                 return real(size)
             if self._bytes is None:
                 self._bytes = Random(self._seed ^ 0x5EED)
@@ -229,7 +218,7 @@ class Sandbox:
 
     def _seeding(self, real: Callable[..., None]) -> Callable[..., None]:
         def seed(generator: Random, a: Any = None, version: int = 2) -> None:
-            if a is None and self.is_here():
+            if a is None and self.simulation.is_here():
                 a = int.from_bytes(os.urandom(16))
             real(generator, a, version)
 
@@ -237,7 +226,7 @@ class Sandbox:
 
     def _uuid1(self, real: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
         def uuid1(node: int | None = None, clock_seq: int | None = None) -> uuid.UUID:
-            if not self.is_here():
+            if not self.simulation.is_here():
                 return real(node, clock_seq)
             return uuid.UUID(bytes=os.urandom(16), version=1)
 
@@ -251,13 +240,110 @@ def process_starters() -> list[tuple[Any, str]]:
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
-CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
-CLOCK_NAMES: Final = (
-    "time",
-    "time_ns",
-    "monotonic",
-    "monotonic_ns",
-    "perf_counter",
-    "perf_counter_ns",
-    "sleep",
-)
+# ---- virtual time -----------------------------------------------------------------------------
+
+
+def clock_functions(simulation: Simulation, real: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Return stand-ins for the functions of `time`; other threads go on seeing the real ones.
+
+    Inside a simulated op time goes on by what the op has slept so far.
+    """
+    here = simulation.is_here
+
+    def elapsed() -> float:
+        return simulation.loop.now + simulation.pools.slept_s
+
+    def monotonic() -> float:
+        return elapsed() if here() else real["monotonic"]()
+
+    def perf_counter() -> float:
+        return elapsed() if here() else real["perf_counter"]()
+
+    def time() -> float:
+        return EPOCH_S + elapsed() if here() else real["time"]()
+
+    def monotonic_ns() -> int:
+        return round(elapsed() * 1e9) if here() else real["monotonic_ns"]()
+
+    def perf_counter_ns() -> int:
+        return round(elapsed() * 1e9) if here() else real["perf_counter_ns"]()
+
+    def time_ns() -> int:
+        return round((EPOCH_S + elapsed()) * 1e9) if here() else real["time_ns"]()
+
+    def sleep(seconds: float) -> None:
+        if not here():
+            real["sleep"](seconds)
+            return
+        if seconds < 0:
+            raise ValueError("sleep length must be non-negative")
+        op = simulation.pools.current_op
+        if op is not None:
+            simulation.pools.sleep(op, seconds)
+        else:  # the program keeps the loop from everything else for that long
+            simulation.loop.jump(simulation.loop.now + seconds)
+
+    return {
+        "time": time,
+        "time_ns": time_ns,
+        "monotonic": monotonic,
+        "monotonic_ns": monotonic_ns,
+        "perf_counter": perf_counter,
+        "perf_counter_ns": perf_counter_ns,
+        "sleep": sleep,
+    }
+
+
+# ---- functions of asyncio that return or walk sets --------------------------------------------
+
+
+@final
+class OrderedSet(set[Any]):
+    """A set that is walked, and popped, in the order it was made in."""
+
+    def __init__(self, members: Iterable[Any]) -> None:
+        self._order = tuple(dict.fromkeys(members))
+        super().__init__(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        inside = super().__contains__
+        known = set(self._order)
+        yield from [each for each in self._order if inside(each)]
+        yield from [each for each in super().__iter__() if each not in known]
+
+    def pop(self) -> Any:
+        """Take out the first member."""
+        for each in self:
+            self.remove(each)
+            return each
+        return super().pop()
+
+
+async def wait(
+    fs: Iterable[Any], *, timeout: float | None = None, return_when: str = asyncio.ALL_COMPLETED
+) -> tuple[set[Any], set[Any]]:
+    """Wait as `asyncio.wait` does; both sets keep the order of `fs`."""
+    if asyncio.isfuture(fs) or asyncio.iscoroutine(fs):
+        return await real_wait(fs, timeout=timeout, return_when=return_when)
+    members = list(fs)
+    done, pending = await real_wait(members, timeout=timeout, return_when=return_when)
+    return (
+        OrderedSet(each for each in members if each in done),
+        OrderedSet(each for each in members if each in pending),
+    )
+
+
+def as_completed(fs: Iterable[Any], *, timeout: float | None = None) -> Any:
+    """Yield as `asyncio.as_completed` does; tasks are made in the order of `fs`."""
+    if asyncio.isfuture(fs) or asyncio.iscoroutine(fs):
+        return real_as_completed(fs, timeout=timeout)
+    return real_as_completed([asyncio.ensure_future(each) for each in fs], timeout=timeout)
+
+
+def all_tasks(loop: Any = None) -> set[Any]:
+    """Return all tasks, in the order of their making."""
+    return OrderedSet(sorted(real_all_tasks(loop), key=_number))
+
+
+def _number(task: Any) -> int:
+    return task.number if isinstance(task, SimTask) else -1

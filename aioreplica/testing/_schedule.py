@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
+from ._participants import Choose, Participant
 from ._strategies import FIFO, MAKERS, fifo
 
 if TYPE_CHECKING:
-    from ._holds import Hold
-    from ._participant import Choose, Participant
+    from ._faults import Faults
 
 FIDELITIES: Final = ("asyncio", "reorder", "adversarial")
 SPIN: Final = 64
@@ -18,6 +18,28 @@ CHOICES: Final = 30
 CANCELLED: Final = 29
 HELD: Final = 28
 """Makers that are no strategy: explicit choices; asyncio's order, cancelled once or held."""
+
+
+Key = tuple[int, ...]
+"""Who a participant is, in every schedule of a program; see `Keys`."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One participant is held before one of its steps until another has taken one of its.
+
+    Attributes:
+        key: Who is held.
+        nth: Before which of its steps, from 0.
+        until_key: Who has to go first.
+        until_nth: Which of its steps has to be taken, from 0.
+    """
+
+    key: Key
+    nth: int
+    until_key: Key
+    until_nth: int
 
 
 @final
@@ -43,7 +65,7 @@ class Schedule:
     choices: tuple[tuple[int, int], ...] = ()
     cancel_step: int = 0
     holds: tuple[Hold, ...] = ()
-    faults: Any = None
+    faults: Faults | None = None
 
     def chooser(self) -> Choose:
         """Return a fresh function that chooses."""
@@ -56,10 +78,10 @@ class Schedule:
 
 @final
 class Ranks:
-    """Ranks options by who is preempted: rank 0 preempts nobody.
+    """Ranks options by who is preempted: rank 0 preempts no task.
 
-    Who went last goes on as long as it can; then whoever asyncio would take. A task that could go
-    on but has gone on for `SPIN` decisions steps back once: it may be waiting for another.
+    The task that went last goes on as long as it can; then the one asyncio would take. A task that
+    could go on but has gone on for `SPIN` decisions steps back once: it may wait for another.
 
     Attributes:
         last: Number of the task that went last.
@@ -85,7 +107,7 @@ class Ranks:
         return ranked[1:] + ranked[:1] if self.is_spinning else ranked
 
     def took(self, option: Participant) -> None:
-        """Take note of who goes."""
+        """Record who goes."""
         if is_preemptible(option):
             self._in_a_row = self._in_a_row + 1 if option.index == self.last else 0
             self.last = option.index
@@ -93,7 +115,7 @@ class Ranks:
 
 @final
 class ChoiceList:
-    """Chooses by a list of decisions; where that says nothing, nobody is preempted.
+    """Chooses by a list of decisions; where that says nothing, no task is preempted.
 
     Args:
         choices: Pairs of a decision's number and a rank among its options.

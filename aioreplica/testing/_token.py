@@ -12,10 +12,8 @@ from typing import Any, Final
 
 from ..context import REGISTRY
 from ._faults import Fault, Faults, name_number
-from ._holds import Hold
-from ._mix import SEED_BITS
-from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Schedule
-from ._strategies import MAKERS
+from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Hold, Schedule
+from ._strategies import MAKERS, SEED_BITS
 
 PREFIX: Final = "ar1-"
 VERSIONED: Final = re.compile(r"ar\d+-")

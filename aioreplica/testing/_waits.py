@@ -1,30 +1,21 @@
-"""The wait-for graph of a program that is stuck: who waits for what, and who could bring it."""
+"""The wait-for graph of a program that is stuck: who waits for what, and who could end the wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
 from ._errors import Wait
-from ._op_points import call_of_op, frames_of_op, site_of_op, wait_of_library
-from ._owners import Owners
-from ._points import (
-    MEETING_METHODS,
-    call_of,
-    frame_of,
-    frames_of,
-    own_frame,
-    primitive_of,
-    site_of,
-)
-from ._pools import PoolOp
+from ._library import LibraryWatch
+from ._participants import SimTask
+from ._points import frames_of, primitive_of, site_of
+from ._pools import PoolOp, PoolTable
 
-if TYPE_CHECKING:
-    from ._loop import SimLoop
-    from ._task import SimTask
+PRIMITIVES: Final = (asyncio.Lock, asyncio.Semaphore)
 
 NameOf = Callable[[Any], str]
 
@@ -45,13 +36,19 @@ class WaitGraph:
     busy: tuple[str, ...]
 
     @staticmethod
-    def of(loop: SimLoop, name_of: NameOf, owners: Owners) -> WaitGraph:
-        """Look at every task of a loop that has stopped."""
-        look = _Look(loop, name_of, owners)
+    def of(
+        tasks: Sequence[SimTask],
+        pools: PoolTable,
+        name_of: NameOf,
+        owners: Owners,
+        library: LibraryWatch,
+    ) -> WaitGraph:
+        """Look at the tasks and ops of a run that has stopped."""
+        look = _Look(tasks, pools, name_of, owners, library)
         waits: list[Wait] = []
         edges: dict[str, tuple[str, ...]] = {}
         busy: list[str] = []
-        for task in loop.sim_tasks:
+        for task in tasks:
             if task.done():
                 continue
             if task._fut_waiter is None:  # type: ignore[attr-defined]
@@ -60,7 +57,7 @@ class WaitGraph:
             wait, needs = look.at(task)
             waits.append(wait)
             edges[wait.who] = needs
-        for op in loop.pools.waiting:
+        for op in pools.waiting:
             wait, needs = look.at_op(op)
             waits.append(wait)
             edges[wait.who] = needs
@@ -79,71 +76,89 @@ class _Look:
     """Looks at one waiting task after the other.
 
     Args:
-        loop: Where they wait.
-        name_of: Names them.
+        tasks: All tasks of the run.
+        pools: Its pools.
+        name_of: Names tasks and ops.
         owners: Knows who holds which lock.
+        library: Knows who waits in the library.
     """
 
-    def __init__(self, loop: SimLoop, name_of: NameOf, owners: Owners) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        tasks: Sequence[SimTask],
+        pools: PoolTable,
+        name_of: NameOf,
+        owners: Owners,
+        library: LibraryWatch,
+    ) -> None:
         self._name_of = name_of
         self._owners = owners
-        self._frames = {task: frames_of(task) for task in loop.sim_tasks if not task.done()}
-        self._ops = {id(op.future): op for op in _ops_of(loop)}
+        self._library = library
+        self._frames = {task: frames_of(task) for task in tasks if not task.done()}
+        self._ops = {id(op.future): op for op in pools.ops}
 
     def at_op(self, op: PoolOp) -> tuple[Wait, tuple[str, ...]]:
-        """Return what an op waits for that stands still, and who could end the wait."""
-        frames = frames_of_op(op)
-        who, site = self._name_of(op), site_of_op(frames)
-        call = call_of_op(frames)
-        if call is not None:
-            missing = self._missing_replicas(frames)
-            return Wait(who, f"blocking {call.describe()}", site, missing=missing), missing
-        words = wait_of_library(frames)
-        if words:
-            missing = self._missing_replicas(frames)
-            return Wait(who, words, site, missing=missing), missing or self._host_task(frames)
-        found = primitive_of(frames)
+        """Return what a suspended op waits for, and who could end the wait."""
+        in_library = self._in_library(op)
+        if in_library is not None:
+            return in_library
+        found = primitive_of(frames_of(op))
         what = "a wait" if found is None else found[0]
         name = self._variable_name(found[1]) if found is not None else ""
-        holder = getattr(op.run.waits_for, "holder", None) if op.run is not None else None
+        lock = op.run.waits_for if op.run is not None else None
+        holder = lock.holder if lock is not None else None
         owner = self._name_of(holder) if holder is not None and holder is not op else ""
-        return Wait(who, f"{what} '{name}'" if name else what, site, owner), (owner,)
-
-    def _host_task(self, frames: list[FrameType]) -> tuple[str, ...]:
-        """Return the task that an op waits for on the host."""
-        host = frame_of(frames, "ThreadPoint.call_on_host")
-        task = host.f_locals["call"].task if host is not None else None
-        return () if task is None else (self._name_of(task),)
+        what = f"{what} '{name}'" if name else what
+        return Wait(self._name_of(op), what, site_of(op), owner), (owner,)
 
     def at(self, task: SimTask) -> tuple[Wait, tuple[str, ...]]:
-        """Return what a task waits for, and the names of those that could end the wait."""
-        frames = self._frames[task]
-        frame = own_frame(frames)
-        site = site_of(frame) if frame is not None else "-"
-        who = self._name_of(task)
-        awaited = task._fut_waiter  # type: ignore[attr-defined]
-        call = call_of(frames)
-        if call is not None:
-            missing = self._missing_replicas(frames)
-            return Wait(who, call.describe(), site, missing=missing), missing
+        """Return what a task waits for, and who could end the wait."""
+        in_library = self._in_library(task)
+        if in_library is not None:
+            return in_library
+        frames, who, site = self._frames[task], self._name_of(task), site_of(task)
         found = primitive_of(frames)
         if found is not None:
             return self._at_primitive(who, site, task, *found)
+        awaited = task._fut_waiter  # type: ignore[attr-defined]
         if isinstance(awaited, asyncio.Task):
             name = self._name_of(awaited)
             return Wait(who, f"task {name}", site, owner=""), (name,)
         children = getattr(awaited, "_children", None)
         if children:
-            names = tuple(
-                self._name_of(c) for c in children if not c.done() and hasattr(c, "index")
-            )
+            names = self._names_of(children)
             return Wait(who, f"gather of {', '.join(names) or 'futures'}", site), names
         op = self._ops.get(id(awaited))
         if op is not None:
             name = self._name_of(op)
             return Wait(who, name, site, owner=f"the workers of {op.pool.name}"), (name,)
-        return self._at_future(who, site, frames)
+        works = self._library.works_of(task)
+        if works:
+            names = self._names_of(works)
+            return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
+        inner = frames[-1].f_code.co_qualname if frames else ""
+        if inner == "_wait":  # of asyncio.wait
+            names = self._names_of(frames[-1].f_locals.get("fs", ()))
+            return Wait(who, f"asyncio.wait of {', '.join(names) or 'futures'}", site), names
+        return Wait(who, f"a future ({inner or 'awaited'})", site), ()
+
+    def _in_library(self, participant: SimTask | PoolOp) -> tuple[Wait, tuple[str, ...]] | None:
+        wait = self._library.wait_of(participant)
+        if wait is None:
+            return None
+        missing = tuple(f"replica {replica_id}" for replica_id in wait.missing_members())
+        task = wait.awaited()
+        needs = missing or (() if task is None else self._names_of([task]))
+        what = wait.describe()
+        if missing and isinstance(participant, PoolOp) and not what.startswith("blocking "):
+            what = f"blocking {what}"
+        who, site = self._name_of(participant), site_of(participant)
+        return Wait(who, what, site, missing=missing), needs
+
+    def _names_of(self, awaited: Sequence[Any]) -> tuple[str, ...]:
+        """Return the names of those tasks and ops that are not done."""
+        left = [self._ops.get(id(each), each) for each in awaited if each and not each.done()]
+        return tuple(self._name_of(each) for each in left if hasattr(each, "index"))
 
     def _at_primitive(
         self, who: str, site: str, task: SimTask, kind: str, primitive: Any
@@ -153,8 +168,7 @@ class _Look:
         if name:
             what += f" '{name}'"
         if kind.endswith(".TaskGroup"):
-            left = [t for t in getattr(primitive, "_tasks", ()) if not t.done()]
-            names = tuple(self._name_of(each) for each in left)
+            names = self._names_of(getattr(primitive, "_tasks", ()))
             return Wait(who, f"{what} of {', '.join(names)}", site), names
         if kind == "asyncio.Barrier":
             missing = tuple(
@@ -173,33 +187,6 @@ class _Look:
             owner = primitive.statistics().owner.id  # anyio keeps it, as the id of the task
             holders = tuple(self._name_of(each) for each in self._frames if id(each) == owner)
         return Wait(who, what, site, ", ".join(holders)), holders
-
-    def _at_future(
-        self, who: str, site: str, frames: list[FrameType]
-    ) -> tuple[Wait, tuple[str, ...]]:
-        inner = frames[-1].f_code.co_qualname if frames else ""
-        if inner == "ReplicaGroup.wait":
-            left = [seat.work for seat in frames[-1].f_locals["self"].seats]
-            names = tuple(
-                self._name_of(self._ops.get(id(each), each))
-                for each in left
-                if each is not None and not each.done()
-            )
-            return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
-        if inner == "_wait":
-            left = [each for each in frames[-1].f_locals.get("fs", ()) if not each.done()]
-            names = tuple(self._name_of(each) for each in left if hasattr(each, "index"))
-            return Wait(who, f"asyncio.wait of {', '.join(names) or 'futures'}", site), names
-        return Wait(who, f"a future ({inner or 'awaited'})", site), ()
-
-    def _missing_replicas(self, frames: list[FrameType]) -> tuple[str, ...]:
-        for frame in reversed(frames):
-            if frame.f_code.co_qualname in MEETING_METHODS | {"BridgedCall.wait"}:
-                point = frame.f_locals["self"]
-                point = getattr(point, "_point", point)
-                rows = point.rendezvous.rows()
-                return tuple(f"replica {row.replica_id}" for row in rows if row.state != "waiting")
-        return ()
 
     def _variable_name(self, wanted: Any) -> str:
         """Find the name by which some task's code knows an object; the outermost one counts."""
@@ -228,10 +215,6 @@ def _knows(frames: list[FrameType], wanted: Any) -> bool:
     return any(value is wanted for frame in frames for value in frame.f_locals.values())
 
 
-def _ops_of(loop: SimLoop) -> list[PoolOp]:
-    return list(loop.pools.ops)
-
-
 def _find_cycle(edges: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """Return the first ring that following the edges in order meets."""
     done: set[str] = set()
@@ -249,3 +232,52 @@ def _find_cycle(edges: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
                 path.append(step)
                 todo.append(iter(edges[step]))
     return ()
+
+
+@final
+class Owners:
+    """Watches `acquire` and `release` of asyncio's locks and semaphores.
+
+    Watching changes no schedule: the watched `acquire` awaits the real one and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._holders: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+        self._undo: list[tuple[type, str, Any]] = []
+
+    def install(self) -> None:
+        """Begin to watch."""
+        for cls in PRIMITIVES:
+            self._watch(cls)
+
+    def remove(self) -> None:
+        """Stop watching; idempotent."""
+        for cls, name, real in self._undo:
+            setattr(cls, name, real)
+        self._undo.clear()
+
+    def holders(self, primitive: Any) -> list[Any]:
+        """Return the tasks that hold a lock, or permits of a semaphore."""
+        return list(self._holders.get(primitive, ()))
+
+    def _watch(self, cls: type) -> None:
+        real_acquire, real_release = vars(cls)["acquire"], vars(cls)["release"]
+        holders = self._holders
+
+        async def acquire(self: Any) -> Any:
+            taken = await real_acquire(self)
+            holders.setdefault(self, []).append(asyncio.current_task())
+            return taken
+
+        def release(self: Any) -> None:
+            held_by = holders.get(self, [])
+            task = asyncio.current_task()
+            if task in held_by:
+                held_by.remove(task)
+            elif held_by:
+                held_by.pop(0)
+            real_release(self)
+
+        self._undo += [(cls, "acquire", real_acquire), (cls, "release", real_release)]
+        cls.acquire = acquire  # type: ignore[attr-defined]
+        cls.release = release  # type: ignore[attr-defined]

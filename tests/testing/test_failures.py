@@ -15,8 +15,8 @@ from aioreplica.testing._runner import Runner
 from aioreplica.testing._sandbox import Sandbox
 from aioreplica.testing._schedule import Schedule
 from aioreplica.testing._shrink import shrink
-from aioreplica.testing._story import Story
 from aioreplica.testing._strategies import RANDOM
+from aioreplica.testing._trace import Trace
 from tests.testing import programs
 from tests.testing.programs import step
 
@@ -380,7 +380,7 @@ def test_constraints_that_were_not_seen_to_fail_are_not_told() -> None:
     assert not found.is_certain
 
 
-def told(program: Main) -> tuple[Outcome, Story]:
+def told(program: Main) -> tuple[Outcome, Trace]:
     """Run one schedule that is not asyncio's own, with its story."""
     with Sandbox() as sandbox:
-        return Runner(program, sandbox).tell(Schedule(RANDOM, 5))
+        return Runner(program, sandbox).trace(Schedule(RANDOM, 5))

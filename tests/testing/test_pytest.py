@@ -104,6 +104,27 @@ def test_methods_are_explored(tmp_path: Path) -> None:
     assert "1 failed, 3 passed" in run_pytest(tmp_path, "--ar-schedules=5", "-k", "Cases or fine")
 
 
+DEADLOCK = """
+import asyncio
+import pytest
+
+@pytest.mark.explore(schedules=3)
+async def test_deadlock():
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_no_frame_of_the_kit_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "test_deadlock.py").write_text(DEADLOCK, encoding="utf-8")
+
+    output = run_pytest(tmp_path, "-k", "deadlock")
+
+    assert "main awaits asyncio.Event at test_deadlock.py:7" in output
+    assert "aioreplica/testing/" not in output
+    assert "_pytest_plugin.py" not in output
+
+
 @pytest.mark.slow
 def test_the_command_line_sets_how_many_schedules(tmp_path: Path) -> None:
     assert "4 passed" in run_pytest(tmp_path, "--ar-schedules=1", "--ar-seed=3")

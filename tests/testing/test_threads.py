@@ -11,7 +11,7 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
-from aioreplica.testing import _op_threads
+from aioreplica.testing import _threads
 
 PAIR = ["cpu:0", "cpu:1"]
 OUTSIDE = threading.Lock()  # made outside every program, so it is real
@@ -350,8 +350,8 @@ def test_an_op_may_catch_what_ends_the_attempt_without_threads() -> None:
 
 
 def test_a_lock_that_is_real_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_op_threads, "LOOK_S", 0.005)
-    monkeypatch.setattr(_op_threads, "STUCK_LOOKS", 3)
+    monkeypatch.setattr(_threads, "LOOK_S", 0.005)
+    monkeypatch.setattr(_threads, "STUCK_LOOKS", 3)
 
     async def main() -> None:
         def block() -> None:
@@ -447,3 +447,71 @@ def test_faults_strike_device_programs() -> None:
     failed = art.explore(main, faults=art.Faults().fail_op(fn="train"), schedules=50).failure
     assert failed is not None
     assert "train" in str(failed.error)
+
+
+# --- what is waited for inside the library ----------------------------------------------------
+
+
+def stuck_at(main: Callable[[], Any]) -> dict[str, art.Wait]:
+    with pytest.raises(art.DeadlockError) as caught:
+        art.run(main)
+    return {wait.who: wait for wait in caught.value.waits}
+
+
+def test_a_device_that_waits_for_input_says_so() -> None:
+    async def main() -> None:
+        async def never() -> Any:
+            yield 1
+            await asyncio.Event().wait()
+
+        def train(context: object, number: int) -> None: ...
+
+        async with ar.MirroredStrategy(PAIR) as strategy:
+            await strategy.run_steps(train, never(), 5)
+
+    waits = stuck_at(main)
+
+    for replica in ("replica 0", "replica 1"):
+        assert waits[replica].awaits.startswith("the infeed")
+
+
+def test_a_device_that_waits_for_the_host_says_so() -> None:
+    async def main() -> None:
+        async def ask() -> None:
+            await asyncio.Event().wait()
+
+        def train() -> None:
+            ar.outside_compilation(ask)
+
+        async with ar.MirroredStrategy(["cpu:0"]) as strategy:
+            await strategy.run(train)
+
+    waits = stuck_at(main)
+
+    assert waits["replica 0"].awaits.startswith("outside ")
+    [host] = [wait for who, wait in waits.items() if who.endswith(" of replica 0")]
+    assert host.awaits == "asyncio.Event"
+
+
+def test_a_blocking_collective_in_an_op_names_who_is_missing() -> None:
+    async def main() -> None:
+        def meet() -> None:
+            context = ar.get_replica_context()
+            assert context is not None
+            context.blocking.barrier()
+
+        async def train() -> None:
+            context = ar.get_replica_context()
+            assert context is not None
+            if context.replica_id_in_sync_group == 0:
+                await context.run_on_device(meet)
+            await asyncio.Event().wait()
+
+        async with ar.MirroredStrategy(PAIR) as strategy:
+            await strategy.run(train)
+
+    waits = stuck_at(main)
+
+    [op] = [wait for who, wait in waits.items() if who.startswith("op ")]
+    assert op.awaits.startswith("blocking barrier")
+    assert op.missing == ("replica 1",)

@@ -94,3 +94,27 @@ def test_timers_of_one_instant_are_told_apart() -> None:
         failure = art.explore(main, seed=seed).failure
         assert failure is not None
         assert "timer" in failure.constraints[0]
+
+
+def test_a_cancelled_timer_does_not_move_the_clock() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        for delay in (0.0001, 0.0004, 0.0009):
+            loop.call_later(delay, int).cancel()
+        start = time.monotonic()
+        await asyncio.to_thread(int)
+        return round(time.monotonic() - start, 6)
+
+    assert {art.run(main, seed=seed) for seed in range(30)} == {0.001}
+
+
+def test_a_program_that_spins_does_not_reach_a_cancelled_timer() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        loop.call_later(1000, int).cancel()
+        start = loop.time()
+        while loop.time() == start:
+            await asyncio.sleep(0)
+        return loop.time() - start
+
+    assert art.run(main) == 1

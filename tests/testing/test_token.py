@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import aioreplica.testing as art
-from aioreplica.testing._holds import Hold
-from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Schedule
+from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Hold, Schedule
 from aioreplica.testing._strategies import FIFO, MAKERS
 from aioreplica.testing._token import TokenTooLongError, decode, encode
 from tests.testing import programs

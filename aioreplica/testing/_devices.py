@@ -1,23 +1,22 @@
-"""Simulated lanes: the library's own devices, run by the schedule."""
+"""Simulated devices: lanes whose ops the schedule runs, and the gates that device threads wait at.
+
+`SimLaneTable` takes the place of the process's table of lanes, in the registry, so the library
+itself asks it for lanes and gates.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
-from ..devices import COLLECTIVES, HOST, LaneStatistics, Op
+from ..devices import COLLECTIVES, HOST, LaneStatistics, Op, OpTracker
 from ..errors import DeviceError
-from ..replica import run_device_program
-from ._gates import SimGate
-from ._pools import PoolOp
-from ._workers import DEFAULT_WORKERS, SimPool
-
-if TYPE_CHECKING:
-    from ._loop import SimLoop
-
+from ..telemetry import Observers
+from ._pools import DEFAULT_WORKERS, PoolOp, PoolTable, SimPool
 
 COLLECTIVE_WORKERS: Final = 4
 WORKERS: Final = {HOST: DEFAULT_WORKERS, COLLECTIVES: COLLECTIVE_WORKERS}
@@ -40,15 +39,20 @@ class DeviceOp(PoolOp):
         return bool(self.future.claim())
 
     def perform(self, context: Context) -> None:
-        """Run the op's function."""
-        self.future.run_claimed()
+        """Run the op's function, and tell observers as a real lane does."""
+        op, name, observers = self.future, self.pool.name, observers_of(self.future.tracker)
+        if (tell := observers.op_started) is not None:
+            tell(op, name)
+        op.run_claimed()
+        if (tell := observers.op_ended) is not None:
+            tell(op, name)
 
     def fail(self, error: BaseException) -> None:
         """End the op with an error, without running it."""
         self.future.fail_claimed(error)
 
     def deliver(self) -> None:
-        """Wake whoever waits for the op, after what threads asked for while it ran."""
+        """Complete the op's future, after what threads asked for while it ran."""
         self.future.completions.deliver()
         self.future.resolve()
 
@@ -56,13 +60,52 @@ class DeviceOp(PoolOp):
         """Name the op for stories."""
         return str(self.future.fn_name)
 
-    @property
-    def replica_id(self) -> int | None:
-        """The replica whose whole program this is; None for other ops."""
-        op = self.future
-        if not op.runs(run_device_program):
-            return None
-        return int(op.place.replica.replica_id_in_sync_group)
+
+@final
+class SimGate:
+    """Stands for a gate; the schedule decides when the op that waited goes on.
+
+    Args:
+        pools: The pools of the run.
+    """
+
+    __slots__ = ("_pools", "lock")
+
+    def __init__(self, pools: PoolTable) -> None:
+        self._pools = pools
+        self.lock: Any = threading.Lock()  # Any: a simulated one, inside a run
+        self.lock.acquire()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the gate is open; False if that took longer than `timeout_s`."""
+        return bool(self.lock.acquire(True, -1 if timeout_s is None else timeout_s))
+
+    def open(self) -> None:
+        """Open the gate; an op that lets another one go on may be overtaken by it."""
+        is_awaited = bool(self.lock.waiters)
+        self.lock.release()
+        op = self._pools.current_op
+        if is_awaited and op is not None:
+            op.on_thread().give_way()
+
+
+@final
+class LentLane:
+    """What an op waits for that wants back the lane that it has lent; an `ObservedWait`."""
+
+    __slots__ = ()
+
+    def describe(self) -> str:
+        """Say what is waited for."""
+        return "its lane, which it has lent to other ops"
+
+    def missing_members(self) -> tuple[int, ...]:
+        """No replica has to arrive."""
+        return ()
+
+    def awaited(self) -> asyncio.Future[object] | None:
+        """No task of the event loop is waited for."""
+        return None
 
 
 @final
@@ -77,7 +120,6 @@ class SimLane:
 
     def __init__(self, pool: SimPool) -> None:
         self.pool = pool
-        pool.lane = self
         self.name = pool.name
         self._is_stopped = False
 
@@ -93,24 +135,35 @@ class SimLane:
                 "is open.",
                 device=self.name,
             )
+        if (tell := observers_of(op.tracker).op_queued) is not None:
+            tell(op, self.name)
         self.pool.put(DeviceOp(self.pool, _never_called, (), op))
 
     @contextmanager
     def lend(self) -> Iterator[None]:
         """Let other ops run while the op that runs waits for something; see `Lane.lend`."""
         pool = self.pool
-        table = pool.loop.pools
-        op = table.current_op
+        op = pool.table.current_op
         assert op is not None  # it is served by this lane
         op.on_thread()
         pool.lend(op.lender)
         try:
             yield
         finally:
-            gate = SimGate(table, threading.Lock())
+            gate = SimGate(pool.table)
             if not pool.take_back(op.lender, gate.open):
-                gate.wait()
+                self._wait_for_worker(gate, observers_of(op.lender))
             pool.lends_no_longer(op.lender)
+
+    def _wait_for_worker(self, gate: SimGate, observers: Observers) -> None:
+        wait = LentLane()
+        if (tell := observers.wait_began) is not None:
+            tell(wait)
+        try:
+            gate.wait()
+        finally:
+            if (tell := observers.wait_ended) is not None:
+                tell(wait)
 
     def stop(self) -> None:
         """Refuse further ops."""
@@ -126,6 +179,11 @@ class SimLane:
         return LaneStatistics(queued, pool.num_running, 0, 0.0)
 
 
+def observers_of(tracker: OpTracker | None) -> Observers:
+    """Return whom to tell about the ops of a run; None stands for ops outside every run."""
+    return (OpTracker() if tracker is None else tracker).observers
+
+
 def _never_called() -> None:
     """Stand for the op's function, which the op itself calls."""
 
@@ -134,12 +192,13 @@ def _never_called() -> None:
 class SimLaneTable:
     """Stands for the process's table of lanes while one schedule runs."""
 
-    def __init__(self, loop: SimLoop) -> None:
+    def __init__(self, pools: PoolTable) -> None:
         self.generation = 0
         self.num_collective_streams = COLLECTIVE_WORKERS
         self.gang_lock = threading.Lock()
-        self._loop = loop
+        self._pools = pools
         self._lanes: dict[str, SimLane] = {}
+        self._lane_of: dict[SimPool, SimLane] = {}  # given back ones too: they still run ops
         self._users: dict[str, int] = {}
 
     def lane(self, name: str, *, num_streams: int | None = None) -> SimLane:
@@ -147,17 +206,18 @@ class SimLaneTable:
         lane = self._lanes.get(name)
         if lane is None:
             workers = num_streams or WORKERS.get(name, 1)
-            lane = self._lanes[name] = SimLane(self._loop.pools.make(name, workers))
+            lane = self._lanes[name] = SimLane(self._pools.make(name, workers))
+            self._lane_of[lane.pool] = lane
         return lane
 
     def served_lane(self) -> SimLane | None:
         """Return the lane whose op runs now."""
-        op = self._loop.pools.current_op
-        return op.pool.lane if op is not None else None
+        op = self._pools.current_op
+        return self._lane_of.get(op.pool) if op is not None else None
 
     def new_gate(self, loop: Any) -> SimGate:
         """Make a closed gate, whose waits the schedule sees."""
-        return SimGate(self._loop.pools, threading.Lock())
+        return SimGate(self._pools)
 
     def acquire(self, names: tuple[str, ...]) -> None:
         """Count one more user of each lane."""

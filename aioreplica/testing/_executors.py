@@ -7,11 +7,10 @@ from concurrent import futures
 from typing import TYPE_CHECKING, Any, final
 
 from ._forbidden import refuse
-from ._pools import PoolOp
-from ._workers import SimPool
+from ._pools import PoolOp, SimPool
 
 if TYPE_CHECKING:
-    from ._sandbox import Sandbox
+    from ._simulation import Simulation
 
 
 @final
@@ -27,7 +26,7 @@ class SubmittedOp(PoolOp):
 
 @final
 class SubmittedFuture(futures.Future[Any]):
-    """The future of a simulated call: whoever blocks on it lets its pool go on until it is done."""
+    """The future of a simulated call: blocking on it lets its pool go on until it is done."""
 
     pool: SimPool | None = None
 
@@ -52,36 +51,36 @@ def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
     while not is_done():
         for at, op in enumerate(loop.external):
             if getattr(op, "pool", None) is pool:
-                loop.pools.take_step(at)
+                pool.table.take_step(at)
                 break
         else:
             when = loop.next_when()
             if when is None:
-                if loop.pools.current_op is not None:
-                    return  # somebody else may go on meanwhile
+                if pool.table.current_op is not None:
+                    return  # another participant may go on meanwhile
                 refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
             loop.jump(when)
 
 
-def executor_patches(sandbox: Sandbox) -> list[tuple[Any, str, Any]]:
+def executor_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     """Return what to replace in the executors of `concurrent.futures`."""
     executor = futures.ThreadPoolExecutor
     real_submit, real_shutdown = executor.submit, executor.shutdown
 
     def submit(self: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not sandbox.is_here():
+        if not simulation.is_here():
             return real_submit(self, fn, *args, **kwargs)
         if self._shutdown:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future = SubmittedFuture()
-        future.pool = pool = sandbox.loop.pools.pool_of(self)
+        future.pool = pool = simulation.pools.pool_of(self)
         call = (lambda: fn(*args, **kwargs)) if kwargs else fn
         pool.put(SubmittedOp(pool, call, () if kwargs else args, future))
         return future
 
     def shutdown(self: Any, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if sandbox.is_here():
-            pool = sandbox.loop.pools.pool_of(self)
+        if simulation.is_here():
+            pool = simulation.pools.pool_of(self)
             if cancel_futures:
                 for op in pool.queue:
                     op.future.cancel()

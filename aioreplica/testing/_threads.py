@@ -1,9 +1,9 @@
 """Threads for ops that wait: exactly one thread of a run goes on at any time, handed over.
 
 An op runs on the thread of the loop as long as no op of its program has ever waited for anything:
-that costs nothing. Once one has, the ops of that program get threads, which pass a baton: whoever
-lets an op go on stands still until the op waits, or ends. So nothing is left to the system's
-scheduler, and a schedule runs alike whether its ops have threads or not.
+that costs nothing. Once one has, the ops of that program get threads, which pass a baton: what
+lets an op go on waits until the op waits, or ends. So nothing is left to the system's scheduler,
+and a schedule runs alike whether its ops have threads or not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import sys
 import threading
 from _thread import allocate_lock
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from ._forbidden import refusal
 
 if TYPE_CHECKING:
-    from ._sandbox import Sandbox
+    from ._loop import SimLoop
+    from ._participants import Participant
+    from ._pools import PoolOp
+
 
 LOOK_S: Final = 1.0
 STUCK_LOOKS: Final = 20
@@ -39,7 +43,7 @@ class OpThread:
     """A thread that runs one op after the other.
 
     Invariants:
-        * Whoever calls `resume` and the thread itself never run at the same time.
+        * The caller of `resume` and the thread itself never run at the same time.
 
     Attributes:
         ident: The thread's.
@@ -87,7 +91,7 @@ class OpThread:
         try:
             if not self._back.acquire(True, LOOK_S):
                 self._watch()
-        except BaseException:  # an interrupt: the op must not go on beside whoever handles it
+        except BaseException:  # an interrupt: the op must not go on beside what handles it
             if not self.is_lost:
                 self._is_doomed = True
                 self._back.acquire()
@@ -108,7 +112,7 @@ class OpThread:
         self._thread.join(JOIN_S)
 
     def _watch(self) -> None:
-        """Wait for a thread that takes long; give it up if it stands still."""
+        """Wait for a thread that takes long; give it up if it makes no progress."""
         last: Any = None
         num_same = 0
         while not self._back.acquire(True, LOOK_S):
@@ -129,7 +133,7 @@ class OpThread:
     # ---- on the thread itself ----------------------------------------------------------------
 
     def hand_back(self) -> None:
-        """Let whoever resumed the op go on, and stand still until it is resumed.
+        """Let the caller of `resume` go on, and wait to be resumed.
 
         Cancellation:
             A CancelledError once the op is doomed: its schedule was given up.
@@ -171,18 +175,18 @@ class OpThread:
 
 @final
 class OpThreads:
-    """The threads of one sandbox, made when they are first needed.
+    """The threads of one exploration, made when they are first needed.
 
     Args:
-        sandbox: Whose they are.
+        outside: Leaves the program under test for a moment, so that a real thread can start.
 
     Attributes:
         idents: What the threads are known by.
         is_needed: Whether an op of the program has had to wait.
     """
 
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, outside: Callable[[], AbstractContextManager[None]]) -> None:
+        self._outside = outside
         self._idle: list[OpThread] = []
         self._num_made = 0
         self.idents: set[int] = set()
@@ -192,7 +196,7 @@ class OpThreads:
         """Return the first idle thread, making one if there is none."""
         if self._idle:
             return self._idle.pop(0)
-        with self._sandbox.outside():
+        with self._outside():
             thread = OpThread(self._num_made)
         self._num_made += 1
         self.idents.add(thread.ident)
@@ -211,3 +215,141 @@ class OpThreads:
         idle, self._idle = self._idle, []
         for thread in idle:
             thread.stop()
+
+
+class Held(Protocol):
+    """What an op waits for: a lock.
+
+    Attributes:
+        holder: The participant that took it last; known only where a trace is made.
+    """
+
+    holder: Participant | None
+
+
+@final
+class OpRun:
+    """The run of one op that may wait.
+
+    Args:
+        op: The participant.
+        thread: Where it runs.
+
+    Attributes:
+        waits_for: The lock that it waits for; None if it only gives way, or lets time pass.
+
+    Invariants:
+        * The op is an option of the schedule, or waits for a timer or for another op to wake it.
+    """
+
+    __slots__ = ("_is_expired", "_timed_out", "_timer", "op", "thread", "waits_for")
+
+    def __init__(self, op: PoolOp, thread: OpThread) -> None:
+        self.op = op
+        self.thread = thread
+        self.waits_for: Held | None = None
+        self._timer: _Timer | None = None
+        self._is_expired = False
+        self._timed_out = False
+        thread.begin(self._perform, f"aioreplica {op.pool.name}")
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its wait ends by itself."""
+        return self._timer is not None
+
+    # ---- on whatever thread lets it go on ----------------------------------------------------
+
+    def go_on(self) -> bool:
+        """Let the op go on until it waits or ends; True if it has ended."""
+        table = self.op.pool.table
+        outer, table.current_op = table.current_op, self.op
+        try:
+            return self.thread.resume()
+        finally:
+            table.current_op = outer
+
+    def wake(self) -> None:
+        """Make the op an option: what it waits for is there."""
+        if self.op.is_waiting:
+            self.op.offer()
+
+    def rest(self) -> None:
+        """Undo `wake`: another op has taken the lock."""
+        if self.op.is_awake and not self._timed_out and self.waits_for is not None:
+            if self._is_expired:
+                self._timed_out = True
+            else:
+                self.op.retract()
+
+    def expire(self) -> None:
+        """End the wait of an op: its timeout has passed."""
+        self._is_expired = True
+        if self.op.is_waiting:
+            self._timed_out = True
+            self.op.offer()
+
+    # ---- on the op's thread ------------------------------------------------------------------
+
+    def _perform(self) -> None:
+        op, pool = self.op, self.op.pool
+        if pool.is_inside:
+            op.perform(pool.context.copy())
+            return
+        pool.is_inside = True
+        try:
+            op.perform(pool.context)
+        finally:
+            pool.is_inside = False
+
+    def wait(self, lock: Held | None, timeout_s: float | None) -> bool:
+        """Wait until the op is woken; False if that took longer than `timeout_s`."""
+        loop = self.op.pool.loop
+        self.op.begin_wait()
+        self.waits_for = lock
+        self._is_expired = self._timed_out = False
+        if timeout_s is not None:
+            self._timer = _Timer(self)
+            loop.call_when_due(loop.now + timeout_s, self._timer)
+        try:
+            self.thread.hand_back()
+        finally:
+            self.waits_for = None
+            if self._timer is not None:
+                self._timer.run = None
+                self._timer = None
+        return not self._timed_out
+
+    def catch_up(self) -> bool:
+        """Let the time pass that the op has slept; False if it has not."""
+        table = self.op.pool.table
+        slept_s, table.slept_s = table.slept_s, 0.0
+        if slept_s:
+            self.wait(None, slept_s)
+        return slept_s > 0
+
+    def give_way(self) -> None:
+        """Let the schedule decide whether this op goes on or one that it has woken."""
+        if not self.thread.is_doomed and not self.catch_up():
+            self.op.begin_wait()
+            self.op.offer()
+            self.thread.hand_back()
+
+
+@final
+class _Timer:
+    """Wakes an op that has waited long enough."""
+
+    __slots__ = ("run",)
+
+    def __init__(self, run: OpRun) -> None:
+        self.run: OpRun | None = run
+
+    def is_off(self) -> bool:
+        """Whether the op waits no longer."""
+        return self.run is None
+
+    def become_due(self, loop: SimLoop) -> None:
+        """Wake the op."""
+        if self.run is not None:
+            self.run.expire()

@@ -1,0 +1,82 @@
+"""What runs now: the loop and pools of the current schedule, and whether the caller is in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+from ._loop import SimLoop
+from ._pools import PoolOp, PoolTable
+from ._threads import OpThreads
+
+
+@final
+class Simulation:
+    """The program under test, seen by what stands in for clocks, locks and executors.
+
+    Attributes:
+        loop: The loop of the schedule that runs.
+        pools: Its pools.
+        threads: Where ops run that wait.
+        numbers: Hashes of objects that a run made and that are walked in sets, by address.
+    """
+
+    def __init__(self) -> None:
+        self.loop: SimLoop = None  # type: ignore[assignment]  # set by begin, for each schedule
+        self.pools: PoolTable = None  # type: ignore[assignment]  # likewise
+        self.threads = OpThreads(self.outside)
+        self.numbers: dict[int, int] = {}
+        self._num_numbers = 0
+        self._is_running = False
+        self._thread = threading.get_ident()
+
+    def begin(self, loop: SimLoop, pools: PoolTable) -> None:
+        """Start a schedule."""
+        self.loop, self.pools = loop, pools
+        self.numbers.clear()
+        self._num_numbers = 0
+        self._is_running = True
+
+    def end(self) -> None:
+        """End a schedule."""
+        self._is_running = False
+
+    def is_here(self) -> bool:
+        """Whether the caller is the program under test."""
+        if not self._is_running:
+            return False
+        ident = threading.get_ident()
+        return ident == self._thread or ident in self.threads.idents
+
+    def progress(self) -> tuple[int, int] | None:
+        """Return what changes with every step of the run; None between runs."""
+        return (id(self.loop), len(self.loop.order)) if self._is_running else None
+
+    def running_thread(self) -> int:
+        """Return the thread that takes the current step."""
+        op = self.pools.current_op
+        run = None if op is None else op.run
+        return self._thread if run is None else run.thread.ident
+
+    def who(self) -> int | PoolOp | Simulation:
+        """Return what owns a lock that is taken now: an op, or this object for all tasks."""
+        if not self.is_here():
+            return threading.get_ident()
+        op = self.pools.current_op
+        return self if op is None else op
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Leave the program under test for a moment, to do something real."""
+        is_running, self._is_running = self._is_running, False
+        try:
+            yield
+        finally:
+            self._is_running = is_running
+
+    def number(self, made: object) -> None:
+        """Give an object the next number of the run; an address may serve several in turn."""
+        self.numbers[id(made)] = self._num_numbers
+        self._num_numbers += 1

@@ -1,0 +1,384 @@
+"""Verdicts: no alarm without a bug, and reports that name the cause and not its shadow."""
+
+import asyncio
+import itertools
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+import aioreplica.testing as art
+from aioreplica.testing import _watchdog
+from tests.testing import programs
+from tests.testing.programs import step
+
+# --- generators -------------------------------------------------------------------------------
+
+
+def test_a_generator_that_has_ended_is_no_leak() -> None:
+    kept: list[AsyncIterator[int]] = []
+
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+
+    async def main() -> None:
+        kept.append(numbers())
+        async for _ in kept[-1]:
+            await asyncio.sleep(0)
+
+    art.explore(main, schedules=20).check()
+
+
+def test_a_generator_in_the_cycle_of_an_exception_is_no_leak() -> None:
+    async def numbers() -> AsyncIterator[int]:
+        yield 1
+        raise KeyError
+
+    async def consume() -> int:
+        source, errors = numbers(), list[BaseException]()
+        try:
+            async for _ in source:
+                await asyncio.sleep(0)
+        except KeyError as error:
+            errors.append(error)  # its traceback holds this frame, and the frame the generator
+        return len(errors)
+
+    async def main() -> None:
+        assert await consume() == 1
+
+    art.explore(main, schedules=20).check()
+
+
+def test_open_generators_are_named_in_the_order_of_their_making() -> None:
+    kept: list[AsyncIterator[int]] = []
+
+    async def main() -> None:
+        for make in (first, second, third):
+            kept.append(make())
+            await anext(kept[-1])
+
+    async def first() -> AsyncIterator[int]:
+        yield 1
+
+    async def second() -> AsyncIterator[int]:
+        yield 1
+
+    async def third() -> AsyncIterator[int]:
+        yield 1
+
+    with pytest.raises(art.LeakError) as caught:
+        art.run(main)
+
+    names = [name.rpartition(".")[2] for name in caught.value.generators]
+    assert names == ["first", "second", "third"]
+
+
+# --- numbers ----------------------------------------------------------------------------------
+
+
+def test_living_scopes_never_share_a_number() -> None:
+    async def main() -> None:
+        scopes = [anyio.CancelScope() for _ in range(4)]
+        for _ in range(20):  # what is freed gives its address to the next one
+            del scopes[0]
+            scopes += [anyio.CancelScope(), anyio.CancelScope()]
+        assert len({hash(scope) for scope in scopes}) == len(scopes)
+
+    art.explore(main, schedules=3).check()
+
+
+# --- timers -----------------------------------------------------------------------------------
+
+
+async def waits_for_ever_beside_a_timer() -> None:
+    loop = asyncio.get_running_loop()
+
+    def tick() -> None:
+        loop.call_later(1, tick)
+
+    tick()
+    await asyncio.Event().wait()
+
+
+def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
+    failure = art.explore(waits_for_ever_beside_a_timer, max_steps=800).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    assert [wait.who for wait in failure.error.waits] == ["main"]
+    assert "tick" in str(failure.error), "the timer that goes on is named, as no cause"
+    with pytest.raises(art.DeadlockError):
+        art.replay(waits_for_ever_beside_a_timer, failure.token)
+
+
+@pytest.mark.slow
+def test_a_timer_that_reschedules_itself_takes_memory_in_proportion() -> None:
+    tracemalloc.start()
+    try:
+        art.explore(waits_for_ever_beside_a_timer, max_steps=5000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 25e6, f"{peak / 1e6:.0f} MB"
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
+def test_names_from_a_counter_do_not_hide_the_failure(fidelity: str) -> None:
+    numbers = itertools.count()
+
+    async def main() -> None:
+        order: list[int] = []
+
+        async def worker(i: int) -> None:
+            await asyncio.to_thread(int)
+            order.append(i)
+
+        names = [f"worker-{next(numbers)}" for _ in range(2)]
+        tasks = [asyncio.create_task(worker(i), name=name) for i, name in enumerate(names)]
+        await asyncio.gather(*tasks)
+        assert order == [0, 1]
+
+    failure = art.explore(main, fidelity=fidelity).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, AssertionError)
+    assert len(failure.constraints) == 1
+
+
+# --- exceptions that died ---------------------------------------------------------------------
+
+
+def test_a_deadlock_names_the_exception_that_killed_a_task() -> None:
+    async def main() -> None:
+        ready = asyncio.Event()
+
+        async def worker() -> None:
+            await step()
+            ready.set() if {}["missing"] else None
+
+        worker_task = asyncio.create_task(worker(), name="worker")
+        await ready.wait()
+        await worker_task
+
+    failure = art.explore(main).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    [died] = failure.error.exceptions
+    assert "task 'worker'" in died
+    assert "KeyError('missing')" in died
+    assert "test_causes.py:" in died
+    assert died in str(failure.error)
+
+
+def test_a_deadlock_names_the_exception_that_died_in_a_callback() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        future, other = loop.create_future(), loop.create_future()
+
+        def finish() -> None:
+            future.set_result(None)
+            future.set_result(None)
+            other.set_result(None)
+
+        loop.call_soon(finish)
+        await other
+
+    with pytest.raises(art.DeadlockError, match=r"InvalidStateError.*test_causes\.py:"):
+        art.run(main)
+
+
+def test_a_program_that_spins_names_the_exception_that_died() -> None:
+    async def main() -> None:
+        done: list[bool] = []
+
+        async def worker() -> None:
+            await step()
+            done.append({}["missing"])
+
+        task = asyncio.create_task(worker())
+        while not done:
+            await asyncio.sleep(0)
+        await task
+
+    failure = art.explore(main, max_steps=600).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.StarvationError)
+    assert "KeyError('missing')" in failure.error.exceptions[0]
+
+
+# --- steps that do not end --------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the watchdog look often, and lose patience soon."""
+    monkeypatch.setattr(_watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(_watchdog, "STUCK_S", 0.1)
+
+
+async def spins_in_one_step() -> None:
+    done: list[int] = []
+
+    async def first() -> None:
+        await step()
+        done.append(1)
+
+    async def second() -> None:
+        while not done:
+            pass
+
+    await asyncio.gather(first(), step(2))
+    await second()
+    done.clear()
+    await asyncio.create_task(second(), name="spinner")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_step_that_spins_is_interrupted_and_named() -> None:
+    failure = art.explore(spins_in_one_step).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.StarvationError)
+    assert "spinner" in str(failure.error)
+    assert "test_causes.py:" in str(failure.error)
+    assert "in second" in str(failure.error)
+    with pytest.raises(art.StarvationError):
+        art.replay(spins_in_one_step, failure.token)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_op_that_spins_is_interrupted() -> None:
+    async def main() -> None:
+        def spin() -> None:
+            threading.Event().wait(1)  # from here on ops have threads
+            while True:
+                pass
+
+        await asyncio.to_thread(spin)
+
+    with pytest.raises(art.StarvationError, match="in spin"):
+        art.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("impatient")
+def test_many_short_steps_are_not_interrupted() -> None:
+    async def main() -> None:
+        for _ in range(20_000):
+            await asyncio.sleep(0)
+
+    art.explore(main, schedules=5).check()
+
+
+# --- reports ----------------------------------------------------------------------------------
+
+
+async def fails_twice() -> None:
+    async def fail(number: int) -> None:
+        await step()
+        raise ValueError(number)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(fail(1))
+        group.create_task(fail(2))
+
+
+def test_a_report_lists_the_errors_of_a_group() -> None:
+    failure = art.explore(fails_twice).failure
+
+    assert failure is not None
+    head = failure.story.splitlines()[:3]
+    assert head[0].startswith("ExceptionGroup: ")
+    assert head[1:] == ["  ValueError: 1", "  ValueError: 2"]
+
+
+def test_a_report_says_that_no_interleaving_is_needed() -> None:
+    failure = art.explore(fails_twice).failure
+    other = art.explore(programs.lost_update).failure
+
+    assert failure is not None
+    assert other is not None
+    assert "It fails in asyncio's own order" in failure.story
+    assert "own order" not in other.story
+
+
+def test_state_between_runs_does_not_hide_what_failed() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        runs.append(1)
+        await step(len(runs) % 2)
+        raise ValueError("the true failure")
+
+    failure = art.explore(main).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.NondeterminismError)
+    assert "ValueError('the true failure')" in str(failure.error)
+
+
+def test_two_ends_of_the_same_steps_are_both_told() -> None:
+    runs: list[int] = []
+    kept: list[AsyncIterator[int]] = []
+
+    async def count() -> AsyncIterator[int]:
+        yield 1
+
+    async def main() -> None:
+        runs.append(1)
+        if len(runs) % 2:
+            kept.append(count())
+            await anext(kept[-1])
+
+    with pytest.raises(art.NondeterminismError, match="ended otherwise: leaked and passed"):
+        art.run(main)
+
+
+# --- leaks that are meant ---------------------------------------------------------------------
+
+
+async def keep_alive() -> None:
+    while True:
+        await asyncio.sleep(30)
+
+
+async def leaves_a_task() -> None:
+    asyncio.create_task(keep_alive(), name="pool-keeper-7")  # noqa: RUF006 - that is the point
+
+
+@pytest.mark.parametrize(
+    "ignored", ["ignore", "keep_alive", "pool-*", keep_alive, ["other", keep_alive]]
+)
+@pytest.mark.parametrize("call", [art.run, art.explore, art.exhaustive, art.cancel_everywhere])
+def test_what_is_ignored_is_no_leak(call: Any, ignored: Any) -> None:
+    result = call(leaves_a_task, leaks=ignored)
+
+    assert result is None or not result.failed
+
+
+def test_other_leaks_are_still_found() -> None:
+    async def main() -> None:
+        await leaves_a_task()
+        asyncio.create_task(asyncio.sleep(9), name="left")  # noqa: RUF006 - that is the point
+
+    failure = art.explore(main, leaks=keep_alive).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.LeakError)
+    assert failure.error.tasks == ("left (sleep)",)
+    with pytest.raises(art.LeakError):
+        art.replay(main, failure.token, leaks=keep_alive)
+
+
+def test_what_cannot_name_a_leak_is_refused() -> None:
+    with pytest.raises(TypeError, match="leaks must be 'ignore'"):
+        art.explore(leaves_a_task, leaks=3)  # type: ignore[arg-type]
