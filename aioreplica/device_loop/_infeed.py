@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, unique
 from threading import Lock
 from typing import Any, final
 
-from ..devices import new_gate
+from ..devices import Gate, new_gate
 from ..tree import leaves
-from ._queue import DeviceQueue
 
 MAX_AHEAD = 64
 AHEAD_BYTES = 8 * 1024 * 1024
@@ -132,3 +132,56 @@ class Infeed:
     def __repr__(self) -> str:
         waiting = self.num_put - min(self._taken)
         return f"<Infeed of {len(self._queues)} | {self.num_put} put, {waiting} waiting>"
+
+
+@final
+class DeviceQueue:
+    """Elements on their way to one device thread.
+
+    Args:
+        gate: Where the thread waits while there is nothing.
+
+    Invariants:
+        * `_hungry` is filled before the thread looks a last time, and whoever puts looks at it
+          afterwards: so one of the two sees the other. Whoever takes the entry out again decides;
+          if that was `put`, the gate is opened.
+    """
+
+    __slots__ = ("_gate", "_hungry", "_items")
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._items: deque[Any] = deque()
+        self._hungry: list[bool] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether taking would have to wait."""
+        return not self._items
+
+    def put(self, item: Any) -> None:
+        """Enqueue something, from any thread."""
+        self._items.append(item)
+        if self._hungry and self._claim():
+            self._gate.open()
+
+    def take(self) -> Any:
+        """Return the first item; waits for one, on the one thread that takes.
+
+        Cancellation:
+            A CancelledError once the event loop is closed.
+        """
+        while True:
+            try:
+                return self._items.popleft()
+            except IndexError:
+                self._hungry.append(True)
+            if not self._items or not self._claim():
+                self._gate.wait()
+
+    def _claim(self) -> bool:
+        try:
+            self._hungry.pop()
+        except IndexError:
+            return False
+        return True

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..replica import ReplicaContext
-from ._context import MultiStepContext
 from ._infeed import Infeed
+from ._outputs import MultiStepContext
 
 
 def run_loop(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, final
@@ -145,6 +145,10 @@ class DistributedDataset:
         elif loop.is_exhausted:  # not closed or failed: then the rest of its epoch is still to come
             self._place = Start(epoch + 1)
 
+    def reopened(self, loop: Loop) -> None:
+        """Take note that a loop whose source has ended has batches left."""
+        self._open_loops.add(loop)
+
     def ended(self, loop: Loop) -> None:
         """Take note that a loop needs no more closing."""
         self._open_loops.discard(loop)
@@ -189,6 +193,7 @@ class DistributedDataset:
 
     def statistics(self) -> InputStatistics:
         """Return the state, and how far the dataset is."""
+        self._settle()
         place = self._place
         return InputStatistics(self._state(), place.epoch, place.offset, self._num_delivered)
 
@@ -205,6 +210,7 @@ class DistributedDataset:
         batch that the loop's body is working on counts as delivered. A source with a `state_dict`
         of its own adds that, under "source".
         """
+        self._settle()
         return pack_state(self._place, len(self._feed.sources), self._known_fingerprint())
 
     def load_state_dict(self, state: Any) -> None:
@@ -228,6 +234,11 @@ class DistributedDataset:
             self._open_loops.discard(self._loop)
             self._loop.leave(f"{self._loop.name} was ended because a state was loaded.")
         self._place = self._next_start = place
+
+    def _settle(self) -> None:
+        """Let a device loop say which of the batches it has read belong to complete steps."""
+        if self._loop is not None and self._loop.report is not None:
+            self._loop.report()
 
     def _known_fingerprint(self) -> int:
         if self._fingerprint is None:
@@ -293,11 +304,12 @@ class DistributedIterator:
         Loses no batch: the next `anext` gets it.
     """
 
-    __slots__ = ("_dataset", "_loop")
+    __slots__ = ("_dataset", "_loop", "_report")
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
         self._loop: Loop | None = None
+        self._report: Callable[[], None] | None = None
 
     @property
     def is_going_on(self) -> bool:
@@ -320,18 +332,51 @@ class DistributedIterator:
             ContextError: If the loop was ended by another one, or its strategy was closed.
             Exception: What the source raised.
         """
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = await self._dataset.begin_loop()
-        try:
-            item = await loop.next()
-        finally:
-            if loop.is_over:
-                self._dataset.ended(loop)
-        self._dataset.delivered(loop, item)
+        item = await self.read()
+        self.delivered(item)
         if item is None:
             raise StopAsyncIteration
         return item.value
+
+    async def read(self) -> Item | None:
+        """Return the next batch, None at the end; `delivered` has to follow, or `put_back`.
+
+        Raises:
+            Exception: As `anext` does.
+        """
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = await self._dataset.begin_loop()
+            loop.report = self._report
+        try:
+            return await loop.next()
+        finally:
+            if loop.is_over:
+                self._dataset.ended(loop)
+
+    def delivered(self, item: Item | None) -> None:
+        """Let a state say that a batch that was read, or the end, is behind it."""
+        if self._loop is not None:
+            self._dataset.delivered(self._loop, item)
+
+    def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
+        """Give batches again that were read but not delivered, and then the error.
+
+        Args:
+            items: In their order.
+            error: What the source raised behind them, if it was not told.
+        """
+        if self._loop is not None:
+            was_over = self._loop.is_over
+            self._loop.put_back(items, error)
+            if was_over and not self._loop.is_over:
+                self._dataset.reopened(self._loop)
+
+    def follow(self, report: Callable[[], None] | None) -> None:
+        """Have `report` called before anything looks at the place: it may call `delivered`."""
+        self._report = report
+        if self._loop is not None:
+            self._loop.report = report
 
     async def aclose(self) -> None:
         """End the loop and close the source of its epoch. Idempotent."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import final
 
 from ..devices import OwnedTask
@@ -24,6 +26,7 @@ class Loop:
         is_over: Whether it has ended, was closed or was broken off.
         is_exhausted: Whether it has ended because there was no batch left.
         is_managed: Whether its dataset was entered with `async with`.
+        report: Makes who reads ahead say which batches count as delivered by now, if that is known.
 
     Invariants:
         * Nothing below refers to the iterator that the user holds, so that one can tell when it
@@ -34,6 +37,8 @@ class Loop:
         "_closing",
         "_is_closed",
         "_is_waiting",
+        "_kept",
+        "_kept_error",
         "_loop",
         "_num_delivered",
         "_reason",
@@ -43,6 +48,7 @@ class Loop:
         "is_managed",
         "is_over",
         "name",
+        "report",
     )
 
     def __init__(self, stream: Stream, name: str, *, is_inline: bool, is_managed: bool) -> None:
@@ -54,6 +60,9 @@ class Loop:
         self._num_delivered = 0
         self._reason = ""
         self._closing: OwnedTask[None] | None = None
+        self._kept: deque[Item] = deque()  # put back: they come before any other
+        self._kept_error: BaseException | None = None  # comes behind those
+        self.report: Callable[[], None] | None = None
         self.name = name
         self.is_exhausted = False
         self.is_managed = is_managed
@@ -84,7 +93,7 @@ class Loop:
             Exception: What the source raised, with a note that says where.
         """
         stream = self._stream
-        if self.is_over or stream is None:
+        if self.is_over:
             if self._reason:
                 raise ContextError(self._reason)
             return None
@@ -97,6 +106,12 @@ class Loop:
             raise ContextError(
                 f"Two tasks wait for the next batch of {self.name}. Let one of them iterate."
             )
+        if self._kept:
+            return self._kept.popleft()
+        if stream is None:  # it has ended, and what was put back is read
+            self.is_over = True
+            self._raise_kept()
+            return None
         self._is_waiting = True
         try:
             if self._yields:
@@ -123,6 +138,26 @@ class Loop:
         self._num_delivered += 1
         return item
 
+    def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
+        """Give these items again, in this order, and then the error; before anything else.
+
+        They are dropped if something else has ended the loop: its place was left.
+        """
+        if (self.is_over and self._stream is not None) or self._reason:
+            return
+        if items or error is not None:
+            self.is_over = False
+            self._kept.extendleft(reversed(items))
+            self._kept_error = error
+
+    def _raise_kept(self) -> None:
+        error, self._kept_error = self._kept_error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+
     async def aclose(self, reason: str = "") -> None:
         """End the loop and wait until its source is closed; idempotent.
 
@@ -138,6 +173,8 @@ class Loop:
         if not self.is_over:
             self._reason = reason
         self.is_over = True
+        self._kept.clear()
+        self._kept_error = None
         stream, closing = self._stream, self._closing
         if self._loop is not asyncio.get_running_loop():
             self._stream = None  # its event loop has ended, and its task with it

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..device_loop import MultiStepContext, Topology
+from ..device_loop import KeptIterators, MultiStepContext, Topology
 from ..telemetry import EventLog
 from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
@@ -21,6 +21,7 @@ class DeviceLoops(ABC):
 
     _lifecycle: Lifecycle
     _events: EventLog
+    _iterators: KeptIterators
     _steps_per_run: int
     _topology: Topology | None
 
@@ -83,7 +84,7 @@ class DeviceLoops(ABC):
         plan = checked_plan(
             fn, iterator, iterations, initial_loop_values, options, self.steps_per_run
         )
-        return await run_steps(self._as_strategy(), self._lifecycle, plan)
+        return await run_steps(self._as_strategy(), self._lifecycle, self._iterators, plan)
 
     @property
     def events(self) -> EventLog:
