@@ -24,7 +24,7 @@ from threading import Lock
 from typing import Any, TypeAlias, final
 
 from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
-from ..input import DistributedIterator, SourceLane
+from ..input import DistributedIterator, SourceLane, close_iterator
 from ..values import DistributedValues, PerReplica, split_per_replica
 from ._infeed import Infeed, Mark
 from ._outputs import MultiStepContext
@@ -321,9 +321,8 @@ class ThreadFeeder(Feeder):
             try:
                 self._pass_on(room)
             finally:
-                close = getattr(self._iterator, "close", None)
-                if self._iterators is None and callable(close):
-                    close()
+                if self._iterators is None:
+                    close_iterator(self._iterator)
         except BaseException as raised:  # noqa: BLE001 - it belongs to whoever runs the loop
             error = raised
         self._end(error)

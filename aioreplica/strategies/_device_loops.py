@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLoops(ABC):
-    """What of a strategy runs many steps at once; `Strategy` is the one that inherits it."""
+    """The device loop methods of a strategy; only `Strategy` inherits them."""
 
     _lifecycle: Lifecycle
     _events: EventLog

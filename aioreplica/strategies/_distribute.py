@@ -22,7 +22,7 @@ from ._value_context import ValueContext
 
 
 class Distribution(ABC):
-    """What of a strategy feeds its replicas; `Strategy` is the one that inherits it."""
+    """The dataset methods of a strategy; only `Strategy` inherits them."""
 
     _lifecycle: Lifecycle
     _open_loops: OpenLoops

@@ -293,9 +293,9 @@ async def test_a_cancelled_loop_loses_no_element(pair: ar.MirroredStrategy, kind
     blocked, forever = threading.Event(), asyncio.Event()
 
     def step(ctx: ar.MultiStepContext, x: int) -> None:
-        if x == 2 and not blocked.is_set():
-            if my_id() == 0:
-                blocked.set()
+        me().blocking.barrier()
+        if x == 2 and not forever.is_set():
+            blocked.set()
             ar.outside_compilation(forever.wait)
         if my_id() == 0:
             ran.append(x)
@@ -305,6 +305,7 @@ async def test_a_cancelled_loop_loses_no_element(pair: ar.MirroredStrategy, kind
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    forever.set()
     assert (await pair.run_steps(step, iterator, 9)).steps_run == 4
 
     assert ran == [*range(6)]

@@ -418,7 +418,7 @@ async def test_many_bare_loops_hold_nothing() -> None:
             break
         await asyncio.sleep(0)
     assert strategy._open_loops.num_open == 200
-    assert len(strategy._open_loops._loops) <= 64
+    assert len(strategy._open_loops._epochs) <= 64
 
     with pytest.warns(ResourceWarning, match="200 loops"):
         await strategy.aclose()
