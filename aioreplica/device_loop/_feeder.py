@@ -323,7 +323,7 @@ class ThreadFeeder(Feeder):
             finally:
                 if self._iterators is None:
                     close_iterator(self._iterator)
-        except BaseException as raised:  # noqa: BLE001 - it belongs to whoever runs the loop
+        except BaseException as raised:  # noqa: BLE001 - raised by run_steps
             error = raised
         self._end(error)
 
@@ -439,7 +439,7 @@ class TaskFeeder(Feeder):
             if self._infeed.is_aborted:
                 raise
             error = cancelled
-        except BaseException as raised:  # noqa: BLE001 - it belongs to whoever runs the loop
+        except BaseException as raised:  # noqa: BLE001 - raised by run_steps
             error = raised
         self._end(error)
 

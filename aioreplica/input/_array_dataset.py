@@ -40,7 +40,7 @@ class ArrayDataset:
         drop_remainder: Leave out a last batch that is shorter than `batch_size`.
 
     Raises:
-        ValueError: If `batch_size` is below 1, `seed` is no natural number, or the leaves have no
+        ValueError: If `batch_size` is below 1, `seed` is no int >= 0, or the leaves have no
             common leading axis.
         TypeError: If a leaf is no array, or a flag no bool.
 
@@ -339,6 +339,10 @@ def rows_of(arrays: Any) -> Rows:
 
 
 def _is_torch_loaded() -> bool:
+    """Whether views have to be copied: torch takes an array's address and not its flags.
+
+    A copy always would tax programs without torch; a warning would leave the dataset changed.
+    """
     return "torch" in sys.modules
 
 

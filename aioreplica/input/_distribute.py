@@ -47,7 +47,7 @@ def distribute_dataset(
     """Split each global batch of a dataset over the replicas.
 
     Raises:
-        TypeError: If `dataset` is nothing that yields batches, or `options` are none.
+        TypeError: If `dataset` is nothing that yields batches, or `options` no InputOptions.
         ValueError: If the options ask for one dataset per replica, or cannot be met.
     """
     options = _checked(options)
@@ -78,7 +78,7 @@ def distribute_from_function(
 
     Raises:
         TypeError: If `dataset_fn` is no function, returns nothing that yields batches, or
-            `options` are none.
+            `options` no InputOptions.
         ValueError: If the options share files out, which is the function's own task.
     """
     options = _checked(options)

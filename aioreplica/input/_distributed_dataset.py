@@ -293,7 +293,7 @@ class DistributedDataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._close("")  # whoever left knows that the loop is over
+        await self._close("")  # who leaves knows that the loop is over
 
     async def _close(self, reason: str) -> None:
         self._is_closed = True

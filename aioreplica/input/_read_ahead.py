@@ -98,7 +98,7 @@ class ReadAhead:
                 item = None
                 _resolve(self._waiting)
                 await self._has_room()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever takes the next item
+        except BaseException as error:  # noqa: BLE001 - raised where the next item is asked for
             if not (self._is_closed and isinstance(error, asyncio.CancelledError)):
                 self._error = error
         self._is_closing_items = True

@@ -1,6 +1,6 @@
 """What every stage of an input pipeline is: a source, whose passes are async generators of items.
 
-A pass is made for each epoch, and closed by whoever made it. Each item carries the offset of its
+A pass is made for each epoch, and closed by its maker. Each item carries the offset of its
 source behind it, through every stage that it passes. So the newest item delivered says where to go
 on, however many others were read ahead.
 """
