@@ -50,8 +50,9 @@ class DeviceLoops(ABC):
                 `ar.get_replica_context().blocking`.
             iterator: Where the inputs come from, one element per step: a plain or async iterator
                 or iterable. A tuple is spread over the inputs, anything else is one; distributed
-                values are replaced by the replica's component. No more elements are taken than
-                steps are run, so the next call goes on with the same iterator.
+                values are replaced by the replica's component. The next call on the same iterator
+                goes on behind the last step that was complete on all replicas, also if this one
+                fails or is cancelled.
             iterations: How many steps; None takes the strategy's `steps_per_run`.
             initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
             options: Stall timeout and seed.

@@ -341,6 +341,86 @@ async def test_what_the_iterator_raised_comes_behind_what_was_read(
 
 
 @pytest.mark.asyncio
+async def test_what_a_dataset_raised_comes_behind_what_was_read(pair: ar.MirroredStrategy) -> None:
+    fails, failed = True, threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield from (np.full(2, k) for k in range(2))
+        failed.set()
+        raise OSError("disk")
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        assert failed.wait(10)
+        if fails:
+            raise ValueError("mine")
+
+    async with pair.distribute_dataset(source) as batches:
+        iterator = aiter(batches)
+        with pytest.raises(ValueError, match="mine"):
+            await pair.run_steps(step, iterator, 9)
+        fails = False
+        with pytest.raises(OSError, match="disk") as caught:
+            await pair.run_steps(step, iterator, 9)
+        assert "after 2 complete steps" in caught.value.__notes__[-1]
+        assert batches.statistics().num_delivered == 2
+
+
+@pytest.mark.asyncio
+async def test_batches_of_a_loop_that_was_replaced_are_not_given_again(
+    pair: ar.MirroredStrategy,
+) -> None:
+    is_there, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        is_there.set()
+        await goes_on.wait()
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ar.outside_compilation(wait)
+        raise ValueError("mine")
+
+    async with pair.distribute_dataset([np.full(2, k) for k in range(4)]) as batches:
+        iterator = aiter(batches)
+        running = spawn(pair.run_steps(step, iterator, 4))
+        await is_there.wait()
+        newer = aiter(batches)
+        await anext(newer)
+        goes_on.set()
+        with pytest.raises(ValueError, match="mine"):
+            await running
+        with pytest.raises(ContextError, match="another loop over its dataset began"):
+            await anext(iterator)
+        assert (await anext(newer))[0][0] == 1
+
+
+@pytest.mark.asyncio
+async def test_numbers_of_steps_are_given_back_to_no_other_loop(pair: ar.MirroredStrategy) -> None:
+    """The first loop ends early, while the second one goes on with the numbers behind it."""
+    is_there, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        is_there.set()
+        await goes_on.wait()
+
+    def step(ctx: ar.MultiStepContext, x: int) -> None:
+        if my_id() == 0:
+            ar.outside_compilation(wait)
+        me().blocking.barrier()
+
+    first = spawn(pair.run_steps(step, iter([1]), 5))
+    await is_there.wait()
+    second = spawn(pair.run_steps(nothing, iter([1, 2]), 2))
+    await cycles()
+    goes_on.set()
+    await first
+    await second
+    await pair.run_steps(nothing, iter([1]), 1)
+
+    begins = [event.step for event in pair.events.events("loop") if event.name == "begin"]
+    assert begins == [0, 5, 7]
+
+
+@pytest.mark.asyncio
 async def test_an_element_that_does_not_fit_begins_the_next_loop(pair: ar.MirroredStrategy) -> None:
     iterator, seen = iter([1, 2, 3.0, 4.0]), []
 
@@ -552,6 +632,11 @@ async def test_a_cancellation_while_the_iterator_is_closed_is_raised(
 
     running = spawn(pair.run_steps(nothing, Source(), 2))
     await asyncio.to_thread(closing_began.wait, 10)
+    for _ in range(10_000):
+        if not any(lane.running for lane in pair.statistics().lanes.values()):
+            break
+        await asyncio.sleep(0)
+    await cycles()
     running.cancel()
     await cycles()
     gate.set()
@@ -561,9 +646,10 @@ async def test_a_cancellation_while_the_iterator_is_closed_is_raised(
 
 
 @pytest.mark.asyncio
-async def test_an_async_iterator_of_its_own_is_closed_if_no_step_began(
-    pair: ar.MirroredStrategy,
+async def test_an_async_iterator_of_its_own_is_closed_if_no_program_began(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The loop ends before the task that reads it has taken its first step."""
     closed: list[str] = []
 
     class Source:
@@ -571,7 +657,7 @@ async def test_an_async_iterator_of_its_own_is_closed_if_no_step_began(
             return self
 
         async def __anext__(self) -> int:
-            raise AssertionError("read after the loop was cancelled")
+            raise AssertionError("read after the loop has failed")
 
         async def aclose(self) -> None:
             closed.append("closed")
@@ -580,10 +666,12 @@ async def test_an_async_iterator_of_its_own_is_closed_if_no_step_began(
         def __aiter__(self) -> Source:
             return Source()
 
-    running = spawn(pair.run_steps(nothing, Given(), 2))
-    await asyncio.sleep(0)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await pair.run_steps(nothing, Given(), 2)
 
     assert closed == ["closed"]

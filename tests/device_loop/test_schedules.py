@@ -20,7 +20,7 @@ PAIR = ["cpu:0", "cpu:1"]
 
 @pytest.fixture(autouse=True)
 def _shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the filler wait for room, which it seldom does at its real depth."""
+    """Let the feeder wait for room, which it seldom does at its real depth."""
     monkeypatch.setattr(_infeed, "MAX_AHEAD", 2)
 
 
