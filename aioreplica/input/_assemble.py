@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 
@@ -163,8 +163,7 @@ def zipped_source(
                 items = _on_device(items, device_names[number])
             passes.append(items if is_inline else _ahead(items, options, label))
         row = Row(len(sources), options.remainder, joiner, label)
-        zipped = _zip(passes, row, start.offset)
-        return zipped if is_inline else ReadAhead(zipped, 0, label)
+        return _Zip(passes, row, start.offset)
 
     def num_batches() -> int | None:
         counts = [source.num_items() for source in sources]
@@ -197,20 +196,41 @@ def zipped_source(
     )
 
 
-async def _zip(passes: Sequence[Pass], row: Row, offset: int) -> AsyncGenerator[Item, None]:
-    """Take one batch from each pass until all have ended; one that has ended gives empty ones."""
-    try:
-        while True:
+@final
+class _Zip:
+    """Takes one batch from each pass until all have ended; one that has ended gives empty ones.
+
+    A class because a generator would end with the first `anext` that is cancelled; the passes below
+    and the row keep what they have, so the next one goes on.
+    """
+
+    def __init__(self, passes: Sequence[Pass], row: Row, offset: int) -> None:
+        self._passes = passes
+        self._row = row
+        self._offset = offset
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        row = self._row
+        while not self._is_over:
             while not row.is_complete:
-                row.add(await anext(passes[row.length], None))
+                row.add(await anext(self._passes[row.length], None))
             if row.is_the_end:
-                return
+                break
             value = await row.take()
-            offset += 1
+            self._offset += 1
             if value is not None:
-                yield Item(value, offset)
-    finally:
-        await _close_all(passes)
+                return Item(value, self._offset)
+        self._is_over = True
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Close all passes."""
+        self._is_over = True
+        await _close_all(self._passes)
 
 
 async def _close_all(passes: Sequence[Pass]) -> None:
@@ -245,7 +265,7 @@ def _ahead(items: Pass, options: InputOptions, label: str) -> Pass:
 
 @final
 class Row:
-    """One batch per replica on its way to become one step's batch.
+    """One batch per replica on its way to become one step's batch; kept if a wait is cancelled.
 
     Args:
         num_replicas: Local replicas.

@@ -110,9 +110,11 @@ class BatchReader:
             TypeError: If a leaf is no array.
         """
         found, spec = flatten(batch)
-        if not all(type(leaf) is np.ndarray for leaf in found):
-            batch = columns_of(batch)
-            found, spec = flatten(batch)
+        for leaf in found:
+            if type(leaf) is not np.ndarray:
+                batch = columns_of(batch)
+                found, spec = flatten(batch)
+                break
         if spec != self._spec:
             if self._spec is not None:
                 raise ValueError(

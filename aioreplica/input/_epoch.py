@@ -112,7 +112,18 @@ class Epoch:
             return None
         self.is_waiting = True
         try:
-            item = await self._read()
+            if self._is_inline:
+                await asyncio.sleep(0)  # a loop without any wait would starve the others
+            item = await anext(self._items, None)
+        except (Exception, asyncio.CancelledError) as error:
+            if self.is_over or _is_cancellation(error):
+                raise
+            misled = self._misled_by(error)
+            if misled is None:
+                await self._fail(error)
+                raise
+            await self._fail(misled)
+            raise misled from misled.__cause__
         finally:
             self.is_waiting = False
         if self.is_over:  # closed by another task meanwhile
@@ -124,29 +135,6 @@ class Epoch:
             return None
         self._num_read += 1
         return item
-
-    async def _read(self) -> Item | None:
-        try:
-            if self._is_inline:
-                await asyncio.sleep(0)  # a loop without any wait would starve the others
-            assert self._items is not None
-            return await anext(self._items, None)  # no name for it here: an error keeps this frame
-        except asyncio.CancelledError as error:
-            if self.is_over or _is_asked_for():
-                raise
-            failure = self._misleading(error, "a cancellation of the loop, which was not asked for")
-            await self._fail(failure)
-            raise failure from error
-        except Exception as error:
-            if self.is_over:
-                raise
-            cause = error.__cause__
-            if isinstance(error, RuntimeError) and isinstance(cause, StopAsyncIteration):
-                failure = self._misleading(cause, "an epoch that is over")
-                await self._fail(failure)
-                raise failure from cause
-            await self._fail(error)
-            raise
 
     def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
         """Give these items again, in their order, and then the error, before anything else.
@@ -206,14 +194,22 @@ class Epoch:
             await items.aclose()
             self._items = None
 
-    def _misleading(self, error: BaseException, meaning: str) -> RuntimeError:
+    def _misled_by(self, error: BaseException) -> RuntimeError | None:
         """Return an error in place of one that the caller would take for something else."""
-        return RuntimeError(
+        meaning = "a cancellation of the loop, which was not asked for"
+        if not isinstance(error, asyncio.CancelledError):
+            cause = error.__cause__
+            if not (isinstance(error, RuntimeError) and isinstance(cause, StopAsyncIteration)):
+                return None
+            error, meaning = cause, "an epoch that is over"  # a generator cannot raise it as it is
+        misled = RuntimeError(
             f"The source of {self.name} raised {error!r}, which would look like {meaning}. Catch "
             "it in the source, and raise an error that says what happened."
         )
+        misled.__cause__ = error
+        return misled
 
-    async def _fail(self, error: Exception) -> None:
+    async def _fail(self, error: BaseException) -> None:
         """End the epoch because of an error of its source."""
         error.add_note(f"Raised in {self.name}, behind {self._num_read} batches.")
         self.is_over = True
@@ -246,10 +242,10 @@ class Epoch:
         return f"<Epoch {self.name} | {'over' if self.is_over else 'open'}>"
 
 
-def _is_asked_for() -> bool:
-    """Whether the running task was asked to cancel itself."""
+def _is_cancellation(error: BaseException) -> bool:
+    """Whether `error` is a cancellation that was asked for, of the task that runs."""
     task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
 
 
 @final
