@@ -302,7 +302,7 @@ class ArrayRows(Rows):
     def read(self, picked: Picked) -> Any:
         """Return views of a slice, copies of anything else."""
         chosen = [array[picked] for array in self._arrays]
-        if isinstance(picked, slice) and (self._is_mapped or _is_torch_loaded()):
+        if type(picked) is slice and (self._is_mapped or "torch" in sys.modules):
             chosen = [array.copy() for array in chosen]
         return unflatten(self._spec, chosen)
 

@@ -352,11 +352,23 @@ class DistributedIterator:
             ContextError: If the loop was ended by another one, or its strategy was closed.
             Exception: What the source raised.
         """
-        item = await self.read()
-        self.delivered(item)
+        epoch = self._epoch
+        if epoch is None:
+            epoch = await self._begin()
+        try:
+            item = await epoch.next()
+        finally:
+            if epoch.is_over:
+                self._dataset.ended(epoch)
+        self._dataset.delivered(epoch, item)
         if item is None:
             raise StopAsyncIteration
         return item.value
+
+    async def _begin(self) -> Epoch:
+        epoch = self._epoch = await self._dataset.begin_epoch()
+        epoch.report = self._report
+        return epoch
 
     async def read(self) -> Item | None:
         """Return the next batch, None at the end; `delivered` has to follow, or `put_back`.
@@ -364,10 +376,7 @@ class DistributedIterator:
         Raises:
             Exception: As `anext` does.
         """
-        epoch = self._epoch
-        if epoch is None:
-            epoch = self._epoch = await self._dataset.begin_epoch()
-            epoch.report = self._report
+        epoch = self._epoch or await self._begin()
         try:
             return await epoch.next()
         finally:
