@@ -1,12 +1,12 @@
 """Device loops: many steps on the device threads, fed by queues, left only on purpose."""
 
 from .._export import export_public
-from ._context import MultiStepContext as MultiStepContext
-from ._elements import Elements as Elements
-from ._elements import open_source as open_source
-from ._filler import Filler as Filler
-from ._filler import new_filler as new_filler
+from ._feeder import Feeder as Feeder
+from ._feeder import KeptIterators as KeptIterators
+from ._feeder import new_feeder as new_feeder
+from ._feeder import open_iterator as open_iterator
 from ._infeed import Infeed as Infeed
+from ._outputs import MultiStepContext as MultiStepContext
 from ._outputs import combine_outputs as combine_outputs
 from ._outside import current_cluster as current_cluster
 from ._outside import outside_compilation as outside_compilation
@@ -18,10 +18,10 @@ from ._topology import TPUClusterResolver as TPUClusterResolver
 from ._topology import find_topology as find_topology
 
 __all__ = [
-    "Elements",
-    "Filler",
+    "Feeder",
     "HasTopology",
     "Infeed",
+    "KeptIterators",
     "MultiStepContext",
     "StaticShapes",
     "TPUClusterResolver",
@@ -29,8 +29,8 @@ __all__ = [
     "combine_outputs",
     "current_cluster",
     "find_topology",
-    "new_filler",
-    "open_source",
+    "new_feeder",
+    "open_iterator",
     "outside_compilation",
     "run_loop",
 ]

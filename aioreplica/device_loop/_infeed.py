@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum, unique
 from threading import Lock
 from typing import Any, final
 
-from ..devices import new_gate
+from ..devices import Gate, new_gate
 from ..tree import leaves
-from ._queue import DeviceQueue
 
 MAX_AHEAD = 64
 AHEAD_BYTES = 8 * 1024 * 1024
@@ -37,7 +37,7 @@ class Infeed:
     Invariants:
         * Every queue gets the same number of elements: a step is there for all or for none.
         * No queue holds more than `capacity` elements.
-        * A filler that waits is woken once, by whichever device makes room or by `abort`.
+        * A feeder that waits is woken once, by whichever device makes room or by `abort`.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Infeed:
         self._queues = [DeviceQueue(new_gate(loop)) for _ in range(count)]
         self._taken = [0] * count
         self._lock = Lock()
-        self._wake_filler: Callable[[], None] | None = None
+        self._wake_feeder: Callable[[], None] | None = None
         self.capacity = 2
         self.num_put = 0
         self.is_aborted = False
 
-    # ---- the filler's side ---------------------------------------------------------------
+    # ---- the feeder's side ---------------------------------------------------------------
 
     def put(self, parts: Sequence[tuple[Any, ...]]) -> None:
         """Enqueue one element, a tuple of inputs per replica: host by host, in replica order."""
@@ -79,16 +79,16 @@ class Infeed:
         """Have `wake` called once, from any thread, when half of the room is free.
 
         Returns:
-            False if there is room already or the infeed is aborted: nobody will call.
+            False if there is room already or the infeed is aborted: `wake` will not be called.
         """
         with self._lock:
             if self.is_aborted:
                 return False
-            self._wake_filler = wake
+            self._wake_feeder = wake
         if not self.has_room:  # looked at behind the callback: a device takes first, then looks
             return True
         with self._lock:
-            is_called, self._wake_filler = self._wake_filler is None, None
+            is_called, self._wake_feeder = self._wake_feeder is None, None
         return is_called
 
     # ---- the devices' side ---------------------------------------------------------------
@@ -109,12 +109,12 @@ class Infeed:
                 raise asyncio.CancelledError
             return None
         self._taken[replica_id] += 1
-        if self._wake_filler is not None and self._is_half_empty():
+        if self._wake_feeder is not None and self._is_half_empty():
             self._wake()
         return item  # type: ignore[no-any-return]  # what `put` was given
 
     def abort(self) -> None:
-        """Wake everybody who waits, from any thread; idempotent."""
+        """Wake the feeder and all devices that wait, from any thread; idempotent."""
         self.is_aborted = True
         for queue in self._queues:
             queue.put(Mark.ABORTED)
@@ -125,10 +125,63 @@ class Infeed:
 
     def _wake(self) -> None:
         with self._lock:
-            wake, self._wake_filler = self._wake_filler, None
+            wake, self._wake_feeder = self._wake_feeder, None
         if wake is not None:
             wake()
 
     def __repr__(self) -> str:
         waiting = self.num_put - min(self._taken)
         return f"<Infeed of {len(self._queues)} | {self.num_put} put, {waiting} waiting>"
+
+
+@final
+class DeviceQueue:
+    """Elements on their way to one device thread.
+
+    Args:
+        gate: Where the thread waits while there is nothing.
+
+    Invariants:
+        * `_hungry` is filled before the thread looks a last time, and `put` looks at it
+          afterwards: so one of the two sees the other. The one that takes the entry out again
+          decides; if that was `put`, the gate is opened.
+    """
+
+    __slots__ = ("_gate", "_hungry", "_items")
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self._items: deque[Any] = deque()
+        self._hungry: list[bool] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether taking would have to wait."""
+        return not self._items
+
+    def put(self, item: Any) -> None:
+        """Enqueue something, from any thread."""
+        self._items.append(item)
+        if self._hungry and self._claim():
+            self._gate.open()
+
+    def take(self) -> Any:
+        """Return the first item; waits for one, on the one thread that takes.
+
+        Cancellation:
+            A CancelledError once the event loop is closed.
+        """
+        while True:
+            try:
+                return self._items.popleft()
+            except IndexError:
+                self._hungry.append(True)
+            if not self._items or not self._claim():
+                self._gate.wait()
+
+    def _claim(self) -> bool:
+        try:
+            self._hungry.pop()
+        except IndexError:
+            return False
+        return True

@@ -1,17 +1,169 @@
-"""Putting the outputs of all replicas together at the end of a device loop."""
+"""What one call of run_steps leaves behind: each replica's outputs, and all of them together."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any, final
 
-from ..errors import MergeMismatchError, ReplicaRow
+from ..collectives import require_reducible
+from ..errors import ContextError, MergeMismatchError, ReplicaRow
 from ..replica import add_note_once
+from ..telemetry import EventLog, source_line
+from ..tree import leaves
 from ..typing import ReduceOp
 from ..values import PerReplica, regroup_results
-from ._context import MultiStepContext
 
 Reduce = Callable[[ReduceOp, Any], Awaitable[Any]]
+
+
+@final
+class MultiStepContext:
+    """Outputs of a device loop: written by the steps, returned by `run_steps`.
+
+    Inside the loop every replica has its own, the first argument of the step function. What
+    `run_steps` returns holds the outputs of all replicas together.
+
+    Args:
+        last_step_outputs: The values to begin with.
+        non_tensor_outputs: Those set so far.
+        steps_run: How many steps are complete.
+        events: Where `record` goes; None outside a loop.
+        replica_id: Whose it is; None for that of all replicas.
+        first_step: Number of the loop's first step in its strategy, for events.
+
+    Attributes:
+        last_step_outputs: By name: what the last step that set it has set, or the initial value.
+            Inside the loop the replica's own value; afterwards reduced, or PerReplica.
+        non_tensor_outputs: By name: any objects; afterwards PerReplica.
+        steps_run: How many steps are complete.
+        error: What a step raised; noted and dropped when the loop ends.
+
+    Source:
+        tf.distribute's MultiStepContext.
+    """
+
+    __slots__ = (
+        "_events", "_first_step", "_is_open", "_ops", "_replica_id", "_sites", "error",
+        "last_step_outputs", "non_tensor_outputs", "steps_run",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        last_step_outputs: Mapping[str, Any] | None = None,
+        non_tensor_outputs: Mapping[str, Any] | None = None,
+        steps_run: int = 0,
+        events: EventLog | None = None,
+        replica_id: int | None = None,
+        first_step: int = 0,
+    ) -> None:
+        self.last_step_outputs: dict[str, Any] = dict(last_step_outputs or {})
+        self.non_tensor_outputs: dict[str, Any] = dict(non_tensor_outputs or {})
+        self.steps_run = steps_run
+        self.error: Exception | None = None
+        self._events = events
+        self._replica_id = replica_id
+        self._first_step = first_step
+        self._is_open = replica_id is not None
+        self._ops: dict[str, ReduceOp | None] = {}
+        self._sites: dict[str, tuple[CodeType, int]] = {}
+
+    def set_last_step_output(
+        self, name: str, value: Any, reduce_op: ReduceOp | str | None = None
+    ) -> None:
+        """Set an output, which the next step finds in `last_step_outputs`.
+
+        Args:
+            name: The same names on all replicas, or the loop ends with a MergeMismatchError.
+            value: Any pytree.
+            reduce_op: How `run_steps` combines the last values of all replicas; None keeps them
+                apart, as a PerReplica. Nothing is combined between steps.
+
+        Raises:
+            TypeError: If `name` is no str, or a leaf that is to be reduced is no number.
+            ValueError: If `reduce_op` is unknown.
+            ContextError: If called after the loop.
+        """
+        self._require_loop("set_last_step_output")
+        op = None
+        if reduce_op is not None:
+            op = ReduceOp.parse(reduce_op)
+            for leaf in leaves(value):
+                require_reducible(leaf, f"The reduction of output {name!r}", op)
+        self._note(name)
+        self._ops[name] = op
+        self.last_step_outputs[name] = value
+
+    def set_non_tensor_output(self, name: str, value: Any) -> None:
+        """Set an output that is any object and is never combined.
+
+        Args:
+            name: The same names on all replicas.
+            value: Kept whole.
+
+        Raises:
+            TypeError: If `name` is no str.
+            ContextError: If called after the loop.
+        """
+        self._require_loop("set_non_tensor_output")
+        self._note(name)
+        self.non_tensor_outputs[name] = value
+
+    def record(self, name: str, value: float | str) -> None:
+        """Record a number or a line of text in `strategy.events`; replica 0's only are kept.
+
+        Args:
+            name: What it is, such as "loss".
+            value: A number (or an array of one) or a text.
+
+        Raises:
+            TypeError: If it is neither.
+            ContextError: If called after the loop.
+        """
+        self._require_loop("record")
+        if self._events is not None and self._replica_id == 0:
+            step = self._first_step + self.steps_run
+            self._events.add_scalar(step, self._replica_id, name, value)
+
+    def close(self, num_steps: int) -> None:
+        """Refuse further outputs, and note in what a step raised which one of how many it was.
+
+        Called by the strategy, where no replica runs any more: several may raise one object.
+        """
+        self._is_open = False
+        error, self.error = self.error, None
+        if error is not None:
+            add_note_once(error, f"Raised in step {self.steps_run} of {num_steps} of run_steps.")
+
+    def reduce_op(self, name: str) -> ReduceOp | None:
+        """Return how an output is to be combined; None for one that stays apart."""
+        return self._ops.get(name)
+
+    def site(self, name: str) -> str:
+        """Return `file:line` of where an output was set last; "-" if no `set_` method did."""
+        if name not in self._sites:
+            return "-"
+        code, instruction = self._sites[name]
+        return f"{code.co_filename}:{source_line(code, instruction)}"
+
+    def _note(self, name: str) -> None:
+        if type(name) is not str:
+            raise TypeError(f"The name of an output must be a str, got {name!r}.")
+        frame = sys._getframe(2)
+        self._sites[name] = (frame.f_code, frame.f_lasti)
+
+    def _require_loop(self, what: str) -> None:
+        if not self._is_open:
+            where = "what run_steps returned" if self._replica_id is None else "a loop's context"
+            raise ContextError(
+                f"{what} was called on {where}, after the loop. Call it in the step function, on "
+                "its first argument."
+            )
+
+    def __repr__(self) -> str:
+        names = ", ".join([*self.last_step_outputs, *self.non_tensor_outputs]) or "no outputs"
+        return f"<MultiStepContext | {self.steps_run} steps run, {names}>"
 
 
 async def combine_outputs(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..replica import ReplicaContext
-from ._context import MultiStepContext
 from ._infeed import Infeed
+from ._outputs import MultiStepContext
 
 
 def run_loop(
@@ -59,7 +59,7 @@ def _is_unfinished(result: Any) -> bool:
 
 
 def _refused(result: Any) -> str:
-    """Name what nobody will run; close it if it would warn of that."""
+    """Name what will not be run; close it if it would warn of that."""
     if inspect.iscoroutine(result):
         result.close()
         return "a coroutine"

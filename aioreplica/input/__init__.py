@@ -2,6 +2,10 @@
 
 from .._export import export_public
 from ._array_dataset import ArrayDataset as ArrayDataset
+from ._batches import ArraySpec as ArraySpec
+from ._batches import num_examples as num_examples
+from ._batches import split_batch as split_batch
+from ._batches import split_sizes as split_sizes
 from ._dataset import Dataset as Dataset
 from ._distribute import InputTarget as InputTarget
 from ._distribute import distribute_dataset as distribute_dataset
@@ -9,19 +13,16 @@ from ._distribute import distribute_from_function as distribute_from_function
 from ._distributed_dataset import DistributedDataset as DistributedDataset
 from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._distributed_dataset import InputStatistics as InputStatistics
-from ._files import Files as Files
-from ._open_loops import OpenLoops as OpenLoops
+from ._epoch import OpenLoops as OpenLoops
+from ._iterables import close_iterator as close_iterator
 from ._options import InputContext as InputContext
 from ._options import InputOptions as InputOptions
 from ._options import InputReplicationMode as InputReplicationMode
+from ._sharding import Files as Files
 from ._sharding import local_replicas as local_replicas
 from ._sharding import shard_items as shard_items
 from ._shuffle import KeyedPermutation as KeyedPermutation
 from ._source_lane import SourceLane as SourceLane
-from ._spec import ArraySpec as ArraySpec
-from ._split import num_examples as num_examples
-from ._split import split_batch as split_batch
-from ._split import split_sizes as split_sizes
 
 __all__ = [
     "ArrayDataset",
@@ -38,6 +39,7 @@ __all__ = [
     "KeyedPermutation",
     "OpenLoops",
     "SourceLane",
+    "close_iterator",
     "distribute_dataset",
     "distribute_from_function",
     "local_replicas",

@@ -1,18 +1,27 @@
-"""Arrays in memory or in a mapped file as a dataset of global batches."""
+"""Arrays in memory or in a mapped file, or a table, as a dataset of global batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, final
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-from ..devices import run_on_host
-from ._natural import as_natural
-from ._rows import Picked, Rows, rows_of
+from ..devices import INLINE_BYTES, run_on_host
+from ..tree import flatten, paths, unflatten
+from ._batches import spec_of, to_array
+from ._columns import columns_of
+from ._counts import as_count
 from ._shuffle import KeyedPermutation
-from ._spec import spec_of
-from ._stream import Item, Source, Start, Stream
+from ._source import Item, Pass, Source, Start
+
+NUM_SAMPLES = 16  # rows that tell one dataset from another of the same shape
+SAMPLE_SIZE = 256  # elements looked at in each of them
+
+Picked = slice | npt.NDArray[np.int64]
 
 
 @final
@@ -24,21 +33,24 @@ class ArrayDataset:
             read batch by batch, off the event loop. Or a table with `column_names`, such as a
             Hugging Face dataset: a batch is then a dict of its columns.
         batch_size: Examples per global batch.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether the order is a random one.
         seed: Seed of the orders, an int >= 0.
+        reshuffle_each_epoch: Whether each epoch has an order of its own; if not, all have that of
+            epoch 0.
         drop_remainder: Leave out a last batch that is shorter than `batch_size`.
 
     Raises:
-        ValueError: If `batch_size` is below 1, `seed` is no natural number, or the leaves have no
+        ValueError: If `batch_size` is below 1, `seed` is no int >= 0, or the leaves have no
             common leading axis.
-        TypeError: If a leaf is no array, or `shuffle` or `drop_remainder` no bool.
+        TypeError: If a leaf is no array, or a flag no bool.
 
     Determinism:
         The order is a pure function of (seed, epoch, index): `batches(epoch)` gives the same
         batches whenever and however often it is called, on every platform.
 
     Without shuffling, batches are read-only views of the arrays: a step that wrote into its batch
-    would change the dataset.
+    would change the dataset. In a process that has loaded torch, which does not know read-only
+    memory, they are copies.
 
     Example:
         >>> import numpy as np
@@ -55,15 +67,21 @@ class ArrayDataset:
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
+        reshuffle_each_epoch: bool = True,
     ) -> None:
-        self._batch_size = as_natural("batch_size", batch_size, least=1)
-        self._seed = as_natural("seed", seed)
-        for name, flag in (("shuffle", shuffle), ("drop_remainder", drop_remainder)):
+        self._batch_size = as_count("batch_size", batch_size, least=1)
+        self._seed = as_count("seed", seed)
+        for name, flag in (
+            ("shuffle", shuffle),
+            ("drop_remainder", drop_remainder),
+            ("reshuffle_each_epoch", reshuffle_each_epoch),
+        ):
             if not isinstance(flag, (bool, np.bool_)):
                 raise TypeError(f"{name} must be True or False, got {flag!r}.")
         self._rows = rows_of(arrays)
         self._shuffle = shuffle
         self._drop_remainder = drop_remainder
+        self._reshuffles = reshuffle_each_epoch
 
     @property
     def num_examples(self) -> int:
@@ -96,6 +114,13 @@ class ArrayDataset:
         while (picked := cut.next_rows()) is not None:
             yield self._rows.read(picked)
 
+    @property
+    def _order_name(self) -> object:
+        """What tells this order from another one, for states."""
+        if not self._shuffle:
+            return "in order"
+        return self._seed if self._reshuffles else f"{self._seed}, the same in every epoch"
+
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of epoch 0."""
         return self.batches(0)
@@ -108,61 +133,40 @@ class ArrayDataset:
         )
 
 
-@final
-class ArraySource(Source):
-    """An ArrayDataset as a source; its offset counts examples."""
+def array_source(dataset: ArrayDataset) -> Source:
+    """Return an ArrayDataset as a source; its offset counts examples, so it fits any batch size."""
+    rows, label = dataset._rows, repr(dataset)
+    is_inline = rows.is_inline(dataset._batch_size, shuffled=dataset._shuffle)
 
-    def __init__(self, dataset: ArrayDataset) -> None:
-        self._dataset = dataset
-        self._rows: Rows = dataset._rows
+    async def rest(cut: _Cut) -> AsyncGenerator[Item, None]:
+        while (picked := cut.next_rows()) is not None:
+            if is_inline:
+                yield Item(rows.read(picked), cut.offset)
+            else:
+                yield Item(await run_on_host(rows.read, picked), cut.offset)
 
-    @property
-    def label(self) -> str:
-        """The dataset's description."""
-        return repr(self._dataset)
+    def read(start: Start) -> Pass:
+        if start.offset > dataset.num_examples:
+            raise ValueError(
+                f"{label} cannot go on after example {start.offset}: it has only "
+                f"{dataset.num_examples}. Load the state of this dataset."
+            )
+        return rest(_Cut(dataset, start.epoch, start.offset))
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether batches are views or small."""
-        return self._rows.is_inline(self._dataset._batch_size, shuffled=self._dataset._shuffle)
-
-    @property
-    def counts_examples(self) -> bool:
-        """Yes, so a state fits any batch size."""
-        return True
-
-    @property
-    def identity(self) -> tuple[Any, ...]:
-        """Sizes, dtypes, order, and a sample of the rows."""
-        order = self._dataset._seed if self._dataset._shuffle else "in order"
-        rows = self._rows
+    def identity() -> tuple[Any, ...]:
+        order = dataset._order_name
         return ("ArrayDataset", rows.num_examples, order, *rows.shapes(), *rows.sample())
 
-    def open(self, start: Start) -> Stream:
-        """Return the rest of an epoch.
-
-        Raises:
-            ValueError: If the epoch has fewer examples than were delivered.
-        """
-        if start.offset > self._dataset.num_examples:
-            raise ValueError(
-                f"{self.label} cannot go on after example {start.offset}: it has only "
-                f"{self._dataset.num_examples}. Load the state of this dataset."
-            )
-        cut = _Cut(self._dataset, start.epoch, start.offset)
-        return _ArrayStream(self._rows, cut, is_inline=self.is_inline)
-
-    def num_items(self) -> int:
-        """The batches of an epoch."""
-        return len(self._dataset)
-
-    def offset_after(self, num_items: int) -> int:
-        """The examples in the first batches."""
-        return min(num_items * self._dataset._batch_size, self._dataset.num_examples)
-
-    def first(self) -> Any:
-        """A small batch, which has the structure and the dtypes of the others."""
-        return self._rows.like()
+    return Source(
+        label,
+        read,
+        identity,
+        num_items=lambda: len(dataset),
+        offset_after=lambda num: min(num * dataset._batch_size, dataset.num_examples),
+        like=rows.like,
+        is_inline=is_inline,
+        counts_examples=True,
+    )
 
 
 @final
@@ -182,7 +186,11 @@ class _Cut:
         if dataset._drop_remainder:
             self._end -= (self._end - start) % self._batch_size
         self._order = (
-            KeyedPermutation(dataset.num_examples, seed=dataset._seed, epoch=epoch)
+            KeyedPermutation(
+                dataset.num_examples,
+                seed=dataset._seed,
+                epoch=epoch if dataset._reshuffles else 0,
+            )
             if dataset._shuffle
             else None
         )
@@ -195,20 +203,150 @@ class _Cut:
         return slice(start, end) if self._order is None else self._order(np.arange(start, end))
 
 
+@runtime_checkable
+class Table(Protocol):
+    """Examples by number, in named columns: a Hugging Face dataset, among others."""
+
+    @property
+    def column_names(self) -> Any:
+        """The columns, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: Any) -> Mapping[str, Any]: ...
+
+
+class Rows(ABC):
+    """Examples that can be read by number, in any order.
+
+    Attributes:
+        num_examples: How many there are.
+    """
+
+    num_examples: int
+
+    @abstractmethod
+    def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
+        """Whether so many rows are read in microseconds, without touching a disk."""
+
+    @abstractmethod
+    def read(self, picked: Picked) -> Any:
+        """Return the chosen rows as a pytree of arrays."""
+
+    @abstractmethod
+    def like(self) -> Any:
+        """Return a small batch with the structure, shapes and dtypes of the others."""
+
+    def shapes(self) -> list[str]:
+        """Return a line per leaf that says what it is."""
+        leaves, spec = flatten(self.like())
+        named = paths(unflatten(spec, leaves))
+        return [
+            f"{path} {leaf.dtype} {leaf.shape[1:]}"
+            for path, leaf in zip(named, leaves, strict=True)
+        ]
+
+    def sample(self) -> list[bytes]:
+        """Return some bytes of some rows."""
+        if self.num_examples == 0:
+            return []
+        step = max(1, self.num_examples // NUM_SAMPLES)
+        picked = np.arange(0, self.num_examples, step, dtype=np.int64)
+        leaves, _ = flatten(self.read(picked))
+        return [
+            leaf[row].flat[:SAMPLE_SIZE].tobytes()
+            if leaf.ndim > 1
+            else leaf[row : row + 1].tobytes()
+            for leaf in leaves
+            if not leaf.dtype.hasobject
+            for row in range(len(leaf))
+        ]
+
+
 @final
-class _ArrayStream(Stream):
-    def __init__(self, rows: Rows, cut: _Cut, *, is_inline: bool) -> None:
-        self._rows = rows
-        self._cut = cut
-        self._is_inline = is_inline
+class ArrayRows(Rows):
+    """Rows of a pytree of arrays with one common leading axis.
 
-    async def pull(self) -> Item | None:
-        picked = self._cut.next_rows()
-        if picked is None:
-            return None
-        if self._is_inline:
-            return Item(self._rows.read(picked), self._cut.offset)
-        return Item(await run_on_host(self._rows.read, picked), self._cut.offset)
+    Slices are read-only views: a step that wrote into its batch would change the dataset for all
+    later epochs. torch writes through them, so where it is loaded they are copies. Rows of a mapped
+    file are copied too, so that reading the disk happens here.
+    """
 
-    async def aclose(self) -> None:
-        self._cut.offset = self._cut._end
+    def __init__(self, arrays: Any) -> None:
+        leaves, self._spec = flatten(arrays)
+        self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
+        named = paths(arrays)
+        self._arrays = [
+            _read_only(to_array(leaf, path)) for path, leaf in zip(named, leaves, strict=True)
+        ]
+        lengths = {array.shape[0] if array.ndim else -1 for array in self._arrays}
+        if len(lengths) != 1 or -1 in lengths:
+            shown = ", ".join(f"{p}: {a.shape}" for p, a in zip(named, self._arrays, strict=True))
+            raise ValueError(
+                "ArrayDataset needs arrays with one common leading axis, got "
+                f"{shown or 'no array'}."
+            )
+        self.num_examples = lengths.pop()
+        self._row_bytes = sum(array.nbytes // max(1, self.num_examples) for array in self._arrays)
+
+    def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
+        """Whether the rows are views, or small."""
+        if self._is_mapped:
+            return False
+        return not (shuffled or _is_torch_loaded()) or num_rows * self._row_bytes < INLINE_BYTES
+
+    def like(self) -> Any:
+        """Return an empty batch."""
+        return self.read(slice(0, 0))
+
+    def read(self, picked: Picked) -> Any:
+        """Return views of a slice, copies of anything else."""
+        chosen = [array[picked] for array in self._arrays]
+        if type(picked) is slice and (self._is_mapped or "torch" in sys.modules):
+            chosen = [array.copy() for array in chosen]
+        return unflatten(self._spec, chosen)
+
+
+@final
+class TableRows(Rows):
+    """Rows of a table; a batch is a dict of its columns."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.num_examples = len(table)
+
+    def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
+        """Never: a table may have to read a file."""
+        return False
+
+    def like(self) -> Any:
+        """Return one row: an empty column has lost its dtype."""
+        return self.read(slice(0, 1))
+
+    def read(self, picked: Picked) -> Any:
+        """Return a dict of arrays."""
+        rows: Any = picked if isinstance(picked, slice) else picked.tolist()
+        columns = self._table[rows]
+        return {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
+
+
+def rows_of(arrays: Any) -> Rows:
+    """Return a reader of arrays or of a table."""
+    arrays = columns_of(arrays)
+    if isinstance(arrays, Table) and not isinstance(arrays, (Mapping, Sequence)):
+        return TableRows(arrays)
+    return ArrayRows(arrays)
+
+
+def _is_torch_loaded() -> bool:
+    """Whether views have to be copied: torch takes an array's address and not its flags.
+
+    A copy always would tax programs without torch; a warning would leave the dataset changed.
+    """
+    return "torch" in sys.modules
+
+
+def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Self, final
 
 import numpy as np
 
-from ..devices import device
-from ..tree import TreeSpec
-from ._arrays import Array, BatchReader
-from ._join import Joiner
-from ._split import cut_leaves, split_sizes
-from ._stream import Item, Stream
+from ..devices import CompletionPort, device, lane_table, run_on_lane
+from ..devices.backends import Backend, find_backends
+from ..tree import TreeSpec, unflatten
+from ..values import new_per_replica
+from ._batches import Array, BatchReader, cut_leaves, spec_of, split_sizes
+from ._options import InputOptions
+from ._read_ahead import ReadAhead
+from ._source import Item, Pass, Source, Start
+
+# ---- one global batch for all replicas -------------------------------------------------------
 
 
 @final
@@ -49,132 +55,217 @@ class Sharing:
         return split_sizes(num_examples, self.num_parts)
 
 
-@final
-class SplitStream(Stream):
-    """Splits each global batch over the replicas."""
+def split_source(source: Source, options: InputOptions, sharing: Sharing, joiner: Joiner) -> Source:
+    """Return a source whose items are those of `source`, split over the replicas."""
+    is_inline = source.is_inline and not joiner.places
 
-    def __init__(self, upstream: Stream, sharing: Sharing, joiner: Joiner, label: str) -> None:
-        self._upstream = upstream
-        self._sharing = sharing
-        self._joiner = joiner
-        self._label = label
-        self._reader = BatchReader("global batch", label)
+    def read(start: Start) -> Pass:
+        split = _split(source.read(start), sharing, joiner, source.label)
+        return split if is_inline else _ahead(split, options, source.label)
 
-    async def pull(self) -> Item | None:
-        """Return the next batch that is not left out."""
-        while (item := await self._upstream.pull()) is not None:
-            arrays, spec = self._reader.read(item.value)
-            self._joiner.note(arrays, spec)
-            sizes = self._sharing.sizes(arrays[0].shape[0], self._reader)
+    def num_batches() -> int | None:
+        num_items = source.num_items()
+        if not num_items or sharing.remainder != "drop":
+            return num_items
+        if not source.counts_examples:  # any batch may be too small to be delivered
+            return None
+        batch_size = source.offset_after(1)
+        last = source.offset_after(num_items) - source.offset_after(num_items - 1)
+        if batch_size < sharing.num_parts:
+            return 0
+        return num_items - (last < sharing.num_parts)
+
+    return replace(source, read=read, num_items=num_batches, is_inline=is_inline)
+
+
+async def _split(
+    items: Pass, sharing: Sharing, joiner: Joiner, label: str
+) -> AsyncGenerator[Item, None]:
+    """Split each global batch that is not left out."""
+    reader = BatchReader("global batch", label)
+    async with aclosing(items):
+        async for item in items:
+            arrays, spec = reader.read(item.value)
+            joiner.see(arrays, spec)
+            sizes = sharing.sizes(arrays[0].shape[0], reader)
             if sizes is None:
                 continue
             parts = cut_leaves(arrays, sizes)
-            if len(self._sharing.local) != len(parts):
-                parts = [parts[i] for i in self._sharing.local]
-            if self._joiner.places:
-                parts = await self._joiner.place(parts)
-            return Item(self._joiner.join(parts, spec), item.offset, item.own_state)
-        return None
-
-    async def aclose(self) -> None:
-        """Close the source."""
-        await self._upstream.aclose()
+            if len(sharing.local) != len(parts):
+                parts = [parts[i] for i in sharing.local]
+            if joiner.places:
+                parts = await joiner.place(parts)
+            yield Item(joiner.join(parts, spec), item.offset, item.own_state)
 
 
-@final
-class DealStream(Stream):
-    """Deals one batch of a source to each replica in turn: so many make a step."""
+# ---- one batch for each replica --------------------------------------------------------------
 
-    def __init__(self, upstream: Stream, row: Row) -> None:
-        self._upstream = upstream
-        self._row = row
-        self._last: Item | None = None
 
-    async def pull(self) -> Item | None:
-        """Return a batch for each replica; those at the end may be empty."""
-        row = self._row
-        value: Any | None = None
-        while value is None and not row.has_ended:
-            while not row.is_complete:
-                item = await self._upstream.pull()
-                if item is None:
-                    row.add_missing()
-                else:
-                    row.add(item.value)
-                    self._last = item
-            value = await row.take()
-        if value is None or self._last is None:
+def dealt_source(
+    source: Source, options: InputOptions, joiner: Joiner, num_replicas: int
+) -> Source:
+    """Return a source that gives each replica one batch of `source` per step."""
+    is_inline = source.is_inline and not joiner.places
+
+    def read(start: Start) -> Pass:
+        row = Row(num_replicas, options.remainder, joiner, source.label)
+        dealt = _deal(source.read(start), row)
+        return dealt if is_inline else _ahead(dealt, options, source.label)
+
+    def num_batches() -> int | None:
+        num_items = source.num_items()
+        if num_items is None:
             return None
-        return Item(value, self._last.offset, self._last.own_state)
+        rounded_up = -(-num_items // num_replicas)
+        return num_items // num_replicas if options.remainder == "drop" else rounded_up
 
-    async def aclose(self) -> None:
-        """Close the source."""
-        await self._upstream.aclose()
+    return replace(source, read=read, num_items=num_batches, is_inline=is_inline)
+
+
+async def _deal(items: Pass, row: Row) -> AsyncGenerator[Item, None]:
+    """Deal one batch to each replica in turn; those at the end may get an empty one."""
+    last: Item | None = None
+    async with aclosing(items):
+        while True:
+            while not row.is_complete:
+                item = await anext(items, None)
+                row.add(item)
+                last = item or last
+            if last is None or row.is_the_end:
+                return
+            value = await row.take()
+            if value is not None:
+                yield Item(value, last.offset, last.own_state)
+
+
+def zipped_source(
+    sources: Sequence[Source], options: InputOptions, joiner: Joiner, device_names: Sequence[str]
+) -> Source:
+    """Return a source that gives each replica one batch of its own source per step.
+
+    Its offset counts steps, so batch sizes must stay as they are.
+
+    Args:
+        sources: One per local replica.
+        options: How they are read.
+        joiner: Makes the batches.
+        device_names: Where each source is read, if it lives on a device; else empty.
+    """
+    is_inline = all(source.is_inline for source in sources) and not joiner.places
+    label = sources[0].label
+
+    def read(start: Start) -> Pass:
+        passes: list[Pass] = []
+        for number, source in enumerate(sources):
+            place = Start(start.epoch, source.offset_after(start.offset), may_be_over=True)
+            items = source.read(place)
+            if device_names:
+                items = _on_device(items, device_names[number])
+            passes.append(items if is_inline else _ahead(items, options, label))
+        row = Row(len(sources), options.remainder, joiner, label)
+        return _Zip(passes, row, start.offset)
+
+    def num_batches() -> int | None:
+        counts = [source.num_items() for source in sources]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return None
+        return min(known) if options.remainder == "drop" else max(known)
+
+    def identity() -> tuple[Any, ...]:
+        entries = tuple(entry for source in sources for entry in source.identity())
+        return (*entries, *(source.offset_after(1) for source in sources))
+
+    async def aclose() -> None:
+        for source in sources:
+            await source.aclose()
+
+    def check_start(start: Start) -> None:
+        for source in sources:
+            source.check_start(start)
+
+    return Source(
+        label,
+        read,
+        identity,
+        num_items=num_batches,
+        like=sources[0].like,
+        aclose=aclose,
+        is_inline=is_inline,
+        check_start=check_start,
+    )
 
 
 @final
-class OnDeviceStream(Stream):
-    """Reads a source that lives on a device: there `ar.current_device()` is that device."""
+class _Zip:
+    """Takes one batch from each pass until all have ended; one that has ended gives empty ones.
 
-    def __init__(self, upstream: Stream, device_name: str) -> None:
-        self._upstream = upstream
-        self._device_name = device_name
-
-    async def pull(self) -> Item | None:
-        """Return the source's next item."""
-        with device(self._device_name):
-            return await self._upstream.pull()
-
-    async def aclose(self) -> None:
-        """Close the source."""
-        with device(self._device_name):
-            await self._upstream.aclose()
-
-
-@final
-class ZipStream(Stream):
-    """Takes one batch of each replica's own source; a source that has ended gives empty ones.
-
-    Its offset counts steps.
+    A class because a generator would end with the first `anext` that is cancelled; the passes below
+    and the row keep what they have, so the next one goes on.
     """
 
-    def __init__(self, upstreams: Sequence[Stream], row: Row, offset: int) -> None:
-        self._upstreams = upstreams
+    def __init__(self, passes: Sequence[Pass], row: Row, offset: int) -> None:
+        self._passes = passes
         self._row = row
         self._offset = offset
+        self._is_over = False
 
-    async def pull(self) -> Item | None:
-        """Return a batch for each replica, until all sources have ended."""
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
         row = self._row
-        value: Any | None = None
-        while value is None and not row.has_ended:
+        while not self._is_over:
             while not row.is_complete:
-                item = await self._upstreams[row.length].pull()
-                if item is None:
-                    row.add_missing()
-                else:
-                    row.add(item.value)
+                row.add(await anext(self._passes[row.length], None))
+            if row.is_the_end:
+                break
             value = await row.take()
             self._offset += 1
-        return None if value is None else Item(value, self._offset)
+            if value is not None:
+                return Item(value, self._offset)
+        self._is_over = True
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Close all sources, and raise the first error after the last was closed."""
-        error: BaseException | None = None
-        for upstream in self._upstreams:
-            try:
-                await upstream.aclose()
-            except BaseException as caught:  # noqa: BLE001 - raised below, once all are closed
-                error = error or caught
-        if error is not None:
-            raise error
+        """Close all passes."""
+        self._is_over = True
+        await _close_all(self._passes)
+
+
+async def _close_all(passes: Sequence[Pass]) -> None:
+    """Close all passes, and raise the first error after the last was closed."""
+    error: BaseException | None = None
+    for items in passes:
+        try:
+            await items.aclose()
+        except BaseException as caught:  # noqa: BLE001 - raised below, once all are closed
+            error = error or caught
+    if error is not None:
+        raise error
+
+
+async def _on_device(items: Pass, device_name: str) -> AsyncGenerator[Item, None]:
+    """Read a source that lives on a device: there `ar.current_device()` is that device."""
+    try:
+        while True:
+            with device(device_name):
+                item = await anext(items, None)
+            if item is None:
+                return
+            yield item
+    finally:
+        with device(device_name):
+            await items.aclose()
+
+
+def _ahead(items: Pass, options: InputOptions, label: str) -> Pass:
+    return ReadAhead(items, options.per_replica_buffer_size, label)
 
 
 @final
 class Row:
-    """One batch per replica on its way to become one step's batch.
-
-    It is kept when a pull is cancelled between two replicas, so that nothing is lost.
+    """One batch per replica on its way to become one step's batch; kept if a wait is cancelled.
 
     Args:
         num_replicas: Local replicas.
@@ -193,12 +284,6 @@ class Row:
         self._like: list[list[Array] | None] = [None] * num_replicas
         self._spec: TreeSpec | None = None
         self._num_steps = 0
-        self._has_ended = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there will be no further step."""
-        return self._has_ended
 
     @property
     def length(self) -> int:
@@ -207,29 +292,26 @@ class Row:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every replica has been seen to."""
+        """Whether each replica has got something, or is known to get nothing."""
         return len(self._parts) == self._num_replicas
 
-    def add(self, batch: Any) -> None:
-        """Give a batch to the next replica."""
-        arrays, self._spec = self._reader.read(batch)
-        self._joiner.note(arrays, self._spec)
+    def add(self, item: Item | None) -> None:
+        """Give a batch to the next replica, or nothing."""
+        if item is None:
+            self._parts.append(None)
+            return
+        arrays, self._spec = self._reader.read(item.value)
+        self._joiner.see(arrays, self._spec)
         self._like[len(self._parts)] = [np.empty_like(array[:0]) for array in arrays]
         self._parts.append(arrays)
 
-    def add_missing(self) -> None:
-        """Give nothing to the next replica."""
-        self._parts.append(None)
-
     async def take(self) -> Any | None:
-        """Return the step's batch and begin the next; None if it is left out, or at the end.
+        """Return the step's batch and begin the next; None if it is left out.
 
         Raises:
             ValueError: If replicas get different numbers of examples and that is an error.
         """
-        if self._spec is None or self._is_the_end():
-            self._has_ended = True
-            return None
+        assert self._spec is not None  # it is not the end
         full = self._even(self._filled())
         if full is None:
             self._parts = []
@@ -239,8 +321,9 @@ class Row:
         self._num_steps += 1
         return self._joiner.join(placed, self._spec)
 
-    def _is_the_end(self) -> bool:
-        """Whether nobody has got a batch, or not everybody where parts have to be equal."""
+    @property
+    def is_the_end(self) -> bool:
+        """Whether no replica has got a batch, or not all of them where parts must be equal."""
         is_missing = [part is None for part in self._parts]
         return any(is_missing) if self._remainder == "drop" else all(is_missing)
 
@@ -264,3 +347,76 @@ class Row:
             f"Step {self._num_steps} of {self._label} gives the replicas {sizes} examples, "
             "and remainder='error'. Make all batches equal, or use remainder='weight'."
         )
+
+
+# ---- batches of distributed values -----------------------------------------------------------
+
+
+@final
+class Joiner:
+    """Makes batches of distributed values.
+
+    Args:
+        device_names: One per local replica.
+        has_plain_values: Whether batches stay plain (the default strategy).
+        to_devices: Whether arrays are brought to their devices.
+
+    Attributes:
+        element_spec: Of the first batch, once that was read.
+        places: Whether anything has to be brought to a device.
+    """
+
+    __slots__ = ("_backends", "_device_names", "_has_plain_values", "element_spec", "places")
+
+    def __init__(
+        self, device_names: Sequence[str], *, has_plain_values: bool, to_devices: bool
+    ) -> None:
+        self._device_names = tuple(device_names)
+        self._has_plain_values = has_plain_values
+        self._backends: list[Backend | None] = [None] * len(self._device_names)
+        if to_devices and not has_plain_values:
+            self._backends = [_backend_of_device(name) for name in self._device_names]
+        self.element_spec: Any = None
+        self.places = any(backend is not None for backend in self._backends)
+
+    def see(self, arrays: list[Array], spec: TreeSpec) -> None:
+        """Learn from a batch what all of them look like on the host."""
+        if self.element_spec is None:
+            self.element_spec = spec_of(unflatten(spec, arrays))
+
+    async def place(self, parts: list[list[Array]]) -> list[list[Any]]:
+        """Return the parts on their devices; each copy is an op on the device's lane."""
+        port = CompletionPort.of_running_loop()
+        placed: list[list[Any]] = list(parts)
+        waiting = {
+            i: run_on_lane(lane_table().lane(name), port, _put_all, (backend, parts[i], name), {})
+            for i, (name, backend) in enumerate(
+                zip(self._device_names, self._backends, strict=True)
+            )
+            if backend is not None
+        }
+        for i, leaves in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
+            placed[i] = leaves
+        return placed
+
+    def join(self, parts: Sequence[Sequence[Any]], spec: TreeSpec) -> Any:
+        """Return the batch: PerReplica leaves, or the plain parts of the only replica."""
+        if self._has_plain_values:
+            return unflatten(spec, list(parts[0]))
+        names = self._device_names
+        columns = zip(*parts, strict=True)
+        return unflatten(spec, [new_per_replica(column, names) for column in columns])
+
+
+def _backend_of_device(name: str) -> Backend | None:
+    """Return the backend of a device; None for the host's own, where arrays are already."""
+    kind = name.partition(":")[0]
+    for backend in find_backends():
+        if backend.num_devices(kind) > 0:
+            return None if backend.name == "numpy" else backend
+    return None
+
+
+def _put_all(backend: Backend, leaves: list[Array], device: str) -> list[Any]:
+    with backend.scope(device):
+        return [backend.put(leaf, device) for leaf in leaves]

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 from ..devices import device
-from ._assemble import Sharing
-from ._dataset import find_dataset
+from ._assemble import Joiner, Sharing, dealt_source, split_source, zipped_source
+from ._dataset import find_source
 from ._distributed_dataset import DistributedDataset, DistributedIterator
-from ._feed import Feed, dealt_feed, split_feed, zipped_feed
-from ._files import FilesSource
-from ._iterable_source import IterableSource
-from ._join import Joiner
-from ._open_loops import OpenLoops
+from ._epoch import OpenLoops
+from ._iterables import iterable_source
 from ._options import InputContext, InputOptions
-from ._sharding import describe, local_replicas
-from ._stream import Source
+from ._sharding import Files, describe, local_replicas
+from ._source import Source
 
 LOGGER = logging.getLogger("aioreplica.input")
 
@@ -27,14 +24,14 @@ LOGGER = logging.getLogger("aioreplica.input")
 @final
 @dataclass(frozen=True, slots=True)
 class InputTarget:
-    """Whom a dataset is distributed to.
+    """The replicas that a dataset is distributed to.
 
     Attributes:
         device_names: One per local replica.
         has_plain_values: Whether batches stay plain (the default strategy).
         context: Which of how many workers this is, and how many replicas they have together.
-        open_loops: Where the strategy finds loops to close.
-        on_begin: Called when a loop begins; raises if the strategy is closed.
+        open_loops: Where the strategy finds epochs to close.
+        on_begin: Called when an epoch begins; raises if the strategy is closed.
     """
 
     device_names: tuple[str, ...]
@@ -50,7 +47,7 @@ def distribute_dataset(
     """Split each global batch of a dataset over the replicas.
 
     Raises:
-        TypeError: If `dataset` is nothing that yields batches, or `options` are none.
+        TypeError: If `dataset` is nothing that yields batches, or `options` no InputOptions.
         ValueError: If the options ask for one dataset per replica, or cannot be met.
     """
     options = _checked(options)
@@ -61,7 +58,7 @@ def distribute_dataset(
             "distribute_dataset splits one dataset over the replicas, but the options ask for one "
             "dataset per replica (PER_REPLICA). Use distribute_datasets_from_function."
         )
-    source = _sharded(find_dataset(dataset), options, target.context)
+    source = _sharded(dataset, options, target.context)
     total, local = local_replicas(
         options.sharding,
         target.context.num_input_pipelines,
@@ -70,8 +67,8 @@ def distribute_dataset(
         target.context.num_replicas_in_sync,
     )
     sharing = Sharing(options.remainder, total, local)
-    feed = split_feed(source, options, sharing, _joiner(target, options))
-    return _distributed(target, feed)
+    joiner = _joiner(target, options)
+    return _distributed(target, split_source(source, options, sharing, joiner), joiner, 1)
 
 
 def distribute_from_function(
@@ -81,7 +78,7 @@ def distribute_from_function(
 
     Raises:
         TypeError: If `dataset_fn` is no function, returns nothing that yields batches, or
-            `options` are none.
+            `options` no InputOptions.
         ValueError: If the options share files out, which is the function's own task.
     """
     options = _checked(options)
@@ -100,8 +97,8 @@ def distribute_from_function(
     joiner = _joiner(target, options)
     if not options.is_per_replica:
         source = _made(dataset_fn, target.context)
-        feed = dealt_feed(source, options, joiner, len(target.device_names))
-        return _distributed(target, feed)
+        source = dealt_source(source, options, joiner, len(target.device_names))
+        return _distributed(target, source, joiner, 1)
     lives_on_device = options.place_on_device and not target.has_plain_values
     sources = []
     num_local = len(target.device_names)
@@ -115,35 +112,47 @@ def distribute_from_function(
         else:
             sources.append(_made(dataset_fn, context))
     names = target.device_names if lives_on_device else ()
-    return _distributed(target, zipped_feed(sources, options, joiner, names))
+    source = zipped_source(sources, options, joiner, names)
+    return _distributed(target, source, joiner, len(sources))
 
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Source:
     """Call the function now; for an iterator, which can be read once only, also per epoch."""
     made = dataset_fn(context)
-    source = find_dataset(made)
-    if isinstance(source, IterableSource) and source.is_one_shot:
-        return source.remade_by(lambda: dataset_fn(context))
-    return source
+    if isinstance(made, (Iterator, AsyncIterator)):
+        is_async = not isinstance(made, Iterator)
+        return iterable_source(
+            made, lambda: dataset_fn(context), is_async=is_async, first_made=made
+        )
+    return find_source(made)
 
 
-def _sharded(source: Source, options: InputOptions, context: InputContext) -> Source:
+def _sharded(dataset: Any, options: InputOptions, context: InputContext) -> Source:
+    """Return a source of what this worker reads."""
     num_pipelines, pipeline_id = context.num_input_pipelines, context.input_pipeline_id
     if options.sharding == "file":
-        if not isinstance(source, FilesSource):
+        if not isinstance(dataset, Files):
             raise ValueError(
-                f"sharding='file' shares out files, but {source.label} is not made of any. Use "
-                "ar.input.Files(paths, read), or sharding='data'."
+                f"sharding='file' shares out files, but {find_source(dataset).label} is not made "
+                "of any. Use ar.input.Files(paths, read), or sharding='data'."
             )
-        source = FilesSource(source.files.shard(num_pipelines, pipeline_id))
+        dataset = dataset.shard(num_pipelines, pipeline_id)
+    source = find_source(dataset)
     if options.sharding != "off" or num_pipelines > 1:
         LOGGER.info(describe(options.sharding, source.label, num_pipelines, pipeline_id))
     return source
 
 
-def _distributed(target: InputTarget, feed: Feed) -> DistributedDataset:
+def _distributed(
+    target: InputTarget, source: Source, joiner: Joiner, num_pipelines: int
+) -> DistributedDataset:
     return DistributedDataset(
-        feed, target.open_loops, target.on_begin, target.context.num_replicas_in_sync
+        source,
+        lambda: joiner.element_spec,
+        target.open_loops,
+        target.on_begin,
+        num_pipelines,
+        target.context.num_replicas_in_sync,
     )
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Self, final
 
 from ..context import PLACE
 from ..errors import ContextError
-from ._feed import Feed
-from ._loop import Loop
-from ._open_loops import OpenLoops
-from ._state import fingerprint_of, pack_state, unpack_state
-from ._stream import Item, Start
+from ..tree import unflatten
+from ._batches import BatchReader, spec_of
+from ._counts import count_or_none
+from ._epoch import Epoch, OpenLoops
+from ._source import Item, Source, Start
+
+VERSION = 1
+NUMBERS = ("version", "epoch", "position", "pipelines", "fingerprint")
 
 
 @final
@@ -52,18 +56,22 @@ class DistributedDataset:
 
     def __init__(
         self,
-        feed: Feed,
+        source: Source,
+        known_spec: Callable[[], Any],
         open_loops: OpenLoops,
         on_begin: Callable[[], object],
+        num_pipelines: int,
         num_replicas: int,
     ) -> None:
-        self._feed = feed
+        self._source = source  # of batches of distributed values
+        self._known_spec = known_spec
         self._open_loops = open_loops
         self._on_begin = on_begin
+        self._num_pipelines = num_pipelines
         self._num_replicas = num_replicas
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
-        self._loop: Loop | None = None
+        self._newest: Epoch | None = None
         self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
         self._fingerprint: int | None = None
         self._num_delivered = 0
@@ -95,7 +103,7 @@ class DistributedDataset:
             if not iterator.is_going_on and iterator is self._own_iterator:
                 self._own_iterator = None
 
-    async def begin_loop(self) -> Loop:
+    async def begin_epoch(self) -> Epoch:
         """Begin the next epoch, for an iterator; the loop before it is ended.
 
         Raises:
@@ -111,7 +119,7 @@ class DistributedDataset:
                 "batches of its own. Iterate outside the step and pass the batch to run."
             )
         self._on_begin()
-        before = self._loop
+        before = self._newest
         if before is not None:
             if before.is_waiting and not before.is_over:
                 raise ContextError(
@@ -123,31 +131,35 @@ class DistributedDataset:
                 "loop end first, or distribute the dataset twice."
             )
             self._open_loops.discard(before)
-        if self._loop is not before or self._is_closed:  # another task was quicker
-            return await self.begin_loop()
+        if self._newest is not before or self._is_closed:  # another task was quicker
+            return await self.begin_epoch()
         start = self._next_start
-        stream = self._feed.assemble(start)
-        name = f"epoch {start.epoch} of {self._feed.label}"
-        loop = Loop(stream, name, is_inline=self._feed.is_inline, is_managed=self._is_entered)
-        self._loop, self._place = loop, start
+        items, name = self._source.read(start), f"epoch {start.epoch} of {self._source.label}"
+        is_inline = self._source.is_inline
+        epoch = Epoch(items, name, is_inline=is_inline, is_managed=self._is_entered)
+        self._newest, self._place = epoch, start
         self._next_start = Start(start.epoch + 1)
-        self._open_loops.add(loop)
-        return loop
+        self._open_loops.add(epoch)
+        return epoch
 
-    def delivered(self, loop: Loop, item: Item | None) -> None:
-        """Take note of a batch that a loop is about to get, or that there is none left."""
-        if loop is not self._loop:
+    def delivered(self, epoch: Epoch, item: Item | None) -> None:
+        """Move the place behind a batch that a loop is about to get, or behind the end."""
+        if epoch is not self._newest:
             return
-        epoch = self._next_start.epoch - 1
+        number = self._next_start.epoch - 1
         if item is not None:
             self._num_delivered += 1
-            self._place = Start(epoch, item.offset, item.own_state)
-        elif loop.is_exhausted:  # not closed or failed: then the rest of its epoch is still to come
-            self._place = Start(epoch + 1)
+            self._place = Start(number, item.offset, item.own_state)
+        elif epoch.is_exhausted:  # not closed or failed: then the rest is still to come
+            self._place = Start(number + 1)
 
-    def ended(self, loop: Loop) -> None:
-        """Take note that a loop needs no more closing."""
-        self._open_loops.discard(loop)
+    def reopened(self, epoch: Epoch) -> None:
+        """Count an epoch as open again: batches were put back after its source had ended."""
+        self._open_loops.add(epoch)
+
+    def ended(self, epoch: Epoch) -> None:
+        """Forget an epoch that needs no more closing."""
+        self._open_loops.discard(epoch)
 
     # ---- describing ----------------------------------------------------------------------
 
@@ -157,9 +169,9 @@ class DistributedDataset:
         Raises:
             TypeError: If the source does not say.
         """
-        num_batches = self._feed.num_batches()
+        num_batches = self._source.num_items()
         if num_batches is None:
-            raise TypeError(f"{self._feed.label} does not say how many batches it has.")
+            raise TypeError(f"{self._source.label} does not say how many batches it has.")
         return num_batches
 
     @property
@@ -169,13 +181,21 @@ class DistributedDataset:
         Raises:
             ContextError: If the source does not say, and no batch was delivered yet.
         """
-        spec = self._feed.spec()
+        spec = self._known_spec() or self._spec_of_first()
         if spec is None:
             raise ContextError(
-                f"What {self._feed.label} yields is not known before the first batch. Look at "
+                f"What {self._source.label} yields is not known before the first batch. Look at "
                 "element_spec in the loop, or after it."
             )
         return spec
+
+    def _spec_of_first(self) -> Any | None:
+        """Return the specs of the first batch, if the source has one without reading."""
+        first = self._source.like()
+        if first is None:
+            return None
+        arrays, spec = BatchReader("batch", self._source.label).read(first)
+        return spec_of(unflatten(spec, arrays))
 
     @property
     def epoch(self) -> int:
@@ -184,17 +204,18 @@ class DistributedDataset:
         Example:
             `for epoch in range(batches.epoch, num_epochs)` goes on where a loaded state says.
         """
-        is_going_on = self._loop is not None and not self._loop.is_over
+        is_going_on = self._newest is not None and not self._newest.is_over
         return (self._place if is_going_on else self._next_start).epoch
 
     def statistics(self) -> InputStatistics:
         """Return the state, and how far the dataset is."""
+        self._settle()
         place = self._place
         return InputStatistics(self._state(), place.epoch, place.offset, self._num_delivered)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"epoch {self.epoch}"
-        return f"<DistributedDataset of {self._feed.label} for {self._num_replicas} | {state}>"
+        return f"<DistributedDataset of {self._source.label} for {self._num_replicas} | {state}>"
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -205,7 +226,8 @@ class DistributedDataset:
         batch that the loop's body is working on counts as delivered. A source with a `state_dict`
         of its own adds that, under "source".
         """
-        return pack_state(self._place, len(self._feed.sources), self._known_fingerprint())
+        self._settle()
+        return _pack_state(self._place, self._num_pipelines, self._known_fingerprint())
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next loop go on behind the batch that `state` names. A loop is ended.
@@ -213,6 +235,9 @@ class DistributedDataset:
         The number of replicas may be another one than when it was saved; for an ArrayDataset the
         batch size too. An ArrayDataset goes on at once; other sources are read again up to the
         place, unless they have a `load_state_dict` of their own.
+
+        A DataLoader that draws its order anew in each pass cannot go on in the middle of one: a
+        UserWarning says what to use instead.
 
         Raises:
             ValueError: If the state is not complete, or of another version or dataset.
@@ -222,16 +247,22 @@ class DistributedDataset:
         if self._is_closed:
             raise self._closed_error()
         fingerprint = self._known_fingerprint()
-        label = self._feed.label
-        place = unpack_state(state, len(self._feed.sources), fingerprint, label)
-        if self._loop is not None:
-            self._open_loops.discard(self._loop)
-            self._loop.leave(f"{self._loop.name} was ended because a state was loaded.")
+        label = self._source.label
+        place = _unpack_state(state, self._num_pipelines, fingerprint, label)
+        self._source.check_start(place)
+        if self._newest is not None:
+            self._open_loops.discard(self._newest)
+            self._newest.leave(f"{self._newest.name} was ended because a state was loaded.")
         self._place = self._next_start = place
+
+    def _settle(self) -> None:
+        """Let a device loop say which of the batches it has read belong to complete steps."""
+        if self._newest is not None and self._newest.report is not None:
+            self._newest.report()
 
     def _known_fingerprint(self) -> int:
         if self._fingerprint is None:
-            self._fingerprint = fingerprint_of(self._feed.identity)
+            self._fingerprint = _fingerprint_of(self._source.identity())
         return self._fingerprint
 
     # ---- closing -------------------------------------------------------------------------
@@ -247,7 +278,7 @@ class DistributedDataset:
         Cancellation:
             Raised again once the source is closed.
         """
-        name = "" if self._loop is None else self._loop.name
+        name = "" if self._newest is None else self._newest.name
         await self._close(f"{name} was ended because its dataset was closed.")
 
     async def __aenter__(self) -> Self:
@@ -262,24 +293,24 @@ class DistributedDataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._close("")  # whoever left knows that the loop is over
+        await self._close("")  # who leaves knows that the loop is over
 
     async def _close(self, reason: str) -> None:
         self._is_closed = True
         self._own_iterator = None
         try:
-            if self._loop is not None:
-                self._open_loops.discard(self._loop)
-                await self._loop.aclose(reason)
+            if self._newest is not None:
+                self._open_loops.discard(self._newest)
+                await self._newest.aclose(reason)
         finally:
-            await self._feed.aclose()
+            await self._source.aclose()
 
     def _state(self) -> str:
         if self._is_closed:
             return "closed"
-        if self._loop is None:
+        if self._newest is None:
             return "new"
-        return "idle" if self._loop.is_over else "open"
+        return "idle" if self._newest.is_over else "open"
 
     def _closed_error(self) -> ContextError:
         return ContextError(f"{self!r} is closed. Distribute the dataset again.")
@@ -293,16 +324,17 @@ class DistributedIterator:
         Loses no batch: the next `anext` gets it.
     """
 
-    __slots__ = ("_dataset", "_loop")
+    __slots__ = ("_dataset", "_epoch", "_report")
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
-        self._loop: Loop | None = None
+        self._epoch: Epoch | None = None
+        self._report: Callable[[], None] | None = None
 
     @property
     def is_going_on(self) -> bool:
         """Whether its loop has begun and is not over."""
-        return self._loop is not None and not self._loop.is_over
+        return self._epoch is not None and not self._epoch.is_over
 
     @property
     def element_spec(self) -> Any:
@@ -320,29 +352,135 @@ class DistributedIterator:
             ContextError: If the loop was ended by another one, or its strategy was closed.
             Exception: What the source raised.
         """
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = await self._dataset.begin_loop()
+        epoch = self._epoch
+        if epoch is None:
+            epoch = await self._begin()
         try:
-            item = await loop.next()
+            item = await epoch.next()
         finally:
-            if loop.is_over:
-                self._dataset.ended(loop)
-        self._dataset.delivered(loop, item)
+            if epoch.is_over:
+                self._dataset.ended(epoch)
+        self._dataset.delivered(epoch, item)
         if item is None:
             raise StopAsyncIteration
         return item.value
 
+    async def _begin(self) -> Epoch:
+        epoch = self._epoch = await self._dataset.begin_epoch()
+        epoch.report = self._report
+        return epoch
+
+    async def read(self) -> Item | None:
+        """Return the next batch, None at the end; `delivered` has to follow, or `put_back`.
+
+        Raises:
+            Exception: As `anext` does.
+        """
+        epoch = self._epoch or await self._begin()
+        try:
+            return await epoch.next()
+        finally:
+            if epoch.is_over:
+                self._dataset.ended(epoch)
+
+    def delivered(self, item: Item | None) -> None:
+        """Let a state say that a batch that was read, or the end, is behind it."""
+        if self._epoch is not None:
+            self._dataset.delivered(self._epoch, item)
+
+    def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
+        """Give batches again that were read but not delivered, and then the error.
+
+        Args:
+            items: In their order.
+            error: What the source raised behind them, if it was not told.
+        """
+        if self._epoch is not None:
+            was_over = self._epoch.is_over
+            self._epoch.put_back(items, error)
+            if was_over and not self._epoch.is_over:
+                self._dataset.reopened(self._epoch)
+
+    def follow(self, report: Callable[[], None] | None) -> None:
+        """Have `report` called before anything looks at the place: it may call `delivered`."""
+        self._report = report
+        if self._epoch is not None:
+            self._epoch.report = report
+
     async def aclose(self) -> None:
         """End the loop and close the source of its epoch. Idempotent."""
-        if self._loop is not None:
-            self._dataset.ended(self._loop)
-            await self._loop.aclose()
+        if self._epoch is not None:
+            self._dataset.ended(self._epoch)
+            await self._epoch.aclose()
 
     def __del__(self) -> None:
-        loop = getattr(self, "_loop", None)
-        if loop is not None:
-            loop.leave("")
+        epoch = getattr(self, "_epoch", None)
+        if epoch is not None:
+            epoch.leave("")
 
     def __repr__(self) -> str:
         return f"<DistributedIterator of {self._dataset!r}>"
+
+
+def _fingerprint_of(identity: tuple[Any, ...]) -> int:
+    """Return a number below 2**48 that differs from those of other datasets.
+
+    It fits the numbers of every JSON reader.
+    """
+    digest = blake2b(digest_size=6)
+    for entry in identity:
+        data = entry if isinstance(entry, bytes) else repr(entry).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, Any]:
+    """Return a place as plain data."""
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "epoch": place.epoch,
+        "position": place.offset,
+        "pipelines": num_pipelines,
+        "fingerprint": fingerprint,
+    }
+    if place.own_state is not None:
+        state["source"] = place.own_state
+    return state
+
+
+def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) -> Start:
+    """Return the place that a state names.
+
+    Raises:
+        ValueError: If it is not complete, or of another version, dataset or number of pipelines.
+        TypeError: If it is no dict.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict takes what state_dict returned, got {state!r}.")
+    if state.get("version") != VERSION:
+        raise ValueError(
+            f"The state of {label} has version {state.get('version')!r}, but this release reads "
+            f"version {VERSION}. Load it with the release that saved it."
+        )
+    found = {}
+    for name in NUMBERS:
+        number = count_or_none(state.get(name))  # NumPy's too: a checkpoint may hold arrays
+        if number is None:
+            raise ValueError(
+                f"The state of {label} has {name}={state.get(name)!r}, which is no natural number. "
+                "Load what state_dict returned, unchanged."
+            )
+        found[name] = number
+    if found["pipelines"] != num_pipelines:
+        raise ValueError(
+            f"The state was saved with {found['pipelines']} input pipelines, but {label} has "
+            f"{num_pipelines}. One dataset per replica can go on with as many replicas only; one "
+            "per worker can with any number."
+        )
+    if found["fingerprint"] != fingerprint:
+        raise ValueError(
+            f"The state was saved by another dataset (fingerprint {found['fingerprint']}, "
+            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of; "
+            "with one dataset per replica, the batch size must be the same too."
+        )
+    return Start(found["epoch"], found["position"], state.get("source"))

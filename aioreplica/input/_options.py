@@ -7,9 +7,9 @@ from enum import Enum, unique
 from operator import index
 from typing import Literal, final
 
-from ._natural import as_natural, natural_or_none
-from ._sharding import MODES
+from ._counts import as_count, count_or_none
 
+SHARDINGS = ("off", "data", "file")
 REMAINDERS = ("weight", "drop", "error")
 
 
@@ -91,9 +91,9 @@ class InputOptions:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         advice = " 0 turns reading ahead off."
-        size = as_natural("per_replica_buffer_size", self.per_replica_buffer_size, advice=advice)
+        size = as_count("per_replica_buffer_size", self.per_replica_buffer_size, advice=advice)
         object.__setattr__(self, "per_replica_buffer_size", size)
-        for name, legal in (("remainder", REMAINDERS), ("sharding", MODES)):
+        for name, legal in (("remainder", REMAINDERS), ("sharding", SHARDINGS)):
             if getattr(self, name) not in legal:
                 raise ValueError(
                     f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}."
@@ -142,8 +142,8 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for name in ("num_input_pipelines", "num_replicas_in_sync"):
-            object.__setattr__(self, name, as_natural(name, getattr(self, name), least=1))
-        pipeline_id = natural_or_none(self.input_pipeline_id)
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=1))
+        pipeline_id = count_or_none(self.input_pipeline_id)
         if pipeline_id is None or pipeline_id >= self.num_input_pipelines:
             raise ValueError(
                 f"input_pipeline_id must be an int from 0 to {self.num_input_pipelines - 1}, got "

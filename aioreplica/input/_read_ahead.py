@@ -1,112 +1,129 @@
-"""Reading ahead: one task pulls a stream into a bounded buffer while the loop's body runs."""
+"""Reading ahead: one task advances a pass into a bounded queue while the loop's body runs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextvars import copy_context
-from typing import Any, final
+from typing import Self, final
 
 from ..devices import OwnedTask
 from ..errors import ContextError
-from ._stream import Item, Stream
+from ._source import Item, Pass
 
 
 @final
-class ReadAheadStream(Stream):
-    """Holds up to `size` items that were read but not asked for yet.
+class ReadAhead:
+    """A pass of which up to `size` items are read that were not asked for yet.
 
     Args:
-        upstream: Opened, pulled and closed by the one task.
-        size: The bound; when it is reached the task waits until an item is taken.
+        items: The pass to read; advanced and closed by one task.
+        size: The bound; when it is reached the task waits until an item is taken. With 0 an item is
+            read when it is asked for.
         label: Names the task.
 
     Invariants:
-        * At most `size` items have been pulled beyond those handed out.
-        * `_is_over` implies that the upstream is closed.
+        * At most `size` items have been read beyond those handed out and asked for.
+        * `_is_over` implies that `items` is closed and let go.
 
     Cancellation:
-        A cancelled pull loses nothing: the next one gets the item.
+        A cancelled `anext` loses nothing: the next one gets the item.
     """
 
-    def __init__(self, upstream: Stream, size: int, label: str) -> None:
-        self._upstream = upstream
+    def __init__(self, items: Pass, size: int, label: str) -> None:
+        self._items: Pass | None = items  # until it is closed
         self._size = size
         self._label = label
-        self._buffer: deque[Item] = deque()
+        self._queue: deque[Item] = deque()
         self._task: OwnedTask[None] | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
+        self._is_asked = False  # for an item that is not in the queue
         self._error: BaseException | None = None
-        self._is_closing_upstream = False
+        self._is_closing_items = False
         self._is_over = False
         self._is_closed = False
 
-    @property
-    def num_buffered(self) -> int:
-        """How many items are there to be taken."""
-        return len(self._buffer)
+    def __aiter__(self) -> Self:
+        return self
 
-    async def pull(self) -> Item | None:
+    async def __anext__(self) -> Item:
         """Return the next item, in the order they were read; errors come behind what preceded."""
         if self._task is None and not self._is_closed:
             self._task = OwnedTask(self._read(), f"aioreplica input: {self._label}")
-        while not self._buffer:
+        while not self._queue:
             if self._is_over or self._is_closed:
                 self._raise_error()
-                return None
+                raise StopAsyncIteration
+            self._is_asked = True
+            _resolve(self._room)
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-        item = self._buffer.popleft()
+        item = self._queue.popleft()
+        self._is_asked = False
         _resolve(self._room)
         return item
 
     async def aclose(self) -> None:
-        """Cancel the task, wait until it has ended, and with it the upstream.
+        """Cancel the task, wait until it has ended, and with it the pass.
 
         Raises:
-            ContextError: If the upstream itself calls this, so the task would wait for itself.
-            Exception: What closing the upstream raised.
+            ContextError: If the source itself calls this, so the task would wait for itself.
+            Exception: What closing the pass raised.
         """
-        _require_outside(self._task, self._label)
+        if self._task is not None and self._task.is_current:
+            raise ContextError(
+                f"{self._label} closes the loop that reads it, and would wait for its own end. "
+                "Return from the source to end the epoch, or raise an error."
+            )
         self._is_closed = True
-        self._buffer.clear()
+        self._queue.clear()
         if self._task is None:
-            await self._upstream.aclose()
+            await self._close_items()
             return
-        if not self._is_closing_upstream:
+        if not self._is_closing_items:
             self._task.cancel()
         _resolve(self._waiting)
         has_ended = await self._task.ended()
         if has_ended and not self._is_over:  # it was cancelled before its first step
-            self._is_over = True
-            await self._upstream.aclose()
+            await self._close_items()
         self._raise_error()
 
     async def _read(self) -> None:
         try:
-            while not self._is_closed:
-                item = await self._upstream.pull()
+            while not self._is_closed and self._items is not None:
+                item = await anext(self._items, None)
                 if item is None:
                     break
-                self._buffer.append(item)
+                self._queue.append(item)
                 item = None
                 _resolve(self._waiting)
-                while len(self._buffer) >= self._size and not self._is_closed:
-                    self._room = asyncio.get_running_loop().create_future()
-                    await self._room
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever takes the next item
+                await self._has_room()
+        except BaseException as error:  # noqa: BLE001 - raised where the next item is asked for
             if not (self._is_closed and isinstance(error, asyncio.CancelledError)):
                 self._error = error
-        self._is_closing_upstream = True
+        self._is_closing_items = True
         try:
-            await self._upstream.aclose()
+            await self._close_items()
         except BaseException as error:  # noqa: BLE001 - as above
             self._error = self._error or error
-        self._is_over = True
         if self._is_closed:
-            self._buffer.clear()
+            self._queue.clear()
         _resolve(self._waiting)
+
+    async def _close_items(self) -> None:
+        try:
+            if self._items is not None:
+                await self._items.aclose()
+        finally:
+            self._items = None
+            self._is_over = True
+
+    async def _has_room(self) -> None:
+        while len(self._queue) >= self._size and not self._is_closed:
+            if self._is_asked and not self._queue:
+                return
+            self._room = asyncio.get_running_loop().create_future()
+            await self._room
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -115,69 +132,6 @@ class ReadAheadStream(Stream):
                 raise error
             finally:
                 del error  # its traceback holds this frame
-
-
-@final
-class OnDemandStream(Stream):
-    """Pulls when it is asked to, so nothing is read ahead; each pull is a task while it lasts.
-
-    The task lets a cancelled loop lose nothing, and lets another task close a stream that waits.
-
-    Cancellation:
-        The pull goes on; the next one gets its item.
-    """
-
-    def __init__(self, upstream: Stream, label: str) -> None:
-        self._upstream = upstream
-        self._label = label
-        self._context = copy_context()  # one for all pulls, so that a generator keeps its own
-        self._task: OwnedTask[Item | None] | None = None
-        self._closing: OwnedTask[None] | None = None
-
-    async def pull(self) -> Item | None:
-        """Return the next item."""
-        if self._closing is not None:
-            return None
-        task = self._task
-        if task is None:
-            name = f"aioreplica input: {self._label}"
-            task = self._task = OwnedTask(self._upstream.pull(), name, context=self._context)
-        await task.done_or_cancelled()
-        if self._closing is not None:
-            return None
-        self._task = None
-        return await task
-
-    async def aclose(self) -> None:
-        """Cancel the pull in progress, then close the upstream.
-
-        Raises:
-            ContextError: If the upstream itself calls this, so the pull would wait for itself.
-            Exception: What closing the upstream raised.
-        """
-        _require_outside(self._task, self._label)
-        is_first = self._closing is None
-        if self._closing is None:
-            name = f"aioreplica input: closing {self._label}"
-            self._closing = OwnedTask(self._close(), name, context=self._context)
-        await self._closing.ended()
-        if is_first and self._closing.is_done:
-            await self._closing
-
-    async def _close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            if not await self._task.ended():  # interrupted: it ends with the event loop
-                return
-        await self._upstream.aclose()
-
-
-def _require_outside(task: OwnedTask[Any] | None, label: str) -> None:
-    if task is not None and task.is_current:
-        raise ContextError(
-            f"{label} closes the loop that reads it, and would wait for its own end. Return from "
-            "the source to end the epoch, or raise an error."
-        )
 
 
 def _resolve(waiter: asyncio.Future[None] | None) -> None:

@@ -1,13 +1,84 @@
-"""Who reads what, where several workers feed one sync group: pure functions of worker numbers."""
+"""Who reads what where several workers feed one sync group: all of it, its parts, or its files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Any, TypeVar, final
+
+from ._iterables import iterable_source
+from ._source import Source
 
 T = TypeVar("T")
 
-MODES = ("off", "data", "file")
+
+@final
+class Files:
+    """What `read(path)` yields for each path in turn.
+
+    Args:
+        paths: Files in the order to read them.
+        read: Returns an iterable for a path, such as a generator; it is closed before the next
+            file is opened.
+
+    Raises:
+        ValueError: If there is no path.
+        TypeError: If `paths` is a single path or `read` is no function.
+
+    Example:
+        >>> files = Files(["a", "b"], lambda path: [path + "1", path + "2"])
+        >>> list(files)
+        ['a1', 'a2', 'b1', 'b2']
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | PathLike[str]],
+        read: Callable[[str | PathLike[str]], Iterable[Any]],
+    ) -> None:
+        if isinstance(paths, (str, bytes, PathLike)):
+            raise TypeError(f"Files takes a list of paths, got {paths!r}. Write [{paths!r}].")
+        if not callable(read):
+            raise TypeError(f"read must be a function of a path, got {read!r}.")
+        self._paths = tuple(paths)
+        if not self._paths:
+            raise ValueError("Files needs at least one path, got none.")
+        self._read = read
+
+    @property
+    def paths(self) -> tuple[str | PathLike[str], ...]:
+        """The files, in order."""
+        return self._paths
+
+    def shard(self, num_input_pipelines: int, input_pipeline_id: int) -> Files:
+        """Return the files of one worker: every n-th one.
+
+        Raises:
+            ValueError: If there are fewer files than workers.
+        """
+        return Files(shard_items(self._paths, num_input_pipelines, input_pipeline_id), self._read)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what the files hold."""
+        for path in self._paths:
+            found = iter(self._read(path))
+            try:
+                yield from found
+            finally:
+                close = getattr(found, "close", None)
+                if callable(close):
+                    close()
+
+    def __repr__(self) -> str:
+        return f"<Files | {len(self._paths)} from {self._paths[0]}>"
+
+
+def files_source(files: Files) -> Source:
+    """Return Files as a source; its offset counts items over all files."""
+    source = iterable_source(files, lambda: files, is_async=False)
+    names = [str(path) for path in files.paths]
+    return replace(source, label=repr(files), identity=lambda: ("Files", *names))
 
 
 def shard_items(items: Sequence[T], num_input_pipelines: int, input_pipeline_id: int) -> list[T]:

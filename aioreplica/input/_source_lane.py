@@ -23,10 +23,9 @@ class SourceLane:
     keeps no thread from others.
     """
 
-    __slots__ = ("_lane", "_name", "_port")
+    __slots__ = ("_lane", "_port")
 
     def __init__(self) -> None:
-        self._name = ""
         self._lane: Lane | None = None
         self._port: CompletionPort | None = None
 
@@ -37,12 +36,12 @@ class SourceLane:
 
     def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:
         """Return an op that calls `fn` on the thread once it is awaited."""
-        if self._lane is None or self._port is None:
+        self._port = CompletionPort.of_running_loop()
+        if self._lane is None:
             number = next(REGISTRY.once("source_lanes", itertools.count))
-            self._name = f"input:{number}"
-            self._port = CompletionPort.of_running_loop()
-            lane_table().acquire((self._name,))
-            self._lane = lane_table().lane(self._name, num_streams=1)
+            name = f"input:{number}"
+            lane_table().acquire((name,))
+            self._lane = lane_table().lane(name, num_streams=1)
         return run_on_lane(self._lane, self._port, fn, args, {})
 
     def close(self) -> None:
@@ -50,6 +49,20 @@ class SourceLane:
         lane, self._lane = self._lane, None
         if lane is not None:
             is_busy = lane.statistics().running > 0
-            lane_table().release((self._name,))
+            _end(lane)
             if not is_busy:
                 lane.join(JOIN_S)
+
+    def __del__(self) -> None:
+        """End the thread of an owner that was dropped: soon, as the collector may be the caller."""
+        lane, port = getattr(self, "_lane", None), getattr(self, "_port", None)
+        if lane is None or port is None:
+            return
+        try:
+            port.loop.call_soon_threadsafe(_end, lane)
+        except RuntimeError:  # the event loop is closed
+            _end(lane)
+
+
+def _end(lane: Lane) -> None:
+    lane_table().release((lane.name,))

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from ..device_loop import MultiStepContext, Topology
+from ..device_loop import KeptIterators, MultiStepContext, Topology
 from ..telemetry import EventLog
 from ._lifecycle import Lifecycle
 from ._replica_set import Runner
@@ -15,10 +15,11 @@ from ._run_steps import checked_plan, run_steps
 
 
 class DeviceLoops(ABC):
-    """The part of `Strategy` that runs many steps at once."""
+    """The device loop methods of a strategy; only `Strategy` inherits them."""
 
     _lifecycle: Lifecycle
     _events: EventLog
+    _iterators: KeptIterators
     _steps_per_run: int
     _topology: Topology | None
 
@@ -47,8 +48,9 @@ class DeviceLoops(ABC):
                 `ar.get_replica_context().blocking`.
             iterator: Where the inputs come from, one element per step: a plain or async iterator
                 or iterable. A tuple is spread over the inputs, anything else is one; distributed
-                values are replaced by the replica's component. No more elements are taken than
-                steps are run, so the next call goes on with the same iterator.
+                values are replaced by the replica's component. The next call on the same iterator
+                goes on behind the last step that was complete on all replicas, also if this one
+                fails or is cancelled.
             iterations: How many steps; None takes the strategy's `steps_per_run`.
             initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
             options: Stall timeout and seed.
@@ -81,7 +83,7 @@ class DeviceLoops(ABC):
         plan = checked_plan(
             fn, iterator, iterations, initial_loop_values, options, self.steps_per_run
         )
-        return await run_steps(self._as_strategy(), self._lifecycle, plan)
+        return await run_steps(self._as_strategy(), self._lifecycle, self._iterators, plan)
 
     @property
     def events(self) -> EventLog:

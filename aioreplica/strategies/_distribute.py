@@ -39,7 +39,7 @@ class ValueContext:
 
 
 class Distribution(ABC):
-    """The part of `Strategy` that feeds the replicas."""
+    """The dataset methods of a strategy; only `Strategy` inherits them."""
 
     _lifecycle: Lifecycle
     _open_loops: OpenLoops

@@ -163,6 +163,11 @@ class Lifecycle:
         self._next_step = step + count
         return step
 
+    def give_back_steps(self, first: int, end: int) -> None:
+        """Let the next run have the numbers of steps that were not run, if none began since."""
+        if self._next_step == end:
+            self._next_step = first
+
     def started(self, group: ReplicaGroup) -> None:
         """Count a run in progress."""
         self._active.add(group)

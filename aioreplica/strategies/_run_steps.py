@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import operator
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from ..device_loop import (
-    Elements,
-    Filler,
+    Feeder,
     Infeed,
+    KeptIterators,
     MultiStepContext,
     combine_outputs,
-    new_filler,
-    open_source,
+    new_feeder,
+    open_iterator,
     run_loop,
 )
 from ..values import split_per_replica
@@ -97,33 +97,38 @@ def checked_count(name: str, value: Any) -> int:
     return count
 
 
-async def run_steps(strategy: Runner, lifecycle: Lifecycle, plan: LoopPlan) -> MultiStepContext:
+async def run_steps(
+    strategy: Runner, lifecycle: Lifecycle, iterators: KeptIterators, plan: LoopPlan
+) -> MultiStepContext:
     """Run a device loop and combine what it leaves behind."""
     lifecycle.open()
-    count = strategy.num_replicas_in_sync
+    count, num_steps = strategy.num_replicas_in_sync, plan.num_steps
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
-    source = open_source(plan.given)
+    iterator = open_iterator(plan.given)
     run = Run.prepare(
-        strategy, lifecycle, plan.fn, plan.options.seed, is_blocking=True, num_steps=plan.num_steps
+        strategy, lifecycle, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps
     )
     infeed = Infeed(strategy.host_replicas, asyncio.get_running_loop())
-    elements = Elements(infeed, count, plan.num_steps)
     step = run.group.step
     contexts = [
         MultiStepContext(initial[i], events=strategy.events, replica_id=i, first_step=step)
         for i in range(count)
     ]
-    strategy.events.add("loop", "begin", step, value=plan.num_steps)
+    is_given = iterator is plan.given
+    feeder = new_feeder(iterator, iterators if is_given else None, infeed, contexts, num_steps)
+    strategy.events.add("loop", "begin", step, value=num_steps)
     try:
-        await _run(strategy, lifecycle, plan, run, infeed, elements, contexts, source)
+        await _run(lifecycle, plan, run, infeed, feeder, contexts)
     finally:
+        feeder.settle()
         for context in contexts:
-            context.close(plan.num_steps)
+            context.close(num_steps)
         num_run = min(context.steps_run for context in contexts)
+        lifecycle.give_back_steps(step + num_run, step + num_steps)
         strategy.events.add("loop", "end", step, value=num_run)
-    if elements.error is not None:
-        _raise_source_error(elements.error, num_run)
-    if num_run < plan.num_steps:
+    if feeder.error is not None:
+        _raise_source_error(feeder.error, num_run)
+    if num_run < num_steps:
         strategy.events.add("infeed", "exhausted", step, value=num_run)
     return await combine_outputs(
         contexts,
@@ -135,21 +140,18 @@ async def run_steps(strategy: Runner, lifecycle: Lifecycle, plan: LoopPlan) -> M
 
 
 async def _run(
-    strategy: Runner,
     lifecycle: Lifecycle,
     plan: LoopPlan,
     run: Run,
     infeed: Infeed,
-    elements: Elements,
+    feeder: Feeder,
     contexts: list[MultiStepContext],
-    source: Iterator[Any] | AsyncIterator[Any],
 ) -> None:
-    filler = new_filler(source, elements, infeed, plan.given)
     group = run.group
     group.point.on_abort.append(infeed.abort)
     lifecycle.started(group)
     try:
-        filler.start()  # first: if there is no thread for it, no program waits for its elements
+        feeder.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(
             [
                 (run_loop, (replica, plan.fn, context, infeed, plan.num_steps), {})
@@ -159,19 +161,19 @@ async def _run(
         await group.wait(plan.options.stall_timeout)
     except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
         infeed.abort()
-        filler.abandon()
+        feeder.abandon()
         run.end(lifecycle)
         raise
     except BaseException:
         infeed.abort()
-        await _ended(filler, run, lifecycle)
+        await _ended(feeder, run, lifecycle)
         raise
-    await _ended(filler, run, lifecycle)
+    await _ended(feeder, run, lifecycle)
 
 
-async def _ended(filler: Filler, run: Run, lifecycle: Lifecycle) -> None:
+async def _ended(feeder: Feeder, run: Run, lifecycle: Lifecycle) -> None:
     try:
-        await filler.aclose()
+        await feeder.aclose()
     finally:
         run.end(lifecycle)
 

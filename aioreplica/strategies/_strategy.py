@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Self
 
 from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
-from ..device_loop import Topology
+from ..device_loop import KeptIterators, Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
@@ -69,6 +69,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         super().__init__(store)
         self._extended = Extended(self)
         self._open_loops = OpenLoops()
+        self._iterators = KeptIterators()
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
         self._lifecycle = Lifecycle(
@@ -295,6 +296,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         finally:
             if self._lifecycle.state == "closed":
                 self._reducer.clear()
+                self._iterators.close()
                 await self._open_loops.aclose(repr(self))
 
     def abandon(self) -> None:

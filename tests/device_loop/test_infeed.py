@@ -90,7 +90,7 @@ def test_abort_wakes_devices_and_the_filler() -> None:
 
 
 def test_room_made_while_the_filler_looks_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices take everything just after the filler saw no room: nobody would wake it later."""
+    """Devices take everything just after the feeder saw no room: nobody would wake it later."""
     infeed, woken = Infeed([[0, 1]]), []
     fill(infeed, 64)
 

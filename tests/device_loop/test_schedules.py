@@ -20,7 +20,7 @@ PAIR = ["cpu:0", "cpu:1"]
 
 @pytest.fixture(autouse=True)
 def _shallow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the filler wait for room, which it seldom does at its real depth."""
+    """Let the feeder wait for room, which it seldom does at its real depth."""
     monkeypatch.setattr(_infeed, "MAX_AHEAD", 2)
 
 
@@ -165,7 +165,7 @@ def test_an_iterator_that_hangs_without_patience_is_a_deadlock() -> None:
         art.run(main)
     waits = {wait.who.partition(" #")[0]: wait.awaits for wait in caught.value.waits}
     assert waits["replica 0"] == "the infeed"
-    assert waits["op ThreadFiller._fill"].startswith("threading.Event")
+    assert waits["op ThreadFeeder._feed"].startswith("threading.Event")
 
 
 def test_a_loop_can_be_cancelled_at_every_moment() -> None:

@@ -1,11 +1,12 @@
 """ArrayDataset: batches as a pure function of seed and epoch."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -16,6 +17,7 @@ def joined(dataset: ar.ArrayDataset, epoch: int) -> list[int]:
     return [int(number) for batch in dataset.batches(epoch) for number in batch]
 
 
+@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 30), st.integers(1, 12), st.booleans(), st.integers(0, 5))
 def test_every_example_comes_once(n: int, batch_size: int, shuffle: bool, epoch: int) -> None:
     dataset = ar.ArrayDataset(np.arange(n), batch_size, shuffle=shuffle)
@@ -26,6 +28,7 @@ def test_every_example_comes_once(n: int, batch_size: int, shuffle: bool, epoch:
     assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
+@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_a_short_last_batch_can_be_left_out(n: int, batch_size: int) -> None:
     dataset = ar.ArrayDataset(np.arange(n), batch_size, drop_remainder=True)
@@ -85,6 +88,7 @@ def test_the_seed_must_be_a_natural_number(seed: Any) -> None:
         ar.ArrayDataset(np.arange(3), 2, shuffle=True, seed=seed)
 
 
+@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 20), st.integers(1, 7), st.booleans(), st.booleans(), st.data())
 def test_starting_late_leaves_out_the_beginning(
     n: int, batch_size: int, shuffle: bool, drop: bool, data: st.DataObject
@@ -98,7 +102,8 @@ def test_starting_late_leaves_out_the_beginning(
     assert rest == whole[number:]
 
 
-def test_slices_are_read_only_views() -> None:
+def test_slices_are_read_only_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)  # with it they are copies
     array = np.arange(6)
 
     for batch in ar.ArrayDataset(array, 4):
@@ -106,6 +111,31 @@ def test_slices_are_read_only_views() -> None:
         with pytest.raises(ValueError, match="read-only"):
             batch[0] = 7
     array[0] = 7  # it is the views that are protected
+
+
+def test_all_epochs_may_have_the_same_order() -> None:
+    data = np.arange(20)
+    same = ar.ArrayDataset(data, 4, shuffle=True, seed=3, reshuffle_each_epoch=False)
+    other = ar.ArrayDataset(data, 4, shuffle=True, seed=3)
+
+    epochs = [np.concatenate(list(same.batches(epoch))).tolist() for epoch in range(3)]
+
+    assert epochs == [np.concatenate(list(other.batches(0))).tolist()] * 3
+    assert epochs[0] != np.concatenate(list(other.batches(1))).tolist()
+    with pytest.raises(TypeError, match="reshuffle_each_epoch must be True or False"):
+        ar.ArrayDataset(data, 4, reshuffle_each_epoch=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_a_state_of_another_order_is_refused(pair: ar.MirroredStrategy) -> None:
+    def dataset(again: bool) -> ar.ArrayDataset:
+        return ar.ArrayDataset(np.arange(8), 4, shuffle=True, reshuffle_each_epoch=again)
+
+    state = pair.distribute_dataset(dataset(False)).state_dict()
+
+    pair.distribute_dataset(dataset(False)).load_state_dict(state)
+    with pytest.raises(ValueError, match="another dataset"):
+        pair.distribute_dataset(dataset(True)).load_state_dict(state)
 
 
 def test_element_spec_and_batch_size() -> None:

@@ -418,7 +418,7 @@ async def test_many_bare_loops_hold_nothing() -> None:
             break
         await asyncio.sleep(0)
     assert strategy._open_loops.num_open == 200
-    assert len(strategy._open_loops._loops) <= 64
+    assert len(strategy._open_loops._epochs) <= 64
 
     with pytest.warns(ResourceWarning, match="200 loops"):
         await strategy.aclose()
@@ -474,3 +474,43 @@ def test_the_end_of_the_event_loop_closes_what_was_forgotten() -> None:
     asyncio.run(main())
 
     assert source.num_closed == 1
+
+
+@pytest.mark.asyncio
+async def test_a_loop_that_fails_to_close_does_not_keep_other_iterators_open() -> None:
+    """Replica 0's source is being read; replica 1's, an iterator, was never used."""
+    reading = asyncio.Event()
+
+    class Unused:
+        is_closed = False
+
+        def __iter__(self) -> "Unused":
+            return self
+
+        def __next__(self) -> Any:
+            raise AssertionError("never read")
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    async def failing() -> AsyncIterator[Any]:
+        try:
+            reading.set()
+            await asyncio.Event().wait()
+            yield np.ones(2)
+        finally:
+            raise OSError("disk")
+
+    sources: list[Any] = [failing, Unused()]
+    options = ar.InputOptions(fetch_to_device=False, replication_mode="PER_REPLICA")  # type: ignore[arg-type]
+    async with mirrored(2) as strategy:
+        batches = strategy.distribute_datasets_from_function(
+            lambda context: sources[context.input_pipeline_id], options
+        )
+        waiting = asyncio.create_task(anext(aiter(batches)))
+        await reading.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(OSError, match="disk"):
+            await batches.aclose()
+        assert sources[1].is_closed

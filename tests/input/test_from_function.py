@@ -1,5 +1,6 @@
 """distribute_datasets_from_function: batches of one replica's size, dealt out or from one each."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -255,6 +256,65 @@ async def test_all_sources_are_closed(pair: ar.MirroredStrategy, buffer: int) ->
         async for _ in batches:
             break
     assert [source.num_closed for source in sources] == [1, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_wait_for_one_replica_loses_no_batch_of_another(
+    pair: ar.MirroredStrategy,
+) -> None:
+    gates = [asyncio.Semaphore(0), asyncio.Semaphore(0)]
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        async def source() -> AsyncIterator[Any]:
+            for number in range(3):
+                await gates[context.input_pipeline_id].acquire()
+                yield np.full(1, 10 * context.input_pipeline_id + number)
+
+        return source
+
+    async with pair.distribute_datasets_from_function(
+        dataset_fn, ar.InputOptions(**PER_REPLICA)
+    ) as batches:
+        loop, seen = aiter(batches), []
+        for _ in range(3):
+            gates[0].release()
+            waiting = asyncio.create_task(anext(loop))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            gates[1].release()
+            seen.append(parts(await anext(loop)))
+        assert await anext(loop, None) is None
+
+    assert seen == [[[0], [10]], [[1], [11]], [[2], [12]]]
+
+
+@pytest.mark.asyncio
+async def test_a_source_that_fails_to_close_does_not_keep_the_others_open(
+    pair: ar.MirroredStrategy,
+) -> None:
+    closed: list[int] = []
+
+    def dataset_fn(context: ar.InputContext) -> Any:
+        async def source() -> AsyncIterator[Any]:
+            try:
+                while True:
+                    yield np.ones(1)
+            finally:
+                closed.append(context.input_pipeline_id)
+                if context.input_pipeline_id == 0:
+                    raise OSError("disk")
+
+        return source
+
+    batches = pair.distribute_datasets_from_function(dataset_fn, ar.InputOptions(**PER_REPLICA))
+    await anext(batches)
+    with pytest.raises(OSError, match="disk"):
+        await batches.aclose()
+
+    assert closed == [0, 1]
 
 
 @pytest.mark.asyncio

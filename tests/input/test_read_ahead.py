@@ -37,20 +37,24 @@ async def test_the_buffer_bounds_what_is_read_ahead(pair: ar.MirroredStrategy, s
 
 
 @pytest.mark.asyncio
-async def test_without_a_buffer_there_is_no_task(pair: ar.MirroredStrategy) -> None:
-    options = ar.InputOptions(per_replica_buffer_size=0)
-    async with pair.distribute_dataset(WatchedAsync(4), options) as batches:
-        async for _ in batches:
-            assert asyncio.all_tasks() == {asyncio.current_task()}
+@pytest.mark.parametrize("size", [0, 1])
+async def test_one_task_reads_an_epoch(pair: ar.MirroredStrategy, size: int) -> None:
+    """So a cancel scope that an async generator holds open over a `yield` works."""
+    tasks: set[Any] = set()
 
+    async def source() -> AsyncIterator[Any]:
+        for number in range(4):
+            tasks.add(asyncio.current_task())
+            yield np.full(2, number)
+        tasks.add(asyncio.current_task())
 
-@pytest.mark.asyncio
-async def test_with_a_buffer_there_is_one_task(pair: ar.MirroredStrategy) -> None:
-    async with pair.distribute_dataset(WatchedAsync(4)) as batches:
+    options = ar.InputOptions(per_replica_buffer_size=size)
+    async with pair.distribute_dataset(source, options) as batches:
         async for _ in batches:
             (reader,) = asyncio.all_tasks() - {asyncio.current_task()}
             assert reader.get_name().startswith("aioreplica input: ")
-            break
+
+    assert tasks == {reader}
 
 
 @pytest.mark.asyncio

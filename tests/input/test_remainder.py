@@ -102,11 +102,13 @@ async def test_the_length_counts_what_is_not_dropped(
 
 
 def test_no_length_is_given_where_batches_of_any_size_may_be_dropped() -> None:
-    dataset = [np.ones(4), np.ones(2), np.ones(4)]
-    assert len(mirrored(3).distribute_dataset(dataset)) == 3
-    batches = mirrored(3).distribute_dataset(dataset, ar.InputOptions(remainder="drop"))
-    with pytest.raises(TypeError, match="does not say how many batches"):
-        len(batches)
+    batches = [np.ones(4), np.ones(2), np.ones(4)]
+    mapped = ar.Dataset(ar.ArrayDataset(np.ones(10), 4)).map(lambda batch: batch[::4])
+    for dataset in (batches, mapped):
+        assert len(mirrored(3).distribute_dataset(dataset)) == 3
+        dropping = mirrored(3).distribute_dataset(dataset, ar.InputOptions(remainder="drop"))
+        with pytest.raises(TypeError, match="does not say how many batches"):
+            len(dropping)
 
 
 @pytest.mark.asyncio

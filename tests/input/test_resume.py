@@ -12,6 +12,7 @@ import aioreplica as ar
 from aioreplica.errors import ContextError
 from tests.conftest import mirrored
 from tests.input.sources import RESTARTABLE, Watched
+from tests.replica.gated import me, my_id, spawn
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -321,3 +322,48 @@ async def test_a_closed_dataset_loads_nothing(pair: ar.MirroredStrategy) -> None
 
     with pytest.raises(ContextError, match="closed"):
         batches.load_state_dict(state)
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_was_loaded_is_the_state(pair: ar.MirroredStrategy) -> None:
+    def dataset() -> Any:
+        return pair.distribute_dataset(ar.ArrayDataset(np.arange(12), 4))
+
+    async with dataset() as batches:
+        await anext(batches)
+        state = batches.state_dict()
+    async with dataset() as batches:
+        batches.load_state_dict(state)
+
+        assert batches.state_dict() == state
+        assert batches.statistics().position == 4
+
+
+@pytest.mark.asyncio
+async def test_batches_of_a_loop_that_was_replaced_do_not_move_the_place(
+    pair: ar.MirroredStrategy,
+) -> None:
+    """A device loop has read them; its steps end after another loop has begun."""
+    is_there, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        is_there.set()
+        await goes_on.wait()
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        if my_id() == 0 and ctx.steps_run == 2:
+            ar.outside_compilation(wait)
+        me().blocking.barrier()
+
+    states: list[Any] = []
+    async with pair.distribute_dataset(ar.ArrayDataset(np.arange(16), 4)) as batches:
+        running = spawn(pair.run_steps(step, aiter(batches), 4))
+        await is_there.wait()
+        states.append(batches.state_dict())
+        await anext(aiter(batches))
+        states.append(batches.state_dict())
+        goes_on.set()
+        assert (await running).steps_run == 4
+        states.append(batches.state_dict())
+
+    assert [(state["epoch"], state["position"]) for state in states] == [(0, 8), (1, 4), (1, 4)]

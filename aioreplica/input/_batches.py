@@ -1,17 +1,48 @@
-"""Leaves of a batch as NumPy arrays, and batches that are what they have to be."""
+"""Batches as NumPy arrays: read, described, and split into contiguous, balanced parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..devices.backends import find_backends
-from ..tree import TreeSpec, flatten, paths
+from ..tree import TreeSpec, flatten, leaves, map_leaves, paths, unflatten
+from ..values import DistributedValues
+from ._columns import columns_of, find_array
 
 Array = npt.NDArray[Any]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape and dtype of an array; None stands for the axis that counts the examples.
+
+    Attributes:
+        shape: (None, ...).
+        dtype: Its NumPy dtype.
+
+    Source:
+        tf.TensorSpec.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def spec_of(batch: Any) -> Any:
+    """Return the pytree of specs of a batch of NumPy arrays.
+
+    Example:
+        >>> import numpy as np
+        >>> spec_of(np.zeros((8, 3), np.float32))
+        ArraySpec(shape=(None, 3), dtype=dtype('float32'))
+    """
+    return map_leaves(lambda array: ArraySpec((None, *array.shape[1:]), array.dtype), batch)
 
 
 def to_array(leaf: Any, path: str) -> Array:
@@ -30,6 +61,9 @@ def to_array(leaf: Any, path: str) -> Array:
     for backend in find_backends():
         if backend.owns(leaf):
             return np.asarray(backend.get(leaf))
+    found = find_array(leaf, path)
+    if found is not None:
+        return found
     try:
         array = np.asarray(leaf)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -75,7 +109,12 @@ class BatchReader:
                 is not that of the batches before.
             TypeError: If a leaf is no array.
         """
-        leaves, spec = flatten(batch)
+        found, spec = flatten(batch)
+        for leaf in found:
+            if type(leaf) is not np.ndarray:
+                batch = columns_of(batch)
+                found, spec = flatten(batch)
+                break
         if spec != self._spec:
             if self._spec is not None:
                 raise ValueError(
@@ -85,7 +124,7 @@ class BatchReader:
             self._spec = spec
         arrays = [
             leaf if type(leaf) is np.ndarray else to_array(leaf, paths(batch)[i])
-            for i, leaf in enumerate(leaves)
+            for i, leaf in enumerate(found)
         ]
         length = arrays[0].shape[0] if arrays and arrays[0].ndim else None
         for array in arrays:
@@ -109,3 +148,63 @@ class BatchReader:
             f"{self._named(self._num_read)} needs leaves with one common leading axis, got "
             f"{named or 'no leaf'}.{advice}"
         )
+
+
+def split_sizes(num_examples: int, num_replicas: int) -> tuple[int, ...]:
+    """Return how many examples each replica gets; sizes differ by at most one.
+
+    Example:
+        >>> split_sizes(6, 4)
+        (2, 2, 1, 1)
+    """
+    share, remainder = divmod(num_examples, num_replicas)
+    return tuple(share + (i < remainder) for i in range(num_replicas))
+
+
+def cut_leaves(arrays: list[Array], sizes: tuple[int, ...]) -> list[list[Array]]:
+    """Return one list of views per replica, contiguous and in order."""
+    bounds = []
+    start = 0
+    for size in sizes:
+        bounds.append(slice(start, start + size))
+        start += size
+    return [[array[cut] for array in arrays] for cut in bounds]
+
+
+def split_batch(batch: Any, num_replicas: int) -> list[Any]:
+    """Cut a pytree of arrays along the leading axis into one contiguous part per replica.
+
+    The parts are views. A replica beyond the batch's size gets an empty part.
+
+    Raises:
+        ValueError: If a leaf is a scalar, or leaves have different numbers of examples.
+
+    Shapes:
+        Each leaf: (num_examples, ...). Each part: (share, ...).
+    """
+    arrays, spec = BatchReader("batch", "split_batch").read(batch)
+    parts = cut_leaves(arrays, split_sizes(arrays[0].shape[0], num_replicas))
+    return [unflatten(spec, part) for part in parts]
+
+
+def num_examples(batch: Any) -> int:
+    """Return how many examples a batch holds: a whole one, or a replica's part.
+
+    The weight of a batch: what a total over it has to be divided by.
+
+    Raises:
+        ValueError: If there is no array in it.
+
+    Example:
+        >>> import numpy as np
+        >>> from aioreplica import PerReplica
+        >>> num_examples(
+        ...     (PerReplica([np.ones(2), np.ones(1)]), PerReplica([np.ones(2), np.ones(1)]))
+        ... )
+        3
+    """
+    for leaf in leaves(batch):
+        parts = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        if all(getattr(part, "ndim", 0) for part in parts):
+            return sum(part.shape[0] for part in parts)
+    raise ValueError(f"A batch holds arrays with one row per example, got {batch!r}.")

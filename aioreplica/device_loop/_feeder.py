@@ -1,0 +1,510 @@
+"""Feeding an infeed from an iterator: on a thread, or on the event loop if it is async.
+
+What was read ahead belongs to the iterator until its step is complete. So a loop that fails or is
+cancelled gives the rest back, and the next call on the same iterator begins with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, TypeAlias, final
+
+from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
+from ..input import DistributedIterator, SourceLane, close_iterator
+from ..values import DistributedValues, PerReplica, split_per_replica
+from ._infeed import Infeed, Mark
+from ._outputs import MultiStepContext
+from ._static_shapes import StaticShapes
+
+GIVE_UP_S = 0.25
+"""How long a loop that failed waits for an iterator that blocks its thread; then it is left."""
+
+MAX_KEPT = 8
+"""How many iterators a strategy keeps that cannot be referred to weakly, such as `zip()`."""
+
+IN_MEMORY = frozenset(map(type, (iter([]), iter(()), iter(range(0)), iter({}), iter({}.values()))))
+"""Iterators that never block and need no thread."""
+
+
+# ---- iterators between calls -----------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Stands for an element that could not be read: the iterator raised `error` instead."""
+
+    error: BaseException
+
+
+Reading: TypeAlias = Any
+"""One look at an iterator: an element, `Mark.END` or a `Raised`."""
+
+
+@final
+class KeptIterator:
+    """What belongs to an iterator from one call of run_steps to the next.
+
+    Attributes:
+        lane: The thread that advances it, if it is a plain one.
+        unrun: What was read for steps that are not complete, in order; taken before anything new.
+    """
+
+    __slots__ = ("lane", "unrun")
+
+    def __init__(self) -> None:
+        self.lane = SourceLane()
+        self.unrun: deque[Reading] = deque()
+
+
+@final
+class KeptIterators:
+    """The iterators that device loops of one strategy were fed by and that have not ended.
+
+    An iterator is forgotten, and its thread ends, when it is exhausted, when it is garbage, or when
+    the strategy is closed. One without weak references is kept alive here, the newest few only.
+    """
+
+    __slots__ = ("_kept", "_strong")
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Callable[[], object], KeptIterator]] = {}
+        self._strong: list[int] = []
+
+    def find(self, iterator: object) -> KeptIterator:
+        """Return what is kept of an iterator, newly made at its first call."""
+        key = id(iterator)
+        refer, kept = self._kept.get(key, (None, None))
+        if refer is not None and kept is not None and refer() is iterator:
+            return kept
+        kept, table = KeptIterator(), self._kept
+        try:
+            refer = weakref.ref(iterator, lambda _: table.pop(key, None))
+        except TypeError:
+
+            def refer() -> object:
+                return iterator
+
+            if len(self._strong) == MAX_KEPT:
+                table.pop(self._strong.pop(0), None)
+            self._strong.append(key)
+        table[key] = refer, kept
+        return kept
+
+    def forget(self, iterator: object) -> None:
+        """End the thread of an iterator that is exhausted."""
+        found = self._kept.pop(id(iterator), None)
+        if id(iterator) in self._strong:
+            self._strong.remove(id(iterator))
+        if found is not None:
+            found[1].lane.close()
+
+    def close(self) -> None:
+        """End all threads; idempotent."""
+        self._strong.clear()
+        while self._kept:
+            _, (_, kept) = self._kept.popitem()
+            kept.lane.close()
+
+    def __repr__(self) -> str:
+        return f"<KeptIterators | {len(self._kept)}>"
+
+
+def open_iterator(source: Any) -> Iterator[Any] | AsyncIterator[Any]:
+    """Return the iterator of what run_steps was given; an iterator is its own.
+
+    Raises:
+        TypeError: If it is nothing that yields elements.
+    """
+    if isinstance(source, (Mapping, DistributedValues, str, bytes)) or hasattr(source, "__array__"):
+        raise TypeError(
+            f"run_steps takes an iterator of elements, one per step, but a "
+            f"{type(source).__name__} is data of one piece. Pass an iterator over batches, such as "
+            "aiter(strategy.distribute_dataset(...))."
+        )
+    if isinstance(source, Iterable):
+        return iter(source)
+    if isinstance(source, AsyncIterable):
+        return aiter(source)
+    raise TypeError(
+        f"run_steps takes an iterator of elements, one per step, got {source!r} "
+        f"({type(source).__name__})."
+    )
+
+
+# ---- one call --------------------------------------------------------------------------------
+
+
+class Feeder(ABC):
+    """Reads the elements of one loop, checks them, and puts their parts into the infeed.
+
+    Args:
+        infeed: Where they go.
+        contexts: Those of all replicas, which say how many steps are complete.
+        num_wanted: How many steps the loop has: not one element more is read.
+
+    Attributes:
+        error: Why no more elements come, if the iterator failed or gave one that does not fit.
+
+    Invariants:
+        * `_unfinished` begins with the element of step `_num_complete`.
+    """
+
+    def __init__(
+        self, infeed: Infeed, contexts: Sequence[MultiStepContext], num_wanted: int
+    ) -> None:
+        self.error: BaseException | None = None
+        self._infeed = infeed
+        self._contexts = contexts
+        self._num_wanted = num_wanted
+        self._shapes = StaticShapes(len(contexts))
+        self._unfinished: deque[Reading] = deque()
+        self._num_complete = 0
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin, on the running event loop."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End; waits for what runs, but not for ever for a thread that the iterator blocks."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Leave what runs to itself: there is no event loop to wait on."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Give back to the iterator what was read for steps that are not complete."""
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the loop has all it wants, or wants nothing any more."""
+        return self._infeed.num_put >= self._num_wanted or self._infeed.is_aborted
+
+    def _put(self, element: Any) -> None:
+        """Put one element; a tuple is spread over the inputs of the step function.
+
+        Raises:
+            ValueError: If it does not look like the first one.
+        """
+        if type(element) is not tuple:
+            element = (element,)
+        parts = _parts(element, len(self._contexts))
+        self._shapes.check(self._infeed.num_put, parts)
+        self._infeed.put(parts)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Let the loop end after the elements that are there."""
+        self.error = error
+        if self._infeed.num_put < self._num_wanted:
+            self._infeed.end()
+
+    def _take_complete(self) -> list[Reading]:
+        """Remove from the unfinished elements those whose steps are complete on all replicas."""
+        num_complete = min(context.steps_run for context in self._contexts)
+        count = num_complete - self._num_complete
+        self._num_complete = num_complete
+        return [self._unfinished.popleft() for _ in range(count)]
+
+    def _was_told(self, reading: Reading) -> bool:
+        """Whether the caller of run_steps is told by the call itself: an end, or what it raises."""
+        return reading is Mark.END or (type(reading) is Raised and reading.error is self.error)
+
+
+@final
+class ThreadFeeder(Feeder):
+    """Advances a plain iterator on the thread that is kept for it, as it may block.
+
+    Args:
+        iterator: The iterator.
+        iterators: What is kept of it; None if it was made for this loop, and is closed with it, on
+            the thread.
+        infeed: The queues.
+        contexts: Those of all replicas.
+        num_wanted: How many steps the loop has.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        iterators: KeptIterators | None,
+        infeed: Infeed,
+        contexts: Sequence[MultiStepContext],
+        num_wanted: int,
+    ) -> None:
+        super().__init__(infeed, contexts, num_wanted)
+        self._iterator = iterator
+        self._iterators = iterators
+        self._kept = KeptIterator() if iterators is None else iterators.find(iterator)
+        self._lock = Lock()  # the thread may have been given up, and read one more element
+        self._op: Op[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._gave_up = False
+
+    def start(self) -> None:
+        """Begin on the thread."""
+        op = self._kept.lane.run(self._feed, new_gate(asyncio.get_running_loop()))
+        op.put()
+        self._op = op
+
+    async def aclose(self) -> None:
+        """Wait for the thread; only for a moment if the loop failed or the wait is cancelled."""
+        op, self._op = self._op, None  # it holds this object
+        cancelled: list[asyncio.CancelledError] = []
+
+        def was_cancelled(error: asyncio.CancelledError) -> None:
+            cancelled.append(error)
+            self._give_up_soon()
+
+        if op is not None and not op.done():
+            if self._infeed.is_aborted:
+                self._give_up_soon()
+            await wait_shielded(
+                lambda: op.done() or self._gave_up, lambda: self._new_waiter(op), was_cancelled
+            )
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._iterators is None:
+            self._kept.lane.close()
+        if cancelled:
+            raise cancelled[0]
+
+    def abandon(self) -> None:
+        """Let the thread end when the iterator lets it."""
+        if self._iterators is None:
+            self._kept.lane.close()
+
+    def settle(self) -> None:
+        """Keep what was read for steps that are not complete."""
+        with self._lock:
+            self._take_complete()
+            rest = self._unfinished
+            told = rest.popleft() if rest and self._was_told(rest[0]) else None
+            self._kept.unrun.extendleft(reversed(rest))
+            self._unfinished = self._kept.unrun  # of an element that comes later
+        if told is Mark.END and self._iterators is not None:
+            self._iterators.forget(self._iterator)
+
+    def _new_waiter(self, op: Op[None]) -> asyncio.Future[None]:
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        op.add_done_callback(lambda _op: _resolve(waiter))
+        return waiter
+
+    def _give_up_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    def _feed(self, room: Gate) -> None:
+        error: BaseException | None = None
+        try:
+            try:
+                self._pass_on(room)
+            finally:
+                if self._iterators is None:
+                    close_iterator(self._iterator)
+        except BaseException as raised:  # noqa: BLE001 - raised by run_steps
+            error = raised
+        self._end(error)
+
+    def _pass_on(self, room: Gate) -> None:
+        infeed, unrun = self._infeed, self._kept.unrun
+        while not self._is_complete:
+            reading = unrun.popleft() if unrun else self._read()
+            with self._lock:
+                self._unfinished.append(reading)
+                if self._unfinished is not unrun:
+                    self._take_complete()
+            if type(reading) is Raised:
+                raise reading.error
+            if reading is Mark.END:
+                return
+            if not infeed.has_room and infeed.wait_for_room(room.open):
+                room.wait()
+            if infeed.is_aborted:
+                return
+            self._put(reading)
+
+    def _read(self) -> Reading:
+        try:
+            return next(self._iterator, Mark.END)
+        except BaseException as error:  # noqa: BLE001 - raised behind the elements before it
+            return Raised(error)
+
+
+@final
+class TaskFeeder(Feeder):
+    """Advances an async iterator on the event loop, or a plain one that never blocks.
+
+    Args:
+        iterator: The iterator. A DistributedIterator keeps by itself what belongs to it.
+        iterators: What is kept of it; None if it was made for this loop, and is closed with it, in
+            the same task.
+        infeed: The queues.
+        contexts: Those of all replicas.
+        num_wanted: How many steps the loop has.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any] | AsyncIterator[Any],
+        iterators: KeptIterators | None,
+        infeed: Infeed,
+        contexts: Sequence[MultiStepContext],
+        num_wanted: int,
+    ) -> None:
+        super().__init__(infeed, contexts, num_wanted)
+        self._iterator = iterator
+        self._batches = iterator if isinstance(iterator, DistributedIterator) else None
+        self._iterators = iterators
+        self._unrun: deque[Reading] = deque()
+        if iterators is not None and self._batches is None:
+            self._unrun = iterators.find(iterator).unrun
+        self._has_begun = False
+        self._task: OwnedTask[None] | None = None
+
+    def start(self) -> None:
+        """Begin in a task."""
+        if self._batches is not None:
+            self._batches.follow(self._report)
+        self._task = OwnedTask(self._feed(), "aioreplica infeed")
+
+    async def aclose(self) -> None:
+        """End the task, wherever it waits, and see it gone."""
+        if self._task is not None:
+            if self._infeed.is_aborted and self._has_begun:  # else it sees that by itself
+                self._task.cancel()
+            await self._task.ended()
+
+    def abandon(self) -> None:
+        """Leave the task to the loop's end."""
+
+    def settle(self) -> None:
+        """Keep what was read for steps that are not complete."""
+        self._report()
+        rest, self._unfinished = self._unfinished, deque()
+        told = rest[0] if rest and self._was_told(rest[0]) else None
+        if told is not None:
+            rest.popleft()
+        if self._batches is None:
+            self._unrun.extendleft(reversed(rest))
+            if self._iterators is not None and not self._unrun:  # it has no thread to keep
+                self._iterators.forget(self._iterator)
+            return
+        self._batches.follow(None)
+        if told is Mark.END:
+            self._batches.delivered(None)
+        errors = [reading.error for reading in rest if type(reading) is Raised]
+        items = [r for r in rest if r is not Mark.END and type(r) is not Raised]
+        self._batches.put_back(items, errors[0] if errors else None)
+
+    def _report(self) -> None:
+        """Tell a distributed dataset whose steps are complete."""
+        complete = self._take_complete()
+        if self._batches is not None:
+            for item in complete:
+                self._batches.delivered(item)
+
+    async def _feed(self) -> None:
+        self._has_begun = True
+        error: BaseException | None = None
+        try:
+            try:
+                await self._pass_on()
+            finally:
+                close = getattr(self._iterator, "aclose", None)
+                if self._iterators is None and callable(close):
+                    await close()
+        except asyncio.CancelledError as cancelled:
+            if self._infeed.is_aborted:
+                raise
+            error = cancelled
+        except BaseException as raised:  # noqa: BLE001 - raised by run_steps
+            error = raised
+        self._end(error)
+
+    async def _pass_on(self) -> None:
+        infeed, unrun = self._infeed, self._unrun
+        while not self._is_complete:
+            reading = unrun.popleft() if unrun else await self._read()
+            self._unfinished.append(reading)
+            self._report()
+            if type(reading) is Raised:
+                raise reading.error
+            if reading is Mark.END:
+                return
+            if not infeed.has_room:
+                await self._room()
+            if infeed.is_aborted:
+                return
+            self._put(reading if self._batches is None else reading.value)
+
+    async def _read(self) -> Reading:
+        try:
+            if self._batches is None:
+                if isinstance(self._iterator, Iterator):
+                    return next(self._iterator, Mark.END)
+                return await anext(self._iterator, Mark.END)
+            item = await self._batches.read()
+            return Mark.END if item is None else item
+        except BaseException as error:
+            if self._infeed.is_aborted and isinstance(error, asyncio.CancelledError):
+                raise
+            return Raised(error)
+
+    async def _room(self) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            try:
+                loop.call_soon_threadsafe(_resolve, waiter)
+            except RuntimeError:  # the loop is closed: nothing waits there any more
+                return
+
+        if self._infeed.wait_for_room(wake):
+            await waiter
+
+
+def new_feeder(
+    iterator: Iterator[Any] | AsyncIterator[Any],
+    iterators: KeptIterators | None,
+    infeed: Infeed,
+    contexts: Sequence[MultiStepContext],
+    num_wanted: int,
+) -> Feeder:
+    """Return what feeds a loop; the arguments are those of the two kinds."""
+    if isinstance(iterator, Iterator) and type(iterator) not in IN_MEMORY:
+        return ThreadFeeder(iterator, iterators, infeed, contexts, num_wanted)
+    return TaskFeeder(iterator, iterators, infeed, contexts, num_wanted)
+
+
+def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[Any, ...]]:
+    if all(type(leaf) is PerReplica and len(leaf) == num_replicas for leaf in element):
+        return list(zip(*(leaf.values for leaf in element), strict=True)) or [()] * num_replicas
+    return split_per_replica(element, num_replicas, "an element of the iterator")
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,335 @@
+"""Sequences, iterables, iterators and functions that make them, as sources."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from contextlib import aclosing
+from enum import Enum
+from typing import Any, Protocol, final, runtime_checkable
+
+from ..errors import ContextError
+from ..values import DistributedValues
+from ._source import Item, Pass, Source, Start
+from ._source_lane import SourceLane
+from ._torch_loader import shut_down_workers, warn_if_shuffled
+
+YIELD_EVERY = 64  # skipped items after which other tasks get a turn: a source may never wait
+
+EXPECTED = (
+    "An iterable or async iterable of batches, an ar.ArrayDataset, an ar.Dataset, a generator "
+    "function or a DataLoader is a dataset"
+)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A dataset that knows how to go on by itself, such as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> Any:
+        """Return its state behind what it has yielded."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Make the next iterator go on from `state`."""
+
+
+def source_of(dataset: Any) -> Source:
+    """Return a source that reads a sequence, an iterable, or what a function returns.
+
+    Raises:
+        TypeError: If it is nothing that yields batches.
+    """
+    _require_dataset(dataset)
+    if type(dataset) in (list, tuple):
+        return _sequence_source(dataset)
+    if isinstance(dataset, Iterable):
+        return iterable_source(dataset, lambda: dataset, is_async=False)
+    if isinstance(dataset, AsyncIterable):
+        return iterable_source(dataset, lambda: dataset, is_async=True)
+    plain = dataset
+    while isinstance(plain, functools.partial):
+        plain = plain.func
+    if inspect.iscoroutinefunction(plain):
+        raise TypeError(
+            f"A dataset function yields batches, but {dataset!r} is a coroutine function. Use "
+            "`yield` in it, which makes it an async generator function."
+        )
+    return iterable_source(plain, dataset, is_async=inspect.isasyncgenfunction(plain))
+
+
+def _require_dataset(dataset: Any) -> None:
+    kind = type(dataset).__name__
+    if isinstance(dataset, (Mapping, DistributedValues)) or hasattr(dataset, "__array__"):
+        raise TypeError(
+            f"{EXPECTED}, but a {kind} holds data of one piece. Say how to cut it into batches: "
+            "ar.ArrayDataset(arrays, batch_size)."
+        )
+    if isinstance(dataset, (str, bytes, type)) or inspect.isawaitable(dataset):
+        raise TypeError(f"{EXPECTED}, got {dataset!r} ({kind}).")
+    if not isinstance(dataset, (Iterable, AsyncIterable)) and not callable(dataset):
+        raise TypeError(
+            f"{EXPECTED}, got {dataset!r} ({kind}), which cannot be iterated. Examples that can be "
+            "read by number go into a DataLoader, or as arrays into ar.ArrayDataset."
+        )
+
+
+def _sequence_source(batches: Sequence[Any]) -> Source:
+    """Return a list or tuple of batches as a source: there already, so taken without a thread."""
+    label = f"<{type(batches).__name__} of {len(batches)}>"
+
+    async def rest(offset: int) -> AsyncGenerator[Item, None]:
+        while offset < len(batches):
+            offset += 1
+            yield Item(batches[offset - 1], offset)
+
+    def read(start: Start) -> Pass:
+        if start.offset > len(batches) and not start.may_be_over:
+            raise _ended_early(label, start.offset, len(batches))
+        return rest(start.offset)
+
+    return Source(
+        label,
+        read,
+        lambda: (label,),
+        num_items=lambda: len(batches),
+        like=lambda: batches[0] if batches else None,
+        is_inline=True,
+    )
+
+
+def iterable_source(
+    dataset: Any, make: Callable[[], Any], *, is_async: bool, first_made: Any = None
+) -> Source:
+    """Return an iterable, or a function that returns a new one for each pass, as a source.
+
+    Args:
+        dataset: What the user gave.
+        make: Gives the iterable of a pass.
+        is_async: Whether it is read on the event loop; if not, on a thread of its own.
+        first_made: What the first pass uses in place of a call of `make`.
+
+    An iterator, which is its own iterable, can be passed once only. A dataset with `state_dict`
+    and `load_state_dict` goes on by itself; any other is read again up to the place.
+    """
+    label = label_of(dataset)
+    is_iterator = isinstance(dataset, (Iterator, AsyncIterator))
+    is_one_shot = is_iterator and first_made is None
+    own = dataset if isinstance(dataset, Stateful) and first_made is None else None
+    unused = [dataset if is_one_shot else first_made] if is_iterator else []
+
+    def next_made() -> Any:
+        return unused.pop() if unused else make()
+
+    def read(start: Start) -> Pass:
+        if is_one_shot and not unused:
+            raise ContextError(
+                f"{label} is an iterator: it can be read once only, and another loop has begun to. "
+                "Pass the generator function itself, or an object whose __iter__ starts anew."
+            )
+        made = next_made() if is_one_shot else None
+        begin = (lambda: made) if is_one_shot else next_made
+        own_start = start if own is not None and start.own_state is not None else Start()
+        items: Pass
+        if is_async:
+            items = _read_on_loop(begin, own_start, own)
+        else:
+            items = _read_on_thread(begin, own_start, own, label)
+        return _skip(items, start, label) if start.offset and own_start is not start else items
+
+    def check_start(start: Start) -> None:
+        if start.offset and start.own_state is None:
+            warn_if_shuffled(dataset)
+
+    return Source(
+        label,
+        read,
+        lambda: (label, _length_of(dataset)),
+        num_items=lambda: _length_of(dataset),
+        aclose=lambda: _close_unused(unused),
+        check_start=check_start,
+    )
+
+
+def _length_of(dataset: Any) -> int | None:
+    if not isinstance(dataset, Sized):
+        return None
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # as a DataLoader over an iterable dataset does
+        return None
+
+
+async def _close_unused(unused: list[Any]) -> None:
+    """Close an iterator that was given but never read."""
+    given = unused.pop() if unused else None
+    for name in ("aclose", "close"):
+        close = getattr(given, name, None)
+        if callable(close):
+            outcome = close()
+            if inspect.isawaitable(outcome):
+                await outcome
+            return
+
+
+# ---- passes ----------------------------------------------------------------------------------
+
+
+async def _read_on_loop(
+    make: Callable[[], Any], start: Start, own: Stateful | None
+) -> AsyncGenerator[Item, None]:
+    """Advance an async iterable, made at the first item, and close it if it has `aclose`."""
+    offset, own_state = start.offset, start.own_state
+    if own is not None and own_state is not None:
+        own.load_state_dict(copy.deepcopy(own_state))
+    iterator = aiter(make())
+    try:
+        async for value in iterator:
+            offset += 1
+            if own is not None:
+                own_state = copy.deepcopy(own.state_dict())
+            yield Item(value, offset, own_state)
+    finally:
+        await _aclose(iterator)
+
+
+async def _aclose(iterator: AsyncIterator[Any]) -> None:
+    close = getattr(iterator, "aclose", None)
+    if not callable(close):
+        return
+    try:
+        await close()
+    except BaseExceptionGroup as group:
+        # A task group that is open over a `yield` reports that its generator was closed.
+        rest = group.split(GeneratorExit)[1]
+        if rest is not None:
+            raise rest from None
+
+
+async def _read_on_thread(
+    make: Callable[[], Any], start: Start, own: Stateful | None, label: str
+) -> AsyncGenerator[Item, None]:
+    """Make, advance and close an iterable on one thread; one that is async only, on the loop.
+
+    A call that still runs because of an interrupt is left alone, and so is its iterator.
+    """
+    lane, reader = SourceLane(), _ThreadReader(make, start, own, label)
+    offset = start.offset
+    try:
+        while (value := await lane.run(reader.advance)) is not _Mark.END:
+            if value is _Mark.IS_ASYNC:
+                async with aclosing(_read_on_loop(lambda: reader.made, start, own)) as items:
+                    async for item in items:
+                        yield item
+                return
+            offset += 1
+            yield Item(value, offset, reader.own_state)
+    finally:
+        try:
+            if reader.iterator is not None and not lane.is_busy:
+                await lane.run(reader.close)
+        finally:
+            lane.close()
+
+
+class _Mark(Enum):
+    END = "end"
+    IS_ASYNC = "is async"
+
+
+@final
+class _ThreadReader:
+    """Reads an iterable; all but the construction happens on its thread."""
+
+    __slots__ = ("_label", "_make", "_own", "iterator", "made", "own_state")
+
+    def __init__(
+        self, make: Callable[[], Any], start: Start, own: Stateful | None, label: str
+    ) -> None:
+        self._make = make
+        self._own = own
+        self._label = label
+        self.own_state = start.own_state
+        self.iterator: Iterator[Any] | None = None
+        self.made: Any = None
+
+    def advance(self) -> Any:
+        """Return the next value; make the iterator if there is none."""
+        if self.iterator is None:
+            if self._own is not None and self.own_state is not None:
+                self._own.load_state_dict(copy.deepcopy(self.own_state))
+            made = self._make()
+            if isinstance(made, AsyncIterable) and not isinstance(made, Iterable):
+                self.made = made
+                return _Mark.IS_ASYNC
+            if not isinstance(made, Iterable):
+                raise TypeError(
+                    f"{self._label} returned {made!r} ({type(made).__name__}), which is no "
+                    "iterable of batches."
+                )
+            self.iterator = iter(made)
+        value = next(self.iterator, _Mark.END)
+        if self._own is not None:
+            self.own_state = copy.deepcopy(self._own.state_dict())
+        return value
+
+    def close(self) -> None:
+        """Close the iterator, and let it go."""
+        iterator, self.iterator = self.iterator, None
+        close_iterator(iterator)
+
+
+def close_iterator(iterator: Any) -> None:
+    """Close a plain iterator that is not read on: a generator, a file, a loader with workers."""
+    close = getattr(iterator, "close", None)
+    if callable(close):
+        close()
+    else:
+        shut_down_workers(iterator)
+
+
+async def _skip(items: Pass, start: Start, label: str) -> AsyncGenerator[Item, None]:
+    """Read and drop what was delivered before.
+
+    Raises:
+        ValueError: If the pass ends before that place.
+    """
+    offset = 0
+    async with aclosing(items):
+        async for item in items:
+            offset = item.offset
+            if offset > start.offset:
+                yield item
+            elif offset % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+    if offset < start.offset and not start.may_be_over:
+        raise _ended_early(label, start.offset, offset)
+
+
+def _ended_early(label: str, goal: int, num_items: int) -> ValueError:
+    return ValueError(
+        f"{label} cannot go on after item {goal}: it ended after {num_items}. Load the state of "
+        "this dataset."
+    )
+
+
+def label_of(dataset: Any) -> str:
+    """Return what to call a dataset of the user's in messages."""
+    name = getattr(dataset, "__qualname__", None) or getattr(dataset, "__name__", None)
+    if inspect.isgenerator(dataset) or inspect.isasyncgen(dataset):
+        return f"generator {name}"
+    if callable(dataset) and name is not None:
+        return f"function {name}"
+    return f"<{type(dataset).__qualname__}>"
