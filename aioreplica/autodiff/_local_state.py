@@ -50,7 +50,7 @@ def write_state(values: Mapping[Variable, Array]) -> None:
         place.replica.check_running()
     while True:  # replicas write from several threads
         bases = {variable: variable.components for variable in fitting}
-        changes = {v: _changed(v, place, bases[v], array) for v, array in fitting.items()}
+        changes = {v: _changed(place, bases[v], array) for v, array in fitting.items()}
         if next(iter(fitting)).store.write(changes, bases):
             return
 
@@ -69,20 +69,12 @@ def require_outside_replicas(what: str) -> None:
         )
 
 
-def _changed(
-    variable: Variable, place: Place, old: tuple[Array, ...], array: Array
-) -> tuple[Array, ...]:
+def _changed(place: Place, old: tuple[Array, ...], array: Array) -> tuple[Array, ...]:
+    """Return the components after a write: of a mean and the like, all are what is written."""
+    own = np.array(array)
+    own.flags.writeable = False
     if place.replica is None or len(old) == 1:
-        shares = variable.shares(array)
-        if all(share is shares[0] for share in shares):
-            return (_own(shares[0]),) * len(old)
-        return tuple(map(_own, shares))
+        return (own,) * len(old)
     new = list(old)
-    new[place.replica.replica_id_in_sync_group] = _own(array)
+    new[place.replica.replica_id_in_sync_group] = own
     return tuple(new)
-
-
-def _own(array: Array) -> Array:
-    copied = np.array(array)
-    copied.flags.writeable = False
-    return copied

@@ -273,7 +273,8 @@ class TorchModule:
 
     def _by_every_name(self) -> Iterator[tuple[str, Variable]]:
         for key, others in self._pristine.names.items():
-            variable = self._parameters.get(key) or self._buffers[key]
+            held = self._parameters if key in self._parameters else self._buffers
+            variable = held[key]
             yield from ((other, variable) for other in others)
 
 

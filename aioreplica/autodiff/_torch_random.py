@@ -7,6 +7,7 @@ keeps such modes per thread, and tags the operations.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -46,9 +47,9 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation."""
+        if not _may_be_random(func):
+            return func(*args, **kwargs) if kwargs else func(*args)
         given = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **given)
         if given.get("generator") is not None or _draws_nothing(func, args, given):
             return func(*args, **given)
         _require_no_checkpoint(func)
@@ -64,6 +65,11 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         if found is None:
             found = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return found
+
+
+@functools.cache  # torch builds the tags anew each time they are asked for
+def _may_be_random(func: Op) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def may_draw(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""A recommender that factorizes ratings, with sparse gradients of its embeddings, in one process."""
+"""A recommender that factorizes ratings, with sparse gradients of embeddings, in one process."""
 
 from collections.abc import Sequence
 
