@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
+from ..devices.backends import Array
 from ..values import Weighted
 from ._linear import LinearCollective
 
-Watch: TypeAlias = Callable[[Any], Any]  # an array in, the library's traced stand-in out
+Watch: TypeAlias = Callable[[Array], Array]  # an array in, the library's traced stand-in out
 
 
 class Adapter(ABC):
@@ -30,7 +31,7 @@ class Adapter(ABC):
     @abstractmethod
     def differentiate(
         self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it.
 
         Args:
@@ -56,14 +57,14 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def constant(self, array: Any) -> Any:
+    def constant(self, array: Array) -> Array:
         """Return an array as the library's own, without a gradient.
 
         Writing into the result does not change `array`.
         """
 
     @abstractmethod
-    def perform(self, collective: LinearCollective, value: Any) -> Any:
+    def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a traced array through a collective, so that gradients go back through it."""
 
 
@@ -83,7 +84,7 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def require_floating(array: Any) -> None:
+def require_floating(array: Array) -> None:
     """Check that a gradient with respect to an array exists.
 
     Raises:
@@ -97,7 +98,7 @@ def require_floating(array: Any) -> None:
         )
 
 
-def require_scalar_loss(total: Any) -> None:
+def require_scalar_loss(total: Array) -> None:
     """Check what a loss returned, stripped of any trace.
 
     Raises:
@@ -117,7 +118,7 @@ def require_scalar_loss(total: Any) -> None:
         )
 
 
-def _is_real(array: Any) -> bool:
+def _is_real(array: Array) -> bool:
     if isinstance(array, (np.ndarray, np.generic)):
         return array.dtype.kind in "fiub"
     kinds = ("real floating", "integral", "bool")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..context import DIFFERENTIATING
+from ..devices.backends import Array
 from ..tree import map_leaves
 from ..values import IndexedSlices, Weighted
 from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
@@ -30,11 +31,11 @@ class TorchAdapter(Adapter):
 
     def differentiate(
         self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
 
-        def watch(array: Any) -> Any:
+        def watch(array: Array) -> torch.Tensor:
             watched = _Input(array)
             inputs.append(watched)
             return watched.tensor
@@ -59,11 +60,11 @@ class TorchAdapter(Adapter):
         pairs = zip(gradients, inputs, strict=True)
         return value, [watched.of_its_kind(gradient, keep) for gradient, watched in pairs]
 
-    def constant(self, array: Any) -> Any:
+    def constant(self, array: Array) -> torch.Tensor:
         """Return a tensor of its own: torch knows no read-only ones."""
         return array if isinstance(array, torch.Tensor) else torch.tensor(array)
 
-    def perform(self, collective: LinearCollective, value: Any) -> Any:
+    def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a tensor through a collective."""
         return _Performed.apply(value, collective)
 
@@ -74,7 +75,7 @@ class _Input:
 
     __slots__ = ("array", "is_tensor", "is_traced", "tensor")
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         require_floating(array)
         self.array = array
         self.is_tensor = isinstance(array, torch.Tensor)
@@ -88,7 +89,7 @@ class _Input:
         else:
             self.tensor = array.detach().requires_grad_()
 
-    def of_its_kind(self, gradient: Any, keep: bool) -> Any:
+    def of_its_kind(self, gradient: torch.Tensor | None, keep: bool) -> Array:
         """Return a gradient as what was watched: a tensor, or a NumPy array outside of others."""
         if gradient is None:
             gradient = torch.zeros_like(self.tensor)
@@ -102,7 +103,7 @@ class _Input:
         return gradient.detach().numpy().astype(dtype, copy=False)
 
 
-def _slices(gradient: Any, dtype: np.dtype[Any]) -> Any:
+def _slices(gradient: torch.Tensor, dtype: np.dtype[Any]) -> Array | IndexedSlices:
     """Return a sparse gradient as rows; as an array if it is sparse along several axes."""
     if gradient.sparse_dim() != 1:
         return gradient.to_dense().numpy().astype(dtype, copy=False)
@@ -110,17 +111,17 @@ def _slices(gradient: Any, dtype: np.dtype[Any]) -> Any:
     return IndexedSlices(rows, gradient._indices()[0].numpy(), tuple(gradient.shape))
 
 
-def _untraced(leaf: Any) -> Any:
+def _untraced(leaf: object) -> object:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _gradients(total: Any, tensors: list[Any], keep: bool) -> list[Any]:
+def _gradients(total: Array, tensors: list[torch.Tensor], keep: bool) -> list[torch.Tensor | None]:
     if not tensors or not isinstance(total, torch.Tensor) or not total.requires_grad:
         return [None] * len(tensors)
     return list(torch.autograd.grad(total, tensors, allow_unused=True, create_graph=keep))
 
 
-def _number(total: Any, keep: bool, is_numpy: bool) -> Any:
+def _number(total: Array, keep: bool, is_numpy: bool) -> Array:
     if not isinstance(total, torch.Tensor) or keep:
         return total
     total = total.detach()
@@ -134,12 +135,12 @@ class _Performed(torch.autograd.Function):  # type: ignore[misc]  # torch's own 
     """A collective as torch sees it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, collective: LinearCollective) -> Any:
+    def forward(ctx: Any, value: torch.Tensor, collective: LinearCollective) -> torch.Tensor:
         """Meet the other replicas."""
         ctx.collective = collective
         return collective.perform(value.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Meet them again, with the gradient."""
         return _Performed.apply(gradient, ctx.collective.transposed()), None

@@ -115,14 +115,14 @@ class TorchModule:
         """Set the evaluation mode, as `train(False)`."""
         return self.train(False)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what the module's `state_dict` would be, with tensors of their own."""
         with self._borrowed() as shell:
             self._bind_values(shell)
-            state: dict[str, Any] = shell.module.state_dict()
+            state: dict[str, torch.Tensor] = shell.module.state_dict()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Set the variables from what `state_dict` of a module returned, as one write.
 
         Returns:
@@ -302,11 +302,11 @@ class _Shell:
         empty: Those by name.
     """
 
-    def __init__(self, module: nn.Module, empty: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, empty: dict[str, torch.Tensor]) -> None:
         self.module = module
         self._empty = empty
         keys = {id(tensor): key for key, tensor in empty.items()}
-        self._places: list[tuple[dict[str, Any], str, str]] = []
+        self._places: list[tuple[dict[str, torch.Tensor], str, str]] = []
         self.names: dict[str, list[str]] = {key: [] for key in empty}
         self._modes: tuple[bool, ...] = ()
         for path, part in module.named_modules(remove_duplicate=False):
@@ -318,7 +318,7 @@ class _Shell:
                         self.names[key].append(f"{path}.{label}" if path else label)
 
     @classmethod
-    def of(cls, module: nn.Module, tensors: Mapping[str, Any]) -> _Shell:
+    def of(cls, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> _Shell:
         """Copy a module, tensors excepted; tied ones are the same one in the copy."""
         empty = {key: _emptied(tensor) for key, tensor in tensors.items()}
         memo = {id(tensors[key]): empty[key] for key in tensors}
@@ -328,7 +328,7 @@ class _Shell:
         """Return another one."""
         return self.of(self.module, self._empty)
 
-    def bind(self, tensors: Mapping[str, Any]) -> None:
+    def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put tensors in their places."""
         for place, label, key in self._places:
             if key in tensors:
@@ -338,7 +338,7 @@ class _Shell:
         """Take the tensors out."""
         self.bind(self._empty)
 
-    def tensor(self, key: str) -> Any:
+    def tensor(self, key: str) -> torch.Tensor:
         """Return the tensor of that name."""
         return next(place[label] for place, label, found in self._places if found == key)
 
@@ -360,7 +360,7 @@ class _Version:
 
     __slots__ = ("_count", "_tensor")
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: torch.Tensor | None) -> None:
         self._tensor = tensor
         # one made in inference mode counts no writes, and was none of ours
         self._count: int = -1 if tensor is None or tensor.is_inference() else tensor._version
@@ -400,7 +400,7 @@ class _Draws:
             return first
 
 
-def _require_module(module: Any) -> None:
+def _require_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"torch_module takes a torch.nn.Module, got {module!r} ({type(module).__name__})."
@@ -412,7 +412,7 @@ def _require_module(module: Any) -> None:
         )
 
 
-def _checked_array(key: str, tensor: Any) -> Array:
+def _checked_array(key: str, tensor: torch.Tensor) -> Array:
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
         raise ValueError(
             f"{key!r} has no shape yet: its module is lazy. Call the module once with a batch."
@@ -437,7 +437,7 @@ def _free_name(kind: str, arrays: Mapping[str, Array]) -> str:
     return name
 
 
-def _emptied(tensor: Any) -> Any:
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a stand-in without numbers: a parameter for a parameter."""
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
@@ -445,7 +445,7 @@ def _emptied(tensor: Any) -> Any:
     return empty
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: Array | torch.Tensor) -> torch.Tensor:
     """Return a tensor of its own, outside of inference mode, which counts no writes."""
     if isinstance(value, torch.Tensor):
         return value
@@ -453,5 +453,5 @@ def _tensor(value: Any) -> Any:
         return torch.tensor(value)
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(leaf: object) -> object:
     return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

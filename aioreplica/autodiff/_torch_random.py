@@ -127,7 +127,9 @@ def _takes_generator(func: Op) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-def _dropout(generator: torch.Generator, values: Any, rate: float, train: bool | None) -> Any:
+def _dropout(
+    generator: torch.Generator, values: torch.Tensor, rate: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what aten::native_dropout does, which takes no generator."""
     if train is False or rate == 0.0:
         return values.clone(), torch.ones_like(values, dtype=torch.bool)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..devices.backends import Array
 from ._find import find_adapter
 
 
 def value_and_grad(
     fn: Callable[[Any], Any], backend: str = "autograd", *, has_aux: bool = False
-) -> Callable[[Sequence[Any]], tuple[Any, list[Any]]]:
+) -> Callable[[Sequence[Array]], tuple[Any, list[Array]]]:
     """Make a function that returns the value of `fn` and its gradients.
 
     Args:
@@ -46,7 +47,7 @@ def value_and_grad(
     """
     adapter = find_adapter(backend)
 
-    def call(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def call(arrays: Sequence[Array]) -> tuple[Any, list[Array]]:
         container = tuple if isinstance(arrays, tuple) else list
         return adapter.differentiate(
             lambda watch: fn(container(map(watch, arrays))), has_aux=has_aux

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import OVERRIDES
-from ..devices.backends import backend_of
+from ..devices.backends import Array, backend_of
 from ..values import IndexedSlices, Variable
 from ._adapter import Watch
 from ._find import find_adapter
 
-Pairs = list[tuple[Any, Variable]]  # Any: None, an array or IndexedSlices
+Pairs = list[tuple[Array | IndexedSlices | None, Variable]]
 
 
 class Held(Protocol):
@@ -75,8 +75,8 @@ class VariableReads:
 
     def __init__(self, chosen: Sequence[Variable] | None = None) -> None:
         self._chosen = None if chosen is None else frozenset(chosen)
-        self._traced: dict[Variable, Any] = {}
-        self._constants: dict[Variable, Any] = {}
+        self._traced: dict[Variable, Array] = {}
+        self._constants: dict[Variable, Array] = {}
         self._watched: list[tuple[Variable, npt.NDArray[np.intp] | None]] = []
         self._held: dict[object, Held] = {}
         self._watch: Watch | None = None
@@ -103,7 +103,7 @@ class VariableReads:
         finally:
             OVERRIDES.reset(token)
 
-    def read(self, variable: Variable) -> Any:
+    def read(self, variable: Variable) -> Array:
         """Return what `variable.value` is inside the loss."""
         if variable in self._traced:
             return self._traced[variable]
@@ -118,7 +118,7 @@ class VariableReads:
         self._watched.append((variable, None))
         return traced
 
-    def read_rows(self, variable: Variable, indices: npt.NDArray[np.intp]) -> Any:
+    def read_rows(self, variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
         """Return some rows of a variable; their gradient will be that of these rows only."""
         if self._outer is None:
             rows = variable.local_value()[indices]
@@ -142,13 +142,13 @@ class VariableReads:
         while self._held:
             self._held.popitem()[1].release()
 
-    def gradients(self, watched: Sequence[Any]) -> dict[Variable, Any]:
+    def gradients(self, watched: Sequence[Array]) -> dict[Variable, Array | IndexedSlices]:
         """Return a gradient per variable, from one for each array in order of watching.
 
         Raises:
             TypeError: If rows of a lookup have a gradient that is differentiated again.
         """
-        found: dict[Variable, list[Any]] = {variable: [] for variable in self.variables}
+        found: dict[Variable, list[Array]] = {variable: [] for variable in self.variables}
         for (variable, indices), gradient in zip(self._watched, watched, strict=True):
             part = gradient if indices is None else _slices(variable, indices, gradient)
             found[variable].append(part)
@@ -214,7 +214,7 @@ def differentiate_variables(
     return value, [(found.get(variable), variable) for variable in chosen]
 
 
-def embedding_lookup(variable: Variable, indices: Any) -> Any:
+def embedding_lookup(variable: Variable, indices: Array) -> Array:
     """Return rows of a variable; in a loss their gradient is an `IndexedSlices`.
 
     The table itself is neither copied nor traced, so a lookup costs what its rows cost, in each of
@@ -270,7 +270,7 @@ def embedding_lookup(variable: Variable, indices: Any) -> Any:
     return variable.local_value()[rows] if reads is None else reads.read_rows(variable, rows)
 
 
-def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Any) -> IndexedSlices:
+def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Array) -> IndexedSlices:
     if not isinstance(gradient, (np.ndarray, np.generic)):
         raise TypeError(
             f"The rows of {variable.name!r} that embedding_lookup gave have a gradient that is "
@@ -280,7 +280,7 @@ def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Any) ->
     return IndexedSlices(rows, indices.reshape(-1), variable.shape)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Array | IndexedSlices]) -> Array | IndexedSlices:
     """Add up the gradients of the reads of one variable."""
     if len(parts) == 1:
         return parts[0]

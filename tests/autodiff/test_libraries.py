@@ -138,7 +138,7 @@ def test_nested_gradients_on_four_threads_are_those_of_one(lib: Library) -> None
     assert wrong == []
 
 
-def test_torch_does_not_heed_the_threads_grad_mode() -> None:
+def test_torch_ignores_the_grad_mode_of_the_thread() -> None:
     torch = pytest.importorskip("torch")
     find_adapter("torch")
 

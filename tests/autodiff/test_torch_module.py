@@ -579,6 +579,28 @@ async def test_random_layers_in_checkpoints_are_refused(pair: ar.MirroredStrateg
 
 
 @pytest.mark.asyncio
+async def test_a_device_loop_trains_a_model_with_new_numbers_in_each_step(
+    pair: ar.MirroredStrategy,
+) -> None:
+    drawn: dict[tuple[int, int], bytes] = {}
+    with pair.scope():
+        model, dropout = torch_module(mlp()), torch_module(nn.Dropout(0.5))
+        sgd = ar.optimizers.SGD(0.1)
+
+    def fn(ctx: Any, x: Any) -> None:
+        def loss() -> Any:
+            drawn[my_id(), ctx.steps_run] = dropout(np.ones(64)).numpy().tobytes()
+            return ar.Weighted(torch.sum(model(x)), len(x))
+
+        sgd.blocking.minimize(loss, model.variables)
+
+    await pair.run_steps(fn, iter([ar.PerReplica([X[:4], X[4:]])] * 3), 3)
+
+    assert len(drawn) == len(set(drawn.values())) == 6
+    assert sgd.iterations.value == 3
+
+
+@pytest.mark.asyncio
 async def test_generators_for_a_purpose(pair: ar.MirroredStrategy) -> None:
     def step() -> Any:
         draw = ar.autodiff.torch_generator
