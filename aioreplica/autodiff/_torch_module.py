@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -25,13 +24,10 @@ from ..replica import ReplicaContext
 from ..tree import map_leaves
 from ..values import Variable
 from ._local_state import new_state, require_outside_replicas, write_state
-from ._torch_random import SeededDraws, may_draw
+from ._torch_random import SeededDraws, SeedStreams, may_draw
 from ._variables import ModelVariables
 
 Array = npt.NDArray[Any]
-
-MAX_STEPS = 64
-"""Of how many overlapping steps a replica's random streams are kept."""
 
 
 @final
@@ -74,7 +70,7 @@ class TorchModule:
         self.frozen = ModelVariables([v for v in members if not v.trainable], "torch")
         self.buffers = ModelVariables(list(self._buffers.values()), "torch")
         self._pristine = _Shell.of(module, {**parameters, **buffers})
-        self._draws = _Draws(f"{self.name}/random") if may_draw(module) else None
+        self._draws = SeedStreams(f"{self.name}/random") if may_draw(module) else None
         self._idle: dict[int | None, list[_Shell]] = {}
         self._modes: tuple[bool, ...] = tuple(part.training for part in module.modules())
         self._lock = threading.Lock()
@@ -213,13 +209,8 @@ class TorchModule:
     def _write_buffers(self, shell: _Shell, before: Mapping[str, Array]) -> None:
         """Write the buffers that differ; torch does not count every write into them."""
         new = {key: shell.tensor(key).numpy(force=True) for key in before}
-        write_state(
-            {
-                self._buffers[key]: array
-                for key, array in new.items()
-                if array.shape != before[key].shape or array.tobytes() != before[key].tobytes()
-            }
-        )
+        changed = [key for key, array in new.items() if not np.array_equal(array, before[key])]
+        write_state({self._buffers[key]: new[key] for key in changed})
 
     def _bind_parameters(self, shell: _Shell) -> None:
         """Put in what the variables are here: traced in a loss."""
@@ -368,36 +359,6 @@ class _Version:
     def is_same(self, earlier: _Version) -> bool:
         """Tell whether it is the same tensor, not written meanwhile."""
         return self._tensor is earlier._tensor and self._count == earlier._count
-
-
-@final
-class _Draws:
-    """Seeds for the calls that draw random numbers, in order, for each replica and step.
-
-    A step is told by the first number of its stream: the stream is keyed by it.
-    """
-
-    def __init__(self, stream: str) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-        self._open: dict[int, OrderedDict[int, np.random.Generator]] = {}
-
-    def seeds_of(self, replica: ReplicaContext) -> Callable[[], int]:
-        """Return the function that gives the next seed of a replica's step."""
-        return lambda: self._next_seed(replica)
-
-    def _next_seed(self, replica: ReplicaContext) -> int:
-        rng = replica.rng(self._stream)
-        first = int(rng.integers(2**63))
-        with self._lock:
-            steps = self._open.setdefault(replica.replica_id_in_sync_group, OrderedDict())
-            known = steps.get(first)
-            if known is not None:
-                return int(known.integers(2**63))
-            steps[first] = rng
-            if len(steps) > MAX_STEPS:
-                steps.popitem(last=False)
-            return first
 
 
 def _require_module(module: object) -> None:

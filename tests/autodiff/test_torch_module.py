@@ -182,6 +182,41 @@ def test_torch_checkpoints_run_on_the_same_tensors_again() -> None:
     assert_all_equal([g for g, _ in pairs], gradients_of(module, X))
 
 
+def test_checkpoints_inside_a_loss_inside_a_loss() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Cubed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(lambda y: self.scale**3 * y, x, use_reentrant=False)
+
+    model = torch_module(Cubed())
+
+    def slope() -> Any:
+        def inner() -> Any:
+            return model(torch.tensor(1.0))
+
+        return differentiate_variables(inner, model.variables)[1][0][0]
+
+    value, [(gradient, _)] = differentiate_variables(slope, model.variables)
+
+    assert (float(value), float(gradient)) == (12.0, 12.0)
+
+
+def test_parametrized_modules() -> None:
+    kinds = nn.utils.parametrizations
+    module = seeded(lambda: nn.Sequential(kinds.weight_norm(nn.Linear(4, 3)), nn.Linear(3, 2)))
+    kinds.spectral_norm(module[1]).eval()
+    model = torch_module(module)
+
+    _, pairs = differentiate_variables(lambda: torch.sum(model(X)), model.variables)
+
+    assert_all_equal([g for g, _ in pairs], gradients_of(module, X))
+
+
 def test_the_input_is_not_written_through() -> None:
     x = X.copy()
     x.flags.writeable = False
@@ -362,6 +397,19 @@ async def test_running_statistics_are_the_mean_of_the_replicas(pair: ar.Mirrored
     np.testing.assert_allclose(model.buffers[1].value, np.mean(variances, 0), rtol=1e-5)
     assert model.buffers[2].value == 1
     assert model.buffers[2].dtype == np.int64
+
+
+@pytest.mark.asyncio
+async def test_statistics_are_kept_by_every_strategy(strategy: ar.Strategy) -> None:
+    module = nn.BatchNorm1d(4)
+    with strategy.scope():
+        model = torch_module(module)
+    for _ in range(2):
+        await strategy.run(lambda: model(X).sum().item())
+        module(torch.tensor(X))
+
+    with strategy.scope():
+        assert_all_equal([v.value for v in model.buffers], [b.numpy() for b in module.buffers()])
 
 
 @pytest.mark.asyncio
