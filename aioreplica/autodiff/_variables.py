@@ -138,16 +138,9 @@ class VariableReads:
         return held  # type: ignore[return-value]  # each owner takes one kind
 
     def release(self) -> None:
-        """Give back what models hold, as the gradients are there.
-
-        Inside another loss, which may go back through these gradients, that one holds it instead.
-        """
+        """Give back what models hold, as the gradients are there."""
         while self._held:
-            _, held = self._held.popitem()
-            if self._outer is None:
-                held.release()
-            else:
-                self._outer.hold(object(), lambda held=held: held)
+            self._held.popitem()[1].release()
 
     def gradients(self, watched: Sequence[Array]) -> dict[Variable, Array | IndexedSlices]:
         """Return a gradient per variable, from one for each array in order of watching.

@@ -1,6 +1,11 @@
 """torch_module: modules of torch whose parameters are variables."""
 
+import asyncio
+import contextlib
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -301,10 +306,14 @@ def test_modules_that_cannot_be_variables_are_refused(module: Any, error: Any, t
         torch_module(module)
 
 
-def test_parameters_changed_in_place_are_an_error() -> None:
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_parameters_changed_in_place_are_an_error(is_inference: bool) -> None:
     model = torch_module(nn.Embedding(4, 2, max_norm=0.1))
 
-    with pytest.raises(RuntimeError, match=r"Embedding changed its parameter 'weight' in place"):
+    with (
+        torch.inference_mode(is_inference),
+        pytest.raises(RuntimeError, match=r"Embedding changed its parameter 'weight' in place"),
+    ):
         model(np.array([1]))
 
 
@@ -436,24 +445,142 @@ async def test_statistics_of_a_plain_variable_and_in_inference_mode() -> None:
     np.testing.assert_array_equal(model.buffers[0].value, module.running_mean)
 
 
+class Remembering(nn.Module):
+    """Keeps what it was called with in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.seen: list[int] = []
+        self.refs: list[Any] = []
+
+    def forward(self, x: int) -> Any:
+        self.seen.append(x)
+        self.refs.append(weakref.ref(self.scale))
+        return self.scale * x, list(self.seen), self.refs
+
+
 @pytest.mark.asyncio
 async def test_plain_attributes_stay_with_their_replica(pair: ar.MirroredStrategy) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[int] = []
-
-        def forward(self, x: int) -> list[int]:
-            self.seen.append(x)
-            return list(self.seen)
-
     with pair.scope():
-        model = torch_module(Last())
+        model = torch_module(Remembering())
 
     for _ in range(2):
-        result = await pair.run(lambda: model(my_id()))
+        result = await pair.run(lambda: tuple(model(my_id())[1]))
 
-    assert pair.local_results(result) == ([0, 0], [1, 1])
+    assert pair.local_results(result) == ((0, 0), (1, 1))
+
+
+def test_a_loss_holds_one_copy_and_gives_it_back_without_tensors() -> None:
+    model, seen = torch_module(Remembering()), []
+
+    def loss() -> Any:
+        for x in (1, 2):
+            value, so_far, refs = model(x)
+            seen.append((so_far, refs))
+        return value
+
+    for _ in range(2):
+        differentiate_variables(loss, model.variables)
+
+    assert [so_far for so_far, _ in seen] == [[1], [1, 2], [1, 2, 1], [1, 2, 1, 2]]
+    gc.collect()
+    assert [ref() for ref in seen[-1][1]] == [None] * 4
+
+
+def test_a_copy_in_use_is_not_lent_again() -> None:
+    """Two calls at once, twice: at first on new copies, then on those that were given back."""
+    together = threading.Barrier(2)
+
+    class Meeting(nn.Module):
+        def forward(self, x: int) -> int:
+            self.mine = x
+            together.wait(10)
+            return self.mine
+
+    model, found = torch_module(Meeting()), {}
+
+    def work(x: int) -> None:
+        for turn in range(2):
+            found[x, turn] = model(x)
+            together.wait(10)
+
+    threads = [threading.Thread(target=work, args=(x,)) for x in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert found == {(x, turn): x for x in range(2) for turn in range(2)}
+
+
+def test_buffers_written_without_a_trace_are_noticed() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Any) -> Any:
+            return F.batch_norm(x, self.mean, self.var, training=True, momentum=1.0)
+
+    model = torch_module(Norm())
+
+    model(X)
+
+    np.testing.assert_allclose(model.buffers[0].value, X.mean(0), rtol=1e-5)
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_was_aborted_writes_no_buffers(pair: ar.MirroredStrategy) -> None:
+    started = threading.Event()
+
+    class Waiting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self) -> None:
+            started.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                while True:  # ends when the other replica has failed
+                    me().check_running()
+            self.count += 1
+
+    with pair.scope():
+        model = torch_module(Waiting())
+
+    async def step() -> None:
+        if my_id() == 0:
+            await me().run_on_device(model)
+        await me().run_on_device(started.wait, 10)
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        await pair.run(step)
+
+    assert model.buffers[0].value == 0
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_no_replicas_statistics_are_lost_under_contention(gang: ar.MirroredStrategy) -> None:
+    with gang.scope():
+        model = torch_module(nn.BatchNorm1d(4))
+
+    def step() -> int:
+        for _ in range(300):
+            model(X)
+        return int(model.buffers[2].value)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        counts = await gang.run(step)
+    finally:
+        sys.setswitchinterval(before)
+
+    assert set(counts) == {300}
 
 
 @pytest.mark.asyncio
