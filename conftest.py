@@ -8,5 +8,6 @@ _ADAPTERS = {
     "aioreplica/autodiff/_torch.py": "torch",
     "aioreplica/autodiff/_torch_module.py": "torch",
     "aioreplica/autodiff/_torch_random.py": "torch",
+    "tests/autodiff/ports": "torch",
 }
 collect_ignore = [path for path, package in _ADAPTERS.items() if find_spec(package) is None]
