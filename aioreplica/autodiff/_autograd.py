@@ -8,6 +8,7 @@ costs anything. Threads do not disturb each other, see `_autograd_traces.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -15,8 +16,10 @@ from autograd import make_vjp
 from autograd.extend import defjvp, defvjp, primitive, vspace
 from autograd.tracer import getval, isbox
 
+from ..devices.backends import Array
+from ..tree import map_leaves
 from ..values import Weighted
-from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._autograd_traces import separate_threads
 from ._linear import LinearCollective
 
@@ -36,18 +39,22 @@ class AutogradAdapter(Adapter):
         """The backend's name."""
         return "autograd"
 
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
         weights: list[Any] = []
+        extra: list[Any] = []
 
-        def traced(root: Any) -> Any:
-            def watch(array: Any) -> Any:
+        def traced(root: Array) -> Array:
+            def watch(array: Array) -> Array:
                 watched = _Input(array)
                 inputs.append(watched)
                 return _enter(root, watched)
 
-            total = fn(watch)
+            total, aux = split_aux(fn(watch), has_aux)
+            extra.append(map_leaves(partial(_untraced, root), aux))
             if isinstance(total, Weighted):
                 weights.append(getval(total.weight))
                 total = total.total
@@ -57,9 +64,14 @@ class AutogradAdapter(Adapter):
         pullback, total = make_vjp(traced)(0.0)
         pullback(vspace(total).ones())
         value = Weighted(total, weights[0]) if weights else total
-        return value, [watched.gradient() for watched in inputs]
+        gradients = [watched.gradient() for watched in inputs]
+        return (value, extra[0]) if has_aux else value, gradients
 
-    def perform(self, collective: LinearCollective, value: Any) -> Any:
+    def constant(self, array: Array) -> Array:
+        """Return the array: what autograd does not trace is constant."""
+        return array
+
+    def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a box through a collective."""
         return _perform(collective, value)
 
@@ -70,17 +82,17 @@ class _Input:
 
     __slots__ = ("_gradient", "array")
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         require_floating(getval(array))
         self.array = array if isbox(array) else np.asarray(array)
-        self._gradient: Any = None
+        self._gradient: Array = None
 
-    def receive(self, gradient: Any) -> float:
+    def receive(self, gradient: Array) -> float:
         """Take the whole gradient; what goes on to the root is nothing."""
         self._gradient = gradient
         return 0.0
 
-    def gradient(self) -> Any:
+    def gradient(self) -> Array:
         """Return the gradient, zeros if none arrived; traced only inside an outer derivative."""
         if self._gradient is None:
             return np.zeros_like(getval(self.array))
@@ -89,8 +101,13 @@ class _Input:
         return np.asarray(self._gradient, dtype=getval(self.array).dtype)
 
 
+def _untraced(root: Array, leaf: Array) -> Array:
+    """Take a leaf out of the trace that `root` belongs to."""
+    return leaf._value if isbox(leaf) and leaf._trace == root._trace else leaf
+
+
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _enter(_root: float, watched: _Input) -> Any:
+def _enter(_root: float, watched: _Input) -> Array:
     return watched.array
 
 
@@ -98,7 +115,7 @@ defvjp(_enter, lambda _ans, _root, watched: watched.receive)
 
 
 @primitive  # type: ignore[untyped-decorator]
-def _perform(collective: LinearCollective, value: Any) -> Any:
+def _perform(collective: LinearCollective, value: Array) -> Array:
     return collective.perform(np.asarray(value))
 
 

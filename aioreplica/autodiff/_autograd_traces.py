@@ -1,9 +1,8 @@
 """Making HIPS autograd safe across threads: traces numbered by the process, not by depth.
 
 autograd tells the boxes of nested traces apart by the depth at which they were made, counted in a
-module global. Two threads that differentiate at the same time move that counter under each other's
-feet: a trace can end up with the number of the one around it, and derivatives of derivatives are
-then silently wrong.
+module global. Two threads that differentiate at the same time both move that counter: a trace can
+end up with the number of the one around it, and derivatives of derivatives are then silently wrong.
 
 What autograd needs of these numbers is that an inner trace has a higher one than those around it,
 and that no two live traces share one. Numbers that only ever grow have both properties, on any

@@ -10,22 +10,22 @@ import operator
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import numpy as np
 from array_api_compat import is_jax_array, is_torch_array
 
 from ..collectives import require_dense
 from ..context import PLACE
+from ..devices.backends import Array
 from ..errors import ContextError
 from ..replica import CallSite, ReplicaContext
-from ..tree import map_leaves
+from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
 from ._find import find_adapter
 from ._linear import Caller, FromSource, Joined, LinearCollective, Scattered, Total
 
 
-def all_reduce(op: ReduceOp | str, value: Any) -> Any:
+def all_reduce(op: ReduceOp | str, value: Tree) -> Tree:
     """Sum or average a value over all replicas, differentiably.
 
     Args:
@@ -58,7 +58,7 @@ def all_reduce(op: ReduceOp | str, value: Any) -> Any:
     return _send(value, "all_reduce", sys._getframe(1), lambda caller: Total(caller, parsed))
 
 
-def all_gather(value: Any, axis: int) -> Any:
+def all_gather(value: Tree, axis: int) -> Tree:
     """Join a value of all replicas along `axis`, in replica order, differentiably.
 
     Args:
@@ -73,7 +73,7 @@ def all_gather(value: Any, axis: int) -> Any:
     return _send(value, "all_gather", sys._getframe(1), lambda caller: Joined(caller, axis))
 
 
-def reduce_scatter(op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
+def reduce_scatter(op: ReduceOp | str, value: Tree, axis: int = 0) -> Tree:
     """Sum or average a value over all replicas and take this one's part, differentiably.
 
     Args:
@@ -92,7 +92,7 @@ def reduce_scatter(op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
     )
 
 
-def broadcast(value: Any, source: int = 0) -> Any:
+def broadcast(value: Tree, source: int = 0) -> Tree:
     """Give every replica the value of one of them, differentiably.
 
     Args:
@@ -137,12 +137,12 @@ def _current_replica(name: str) -> ReplicaContext | None:
 
 
 def _send(
-    value: Any, name: str, frame: FrameType, new_call: Callable[[Caller], LinearCollective]
-) -> Any:
+    value: Tree, name: str, frame: FrameType, new_call: Callable[[Caller], LinearCollective]
+) -> Tree:
     """Send each leaf through a collective of its own."""
     caller = Caller(_current_replica(name), CallSite.of(frame), f"autodiff.{name}")
 
-    def send_leaf(leaf: Any) -> Any:
+    def send_leaf(leaf: Array) -> Array:
         require_dense(leaf, f"ar.autodiff.{name}")
         backend = _backend_of(leaf)
         if backend is None:
@@ -152,7 +152,7 @@ def _send(
     return map_leaves(send_leaf, value)
 
 
-def _backend_of(leaf: Any) -> str | None:
+def _backend_of(leaf: object) -> str | None:
     """Return the name of the backend that a leaf may be traced by, None for plain NumPy."""
     if is_torch_array(leaf):
         return "torch"

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from ..devices.backends import join_arrays
+from ..devices.backends import Array, join_arrays
 from ..replica import (
     AllGather,
     AllReduce,
@@ -58,7 +58,7 @@ class Caller:
         """Return the caller of the transposed collective."""
         return replace(self, name=f"gradient of {self.name.removeprefix('autodiff.')}")
 
-    def sum(self, op: ReduceOp, value: Any) -> Any:
+    def sum(self, op: ReduceOp, value: Array) -> Array:
         """Sum or average over the replicas; arrays that can be written are this replica's own."""
         if self.replica is None:
             return _copy(value)
@@ -66,7 +66,7 @@ class Caller:
         collective = collective_named(AllReduce, self.name)
         return self.replica.blocking.meet(collective, Reduction(op), args, self.site)
 
-    def scatter(self, op: ReduceOp, value: Any, axis: int) -> Any:
+    def scatter(self, op: ReduceOp, value: Array, axis: int) -> Array:
         """Sum or average over the replicas and take this one's part along an axis."""
         if self.replica is None:
             return _copy(value)
@@ -75,7 +75,7 @@ class Caller:
         collective = collective_named(ReduceScatter, self.name)
         return self.replica.blocking.meet(collective, Reduction(op, None, axis), args, self.site)
 
-    def gather(self, value: Any, axis: int) -> tuple[Any, int]:
+    def gather(self, value: Array, axis: int) -> tuple[Array, int]:
         """Join along an axis; tell where in the result this replica's part begins."""
         payload_along(value, axis, self.name)
         if self.replica is None:
@@ -88,7 +88,7 @@ class Caller:
         before = sizes.reshape(-1)[: self.replica.replica_id_in_sync_group]
         return joined, int(before.sum())
 
-    def broadcast(self, value: Any, source: int) -> Any:
+    def broadcast(self, value: Array, source: int) -> Array:
         """Take the value of one replica."""
         if self.replica is None:
             return _copy(value)
@@ -114,7 +114,7 @@ class LinearCollective(ABC):
         return self.caller.name
 
     @abstractmethod
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Meet the other replicas with an array; return a new one, of the same library."""
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Total(LinearCollective):
         super().__init__(caller)
         self._op = op
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Combine."""
         return self.caller.sum(self._op, value)
 
@@ -157,7 +157,7 @@ class Joined(LinearCollective):
         self._divisor = divisor
         self._begin = self._size = 0
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Join; sizes along the axis may differ."""
         joined, self._begin = self.caller.gather(value, self._axis)
         self._size = value.shape[self._axis]
@@ -183,7 +183,7 @@ class OwnPart(LinearCollective):
         self._divisor = divisor
         self._part = part
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Sum and cut."""
         total = self.caller.sum(ReduceOp.SUM, value)
         part = total[(slice(None),) * (self._axis % total.ndim) + (self._part,)]
@@ -207,7 +207,7 @@ class Scattered(LinearCollective):
         self._op = op
         self._axis = axis
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Combine and cut."""
         return self.caller.scatter(self._op, value, self._axis)
 
@@ -231,7 +231,7 @@ class FromSource(LinearCollective):
         self._source = source
         self._shape: tuple[int, ...] = ()
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Take the source's value."""
         self._shape = tuple(value.shape)
         return self.caller.broadcast(value, self._source)
@@ -257,7 +257,7 @@ class ToSource(LinearCollective):
         self._source = source
         self._shape = shape
 
-    def perform(self, value: Any) -> Any:
+    def perform(self, value: Array) -> Array:
         """Sum, and keep it or not."""
         total = self.caller.sum(ReduceOp.SUM, value)
         replica = self.caller.replica
@@ -274,5 +274,5 @@ class ToSource(LinearCollective):
         return ToSource(self.caller, self._source, self._shape)
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Array) -> Array:
     return join_arrays([value[None]], 0)[0]

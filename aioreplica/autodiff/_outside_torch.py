@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from ..tree import flatten, unflatten
+from ..tree import Tree, flatten, unflatten
 from ..tree import leaves as leaves_of
 from ._outside import NameGradients, OutsideAdapter, RunOutside, finished
 
+if TYPE_CHECKING:
+    import torch
 
-def needs_gradient(leaf: Any) -> bool:
+
+def needs_gradient(leaf: object) -> bool:
     """Tell whether torch tracks a value."""
     import torch
 
@@ -34,7 +37,7 @@ class TorchOutside(OutsideAdapter):
         leaves, spec = flatten(list(args))
         positions = [i for i, leaf in enumerate(leaves) if needs_gradient(leaf)]
 
-        def of_tracked(*values: Any) -> Any:
+        def of_tracked(*values: torch.Tensor) -> Any:
             whole = list(leaves)
             for position, value in zip(positions, values, strict=True):
                 whole[position] = value
@@ -55,11 +58,11 @@ class _Outside:
         self._names = names
         self._name = name
         self._fn = fn
-        self._inputs: list[Any] = []
-        self._made: list[Any] = []
-        self.value: tuple[Any, ...] = ()
+        self._inputs: list[torch.Tensor] = []
+        self._made: list[torch.Tensor] = []
+        self.value: tuple[torch.Tensor, ...] = ()
 
-    def at(self, args: Sequence[Any]) -> Any:
+    def at(self, args: Sequence[torch.Tensor]) -> Any:
         """Run the call outside; the result is tracked like the arguments."""
         self._inputs = [arg.detach().requires_grad_() for arg in args]
         made = self._run(self._name, self._forward, tuple(self._inputs))
@@ -73,7 +76,7 @@ class _Outside:
             leaves[position] = result
         return unflatten(spec, leaves)
 
-    def gradient(self, cotangents: Sequence[Any], args: Sequence[Any]) -> Any:
+    def gradient(self, cotangents: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
         import torch
 
@@ -82,10 +85,10 @@ class _Outside:
             return self._run(name, self._pull_back_kept, (cotangents,))
         count = len(cotangents)
 
-        def pull_back(*values: Any) -> Any:
+        def pull_back(*values: torch.Tensor) -> Any:
             given, inputs = values[:count], values[count:]
 
-            def back(made: Any) -> tuple[Any, ...]:
+            def back(made: Tree) -> tuple[torch.Tensor, ...]:
                 tensors = [leaf for leaf in leaves_of(made) if needs_gradient(leaf)]
                 found = torch.autograd.grad(
                     tensors, inputs, given, create_graph=True, allow_unused=True
@@ -96,14 +99,14 @@ class _Outside:
 
         return _Outside(self._run, self._names, name, pull_back).at([*cotangents, *args])
 
-    def _forward(self, *inputs: Any) -> Any:
+    def _forward(self, *inputs: torch.Tensor) -> Any:
         import torch
 
         with torch.enable_grad():
             made = self._fn(*inputs)
         return _with_gradients(made) if isinstance(made, Awaitable) else made
 
-    def _pull_back_kept(self, cotangents: Sequence[Any]) -> Any:
+    def _pull_back_kept(self, cotangents: Sequence[torch.Tensor]) -> Any:
         import torch
 
         found = torch.autograd.grad(
@@ -126,20 +129,22 @@ def _function() -> Any:
 
     class OutsideFunction(torch.autograd.Function):  # type: ignore[misc]  # torch may be missing
         @staticmethod
-        def forward(ctx: Any, outside: _Outside, *args: Any) -> Any:
+        def forward(ctx: Any, outside: _Outside, *args: torch.Tensor) -> Any:
             ctx.outside = outside
             ctx.save_for_backward(*args)
             return outside.value
 
         @staticmethod
-        def backward(ctx: Any, *cotangents: Any) -> Any:
+        def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
             parts = ctx.outside.gradient(cotangents, ctx.saved_tensors)
             return (None, *parts)
 
     return OutsideFunction
 
 
-def _filled(found: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
+def _filled(
+    found: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Replace the gradients of inputs that the result does not depend on."""
     import torch
 

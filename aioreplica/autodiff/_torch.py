@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from ..context import DIFFERENTIATING
-from ..values import Weighted
-from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ..devices.backends import Array
+from ..tree import map_leaves
+from ..values import IndexedSlices, Weighted
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._linear import LinearCollective
 
 
@@ -27,11 +29,13 @@ class TorchAdapter(Adapter):
         """The backend's name."""
         return "torch"
 
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
 
-        def watch(array: Any) -> Any:
+        def watch(array: Array) -> torch.Tensor:
             watched = _Input(array)
             inputs.append(watched)
             return watched.tensor
@@ -40,7 +44,7 @@ class TorchAdapter(Adapter):
         token = DIFFERENTIATING.set(True)
         try:
             with torch.inference_mode(mode=False), torch.enable_grad():
-                result = fn(watch)
+                result, aux = split_aux(fn(watch), has_aux)
                 total = result.total if isinstance(result, Weighted) else result
                 require_scalar_loss(total)
                 keep = is_inner or any(watched.is_traced for watched in inputs)
@@ -51,10 +55,16 @@ class TorchAdapter(Adapter):
         value = _number(total, keep, is_numpy)
         if isinstance(result, Weighted):
             value = Weighted(value, _number(result.weight, False, is_numpy))
+        if has_aux:
+            value = (value, aux if keep else map_leaves(_untraced, aux))
         pairs = zip(gradients, inputs, strict=True)
         return value, [watched.of_its_kind(gradient, keep) for gradient, watched in pairs]
 
-    def perform(self, collective: LinearCollective, value: Any) -> Any:
+    def constant(self, array: Array) -> torch.Tensor:
+        """Return a tensor of its own: torch knows no read-only ones."""
+        return array if isinstance(array, torch.Tensor) else torch.tensor(array)
+
+    def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a tensor through a collective."""
         return _Performed.apply(value, collective)
 
@@ -65,7 +75,7 @@ class _Input:
 
     __slots__ = ("array", "is_tensor", "is_traced", "tensor")
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         require_floating(array)
         self.array = array
         self.is_tensor = isinstance(array, torch.Tensor)
@@ -79,7 +89,7 @@ class _Input:
         else:
             self.tensor = array.detach().requires_grad_()
 
-    def of_its_kind(self, gradient: Any, keep: bool) -> Any:
+    def of_its_kind(self, gradient: torch.Tensor | None, keep: bool) -> Array:
         """Return a gradient as what was watched: a tensor, or a NumPy array outside of others."""
         if gradient is None:
             gradient = torch.zeros_like(self.tensor)
@@ -87,16 +97,31 @@ class _Input:
             return gradient if keep else gradient.detach()
         if keep and gradient.requires_grad:
             return gradient
-        return gradient.detach().numpy().astype(np.asarray(self.array).dtype, copy=False)
+        dtype = np.asarray(self.array).dtype
+        if gradient.is_sparse:
+            return _slices(gradient.detach(), dtype)
+        return gradient.detach().numpy().astype(dtype, copy=False)
 
 
-def _gradients(total: Any, tensors: list[Any], keep: bool) -> list[Any]:
+def _slices(gradient: torch.Tensor, dtype: np.dtype[Any]) -> Array | IndexedSlices:
+    """Return a sparse gradient as rows; as an array if it is sparse along several axes."""
+    if gradient.sparse_dim() != 1:
+        return gradient.to_dense().numpy().astype(dtype, copy=False)
+    rows = gradient._values().numpy().astype(dtype, copy=False)
+    return IndexedSlices(rows, gradient._indices()[0].numpy(), tuple(gradient.shape))
+
+
+def _untraced(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _gradients(total: Array, tensors: list[torch.Tensor], keep: bool) -> list[torch.Tensor | None]:
     if not tensors or not isinstance(total, torch.Tensor) or not total.requires_grad:
         return [None] * len(tensors)
     return list(torch.autograd.grad(total, tensors, allow_unused=True, create_graph=keep))
 
 
-def _number(total: Any, keep: bool, is_numpy: bool) -> Any:
+def _number(total: Array, keep: bool, is_numpy: bool) -> Array:
     if not isinstance(total, torch.Tensor) or keep:
         return total
     total = total.detach()
@@ -110,12 +135,12 @@ class _Performed(torch.autograd.Function):  # type: ignore[misc]  # torch's own 
     """A collective as torch sees it."""
 
     @staticmethod
-    def forward(ctx: Any, value: Any, collective: LinearCollective) -> Any:
+    def forward(ctx: Any, value: torch.Tensor, collective: LinearCollective) -> torch.Tensor:
         """Meet the other replicas."""
         ctx.collective = collective
         return collective.perform(value.detach())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Meet them again, with the gradient."""
         return _Performed.apply(gradient, ctx.collective.transposed()), None

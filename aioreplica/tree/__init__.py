@@ -4,6 +4,7 @@ from .._export import export_public
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import Leaf as Leaf
+from ._tree import Tree as Tree
 from ._tree import TreeSpec as TreeSpec
 from ._tree import describe_structure as describe_structure
 from ._tree import flatten as flatten

@@ -353,7 +353,7 @@ async def test_the_event_loop_is_not_blocked(pair: ar.MirroredStrategy) -> None:
         await pair.run(step)
 
 
-def test_in_scope_there_is_nobody_to_meet() -> None:
+def test_in_scope_a_collective_is_an_error() -> None:
     strategy = mirrored(2)
     with strategy.scope(), pytest.raises(ContextError, match="collective of the replicas"):
         autodiff.all_gather(np.ones(2), 0)

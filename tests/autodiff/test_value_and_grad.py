@@ -91,16 +91,6 @@ def test_gradients_agree_with_central_differences(rows: int, columns: int) -> No
         assert gradient[index] == pytest.approx(numeric, abs=1e-7)
 
 
-def test_a_call_inside_a_call_is_a_higher_derivative() -> None:
-    a, b = np.array([1.0, 2.0]), np.array([3.0, 4.0])
-    inner = value_and_grad(polynomial)
-
-    _, gradients = value_and_grad(lambda arrays: anp.sum(inner(arrays)[1][0]))([a, b])
-
-    np.testing.assert_allclose(gradients[0], 6 * a * b)
-    np.testing.assert_allclose(gradients[1], 3 * a**2)
-
-
 @pytest.mark.parametrize(
     ("result", "error", "text"),
     [

@@ -87,17 +87,6 @@ def test_an_integer_variable_has_no_gradient() -> None:
         differentiate_variables(lambda: counter.value * 1.0, [counter])
 
 
-def test_a_loss_inside_a_loss_is_differentiated_too() -> None:
-    w = ar.Variable(3.0)
-
-    def slope() -> Any:
-        return differentiate_variables(lambda: w.value**3)[1][0][0]
-
-    value, [(gradient, _)] = differentiate_variables(slope)
-
-    assert (value, gradient) == (27.0, 18.0)
-
-
 @pytest.mark.asyncio
 async def test_each_replica_reads_its_own_component(pair: ar.MirroredStrategy) -> None:
     with pair.scope():

@@ -1,6 +1,7 @@
 """Array backends: how each kind of device holds, moves and reduces arrays."""
 
 from ..._export import export_public
+from ._backend import Array as Array
 from ._backend import Backend as Backend
 from ._cupy import CupyBackend as CupyBackend
 from ._discover import backend_of as backend_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from array_api_compat import (
@@ -15,8 +14,10 @@ from array_api_compat import (
     to_device,
 )
 
+from ._backend import Array
 
-def join_arrays(arrays: Sequence[Any], axis: int) -> Any:
+
+def join_arrays(arrays: Sequence[Array], axis: int) -> Array:
     """Lay arrays of one library behind each other along an axis, where the first one is.
 
     Example:
@@ -28,11 +29,11 @@ def join_arrays(arrays: Sequence[Any], axis: int) -> Any:
     return xp.concat([to_device(untraced(array), place) for array in arrays], axis=axis)
 
 
-def share_array(array: Any, inputs: Sequence[Any]) -> list[Any]:
+def share_array(array: Array, inputs: Sequence[Array]) -> list[Array]:
     """Return an array once per replica, on the device of what that replica brought.
 
     Args:
-        array: The result of a collective, which nobody else has.
+        array: The result of a collective, referenced by no one else.
         inputs: What each replica brought.
 
     Returns:
@@ -47,7 +48,7 @@ def share_array(array: Any, inputs: Sequence[Any]) -> list[Any]:
     return [to_device(array, device(inputs[0])), *copies]
 
 
-def trace_of(array: Any) -> str | None:
+def trace_of(array: object) -> str | None:
     """Name what an array is if it is being differentiated or compiled, else None.
 
     Example:
@@ -64,6 +65,6 @@ def trace_of(array: Any) -> str | None:
     return None
 
 
-def untraced(array: Any) -> Any:
+def untraced(array: Array) -> Array:
     """Return the numbers of an array without what was traced to get them."""
     return array.detach() if is_torch_array(array) else array

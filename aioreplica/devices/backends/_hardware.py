@@ -1,4 +1,4 @@
-"""Whether an accelerator can be there at all, found out without importing anybody's library."""
+"""Whether an accelerator can be there at all, found out without importing an array library."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def require_installed(package: str) -> None:
 def may_have_gpu() -> bool:
     """Tell whether there may be a GPU: on Linux if a driver shows one, elsewhere always.
 
-    Importing a library of arrays takes seconds, which nobody should wait for who only asks a
-    machine without a GPU for its devices.
+    Importing a library of arrays takes seconds: too long for a program that asks a machine without
+    a GPU for its devices.
     """
     return not sys.platform.startswith("linux") or any(map(_exists, GPU_NODES))
 

@@ -8,9 +8,10 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from ...typing import ReduceOp
+from ._backend import Array
 
 
-def reduce_in_namespace(op: ReduceOp, arrays: Sequence[Any]) -> Any:
+def reduce_in_namespace(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     """Combine arrays of one library, shape and dtype into a new one, left to right.
 
     Accumulates and rounds as `reduce_arrays` does for NumPy: half precision in float32, a mean

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...typing import ReduceOp
+from ._backend import Array
 
 BLOCK_BYTES = 256 * 1024
 """A block of the result stays in a core's L2 cache while every input's block is added to it. Of
@@ -32,7 +33,7 @@ def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
-def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
+def reduce_arrays(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     """Combine arrays of one shape and dtype into a new one, left to right.
 
     Half precision is accumulated in float32 and rounded once.
@@ -52,7 +53,7 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Any]) -> Any:
     return total
 
 
-def _sum_small(op: ReduceOp, arrays: Sequence[Any]) -> Any:
+def _sum_small(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     """Sum small arrays of floats: the same sums, with less around them."""
     total = np.add(arrays[0], arrays[1])
     for array in arrays[2:]:
@@ -63,7 +64,7 @@ def _sum_small(op: ReduceOp, arrays: Sequence[Any]) -> Any:
 
 
 def reduce_into(
-    op: ReduceOp, total: Any, arrays: Sequence[Any], start: int = 0, stop: int | None = None
+    op: ReduceOp, total: Array, arrays: Sequence[Array], start: int = 0, stop: int | None = None
 ) -> None:
     """Combine arrays into `total`, or only its elements (in C order) from `start` to `stop`.
 
@@ -91,7 +92,7 @@ def reduce_into(
         reduce_block(op, total[part], [array[part] for array in arrays], count)
 
 
-def reduce_block(op: ReduceOp, total: Any, arrays: Iterable[Any], count: int) -> None:
+def reduce_block(op: ReduceOp, total: Array, arrays: Iterable[Array], count: int) -> None:
     """Combine `count` arrays into `total` in one go; they may be made while they are read."""
     ufunc = np.minimum if op is ReduceOp.MIN else np.maximum if op is ReduceOp.MAX else np.add
     rest = iter(arrays)

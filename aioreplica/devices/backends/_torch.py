@@ -44,16 +44,17 @@ class TorchBackend(Backend):
         return bool(is_torch_array(value))
 
     def put(self, value: Array, device: str) -> Array:
-        """Return `value` as a tensor on a device; read-only NumPy arrays are copied."""
+        """Return `value` as a tensor on a device; a tensor that is there already is not copied.
+
+        NumPy arrays are copied: torch has no read-only tensors, so what operations in place write
+        must not be the memory of a batch or of a variable.
+        """
         import torch
 
         target = _torch_device(device)
         if is_torch_array(value):
             return value.to(target)
-        array = np.asarray(value)
-        if not array.flags.writeable:
-            array = array.copy()  # torch has no read-only tensors and warns of such memory
-        return torch.as_tensor(array).to(target)
+        return torch.tensor(np.asarray(value), device=target)
 
     def get(self, array: Array) -> Array:
         """Return a tensor's numbers as a NumPy array; bfloat16, which NumPy lacks, as float32."""

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from aioreplica.devices.backends import NumpyBackend
+from aioreplica.devices.backends import NumpyBackend, reduce_into
 from aioreplica.typing import ReduceOp
 
 Array = Any
@@ -183,6 +183,18 @@ def test_nan_wins(op: ReduceOp, position: int) -> None:
 
     assert result[0] == 1.0
     assert np.isnan(result[1])
+
+
+@pytest.mark.parametrize("stop", [7, 100_000, 150_001])
+def test_a_range_of_elements_leaves_the_others_alone(stop: int) -> None:
+    """Threads reduce neighbouring ranges of one array at the same time."""
+    arrays = [np.ones(200_000) for _ in range(3)]
+    total = np.full(200_000, -1.0)
+
+    reduce_into(ReduceOp.SUM, total, arrays, 5, stop)
+
+    assert set(total[5:stop]) == {3.0}
+    assert set(total[:5]) | set(total[stop:]) == {-1.0}
 
 
 def test_infinities() -> None:

@@ -32,6 +32,9 @@ def test_numbers_survive_the_way_there_and_back(is_writable: bool) -> None:
 
     assert tensor.dtype == torch.float64
     np.testing.assert_array_equal(TorchBackend().get(tensor), array)
+    assert TorchBackend().put(tensor, "cpu:0") is tensor
+    tensor.zero_()
+    assert array.tolist() == [0.0, 1.0, 2.0]
     with TorchBackend().scope("cpu:0"):
         TorchBackend().synchronise("cpu:0")
 
