@@ -24,7 +24,9 @@ from ._scaled_gradient import ScaledGradient
 Array = npt.NDArray[Any]
 
 _ARRAYS = frozenset({np.ndarray})
-_CHECKED_BY_DOT = 4096  # elements; above, BLAS may wake threads for it
+_CHECKED_BY_DOT = 4096
+"""Up to so many elements of a block are checked by the sum of their squares, which takes a third of
+the time. Above, BLAS may wake threads for it, which pays for a whole array only."""
 
 MEASURED = 32 * 1024
 """Elements whose squares are added up at a time. It is part of the result: partial sums depend on
@@ -132,7 +134,7 @@ class MergedGradient:
         """Turn some elements of the sum into those of the gradient, checked, perhaps in `out`."""
         if self.divisor != 1.0:
             part = _divided(part, self.divisor, out)
-        if part.size <= _CHECKED_BY_DOT and part.dtype.char in "fd":
+        if (scratch is None or part.size <= _CHECKED_BY_DOT) and part.dtype.char in "fd":
             flat = part if part.ndim == 1 else part.reshape(-1)
             if not math.isfinite(flat.dot(flat)):  # or the squares are too large
                 self.check(part)

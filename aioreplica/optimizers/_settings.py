@@ -57,6 +57,7 @@ class StepSettings:
         norm: The norm of the gradients of the last step, None if it is not measured.
         scratch: Free memory for blocks.
         touched: What sparse updates changed.
+        shared: What a rule of another library keeps beside the slots.
 
     Source:
         Clipping: the arguments of those names of tf.keras.optimizers.Optimizer, and their formulas.
@@ -76,6 +77,7 @@ class StepSettings:
     norm: Variable | None
     scratch: Scratch
     touched: TouchedRows
+    shared: tuple[Variable, ...] = ()
 
     @property
     def needs_norms(self) -> bool:
@@ -89,6 +91,7 @@ class StepSettings:
         return (
             *(variable for variable in counters if variable is not None),
             *(() if self.loss_scaling is None else self.loss_scaling.variables),
+            *self.shared,
             *self.slots.all(),
         )
 

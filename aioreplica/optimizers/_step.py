@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
-UpdateAll: TypeAlias = Callable[..., tuple[Array, ...]]
 Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable with its slots
 
 INLINE_BYTES = 12 * 1024 * 1024
@@ -306,10 +305,9 @@ def apply(
         )
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
-        update_all: UpdateAll = optimizer.update_all  # type: ignore[attr-defined]
-        run = partial(
-            _run_joint_rule, optimizer, update_all, write, groups, shared, gradients, of_each
-        )
+        if not optimizer.is_warm:  # type: ignore[attr-defined]
+            size = INLINE_BYTES + 1  # what is compiled first takes long
+        run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
     else:
         run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
     return write, prepared, [(size, run)]
@@ -484,7 +482,6 @@ def _run_rule(
 
 def _run_joint_rule(
     optimizer: Optimizer,
-    update_all: UpdateAll,
     write: StagedWrite,
     groups: Groups,
     shared: Sequence[Variable],
@@ -494,9 +491,7 @@ def _run_joint_rule(
     dense = [gradient.dense() for gradient in gradients]
     checks = optimizer.settings.on_non_finite != "ignore"
     if not checks or all(gradient.is_finite for gradient in gradients):
-        everything = [*[each for group in groups for each in group], *shared]
-        variables = [group[0] for group in groups]
-        write.compute(everything, lambda old: update_all(prepared, variables, old, dense))
+        optimizer.update_all(prepared, groups, shared, dense, write)  # type: ignore[attr-defined]
 
 
 def _apart(new: Any, gradient: Array) -> Any:
