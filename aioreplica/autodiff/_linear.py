@@ -93,7 +93,9 @@ class Caller:
         if self.replica is None:
             return _copy(value)
         collective = collective_named(Broadcast, self.name)
-        return self.replica.blocking.meet(collective, source, payload_of(value), self.site)
+        return self.replica.blocking.meet(
+            collective, source, payload_of(value, self.name), self.site
+        )
 
 
 class LinearCollective(ABC):

@@ -8,6 +8,7 @@ from ._place import DIFFERENTIATING as DIFFERENTIATING
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
 from ._place import CurrentReplica as CurrentReplica
+from ._place import CurrentStrategy as CurrentStrategy
 from ._place import Place as Place
 from ._place import get_update_replica_id as get_update_replica_id
 from ._place import in_cross_replica_context as in_cross_replica_context
@@ -23,6 +24,7 @@ __all__ = [
     "PLACE",
     "REGISTRY",
     "CurrentReplica",
+    "CurrentStrategy",
     "Place",
     "Registry",
     "get_update_replica_id",

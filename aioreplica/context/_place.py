@@ -37,6 +37,18 @@ class CurrentReplica(Protocol):
         """Learn that a started op was left to its thread because of an interrupt."""
 
 
+class CurrentStrategy(Protocol):
+    """What lower layers need to know of the strategy in charge."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a run has."""
+
+    @property
+    def has_plain_values(self) -> bool:
+        """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
+
+
 @final
 class Place:
     """One place that code can run in.

@@ -1,11 +1,8 @@
 """Devices: names, lanes that run ops off the event loop, and array backends."""
 
 from .._export import export_public
-from ._completion import CompletionPort as CompletionPort
-from ._current import current_device as current_device
-from ._current import device as device
-from ._drain import is_interrupted as is_interrupted
-from ._drain import wait_shielded as wait_shielded
+from ._completion import CompletionQueue as CompletionPort
+from ._completion import CompletionQueue as CompletionQueue
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
@@ -17,28 +14,34 @@ from ._lane_table import lend_lane as lend_lane
 from ._lane_table import name_of_served_lane as name_of_served_lane
 from ._lane_table import new_gate as new_gate
 from ._lane_table import set_lane_options as set_lane_options
+from ._logical import current_device as current_device
+from ._logical import device as device
 from ._logical import list_devices as list_devices
 from ._logical import require_device as require_device
 from ._logical import set_logical_devices as set_logical_devices
+from ._loop import is_interrupted as is_interrupted
 from ._loop import running_loop as running_loop
+from ._loop import wait_shielded as wait_shielded
 from ._op import Op as Op
+from ._op import OpTracker as OpTracker
+from ._op import UnfinishedOp as UnfinishedOp
 from ._owned_task import OwnedTask as OwnedTask
 from ._run import INLINE_BYTES as INLINE_BYTES
 from ._run import device_op as device_op
+from ._run import num_collective_streams as num_collective_streams
 from ._run import run_on_host as run_on_host
 from ._run import run_on_lane as run_on_lane
+from ._run import run_together as run_together
 from ._run import submit_gang as submit_gang
 from ._spec import Device as Device
 from ._spec import DeviceSpec as DeviceSpec
-from ._together import num_collective_streams as num_collective_streams
-from ._together import run_together as run_together
-from ._tracker import OpTracker as OpTracker
 
 __all__ = [
     "COLLECTIVES",
     "HOST",
     "INLINE_BYTES",
     "CompletionPort",
+    "CompletionQueue",
     "Device",
     "DeviceSpec",
     "Gate",
@@ -48,6 +51,7 @@ __all__ = [
     "Op",
     "OpTracker",
     "OwnedTask",
+    "UnfinishedOp",
     "current_device",
     "device",
     "device_op",

@@ -1,7 +1,7 @@
 """A lane: the threads of one device, first in first out.
 
 Threads are daemons made at the first op, at a lower OS priority than the event loop's, and end
-at a stop sentinel. An op that never ends therefore cannot keep the process alive.
+at a stop sentinel. An op that never ends therefore does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from typing import Any, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._neighbours import Neighbours
-from ._op import Op
-from ._tracker import OpTracker
+from ._op import Op, OpTracker, observers_of_all
 
-LONG_S = 0.0005  # after an op of this length, who may have to wait for the next one is looked for
-STOPPED_S = 0.1  # how often a thread that wants its lane back looks whether it was stopped
+STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
 
 
 @final
@@ -31,9 +28,9 @@ class LaneStatistics:
     """What a lane is doing.
 
     Attributes:
-        queued: Ops not taken by a thread yet, withdrawn ones included.
-        running: Ops being run now.
-        done: Ops that ran to their end since the lane was made.
+        queued: Ops that no thread has taken yet, withdrawn ones included.
+        running: Ops that run now.
+        done: Ops that have ended since the lane was made.
         busy_s: Seconds spent inside ops, summed over the threads.
     """
 
@@ -50,20 +47,12 @@ class Lane:
     Args:
         name: Device name, used for the threads too.
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
-        nice: Added to the threads' OS niceness; a system that refuses is ignored.
-        neighbours: The lanes that share the cores with this one.
+        nice: Added to the threads' OS niceness; ignored where the system refuses.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        num_streams: int = 1,
-        nice: int = 5,
-        neighbours: Neighbours | None = None,
-    ) -> None:
+    def __init__(self, name: str, *, num_streams: int = 1, nice: int = 5) -> None:
         self.name = name
-        self._neighbours = neighbours
+        self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
         self._nice = nice
         self._queue: SimpleQueue[Op[Any] | _Handover | None] = SimpleQueue()
@@ -77,18 +66,6 @@ class Lane:
         self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
         self._held_back: deque[Op[Any]] = deque()  # ops of those runs, until that op has ended
 
-    @property
-    def has_yet_to_run(self) -> bool:
-        """Whether there are ops, and the thread that was woken for them does not run yet."""
-        if self._queue.empty():
-            return False
-        return all(stream.is_idle for stream in self._streams)
-
-    @property
-    def native_id(self) -> int | None:
-        """The system's number of the newest thread, None without one."""
-        return self._threads[-1].native_id if self._threads else None
-
     def put(self, op: Op[Any]) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
 
@@ -97,6 +74,10 @@ class Lane:
         """
         if self._stopped:
             raise self._given_back()
+        tracker = op.tracker
+        observers = self._observers if tracker is None else tracker.observers
+        if (tell := observers.op_queued) is not None:
+            tell(op, self.name)
         self._queue.put(op)
         if self._serving < self._num_streams and not self._idle.acquire(blocking=False):
             self._start_thread(op)
@@ -178,7 +159,7 @@ class Lane:
             try:
                 thread.start()
             except RuntimeError:
-                if op is None:  # nobody takes over: the queued ops wait for the caller
+                if op is None:  # no thread takes over: the queued ops wait for the caller
                     return
                 op.withdraw()
                 raise
@@ -196,12 +177,9 @@ class Lane:
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice)
         _serving_threads()[threading.get_ident()] = self, stream
-        neighbours = self._neighbours
+        name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
         while True:
-            if self._queue.empty():
-                stream.is_idle = True
-            op = self._next_op()
-            stream.is_idle = False
+            op = (self._held_back_op() if self._held_back else None) or take()
             if type(op) is not Op:
                 self._end(stream, op)
                 return
@@ -209,22 +187,25 @@ class Lane:
             if self._lenders and tracker in self._lenders:
                 self._held_back.append(op)
                 continue
+            if not op.claim():
+                del op  # an idle thread must not keep the last op's arrays alive
+                continue
             stream.tracker = tracker
             stream.is_running = True
-            if stream.last_s > LONG_S and neighbours is not None and neighbours.lanes:
-                neighbours.make_room(self)
-            started = op.perform()
+            observers = self._observers if tracker is None else tracker.observers
+            if (tell := observers.op_started) is not None:
+                tell(op, name)
+            op.run_claimed()
+            if (tell := observers.op_ended) is not None:
+                tell(op, name)
             stream.is_running = False
-            if started:
-                stream.num_done += 1
-                stream.last_s = seconds = op.seconds
-                stream.busy_s += seconds
-                port = op.port
-                port.add(op)
-                del op  # before anybody learns that it is done: its result may be used again
-                port.wake()
-            else:
-                del op  # an idle thread must not keep the last op's arrays alive
+            stream.num_done += 1
+            stream.busy_s += op.seconds
+            completions = op.completions
+            completions.add(op)
+            del op  # before its awaiter learns that it is done: its result may be used again
+            if not completions.is_armed:
+                completions.wake()
 
     def _end(self, stream: _Stream, handover: _Handover | None) -> None:
         """End the calling thread, at a stop sentinel or because another takes the lane back."""
@@ -247,18 +228,13 @@ class Lane:
                     return op
         return None
 
-    def _next_op(self) -> Op[Any] | _Handover | None:
-        """Wait for an op; a thread about to wait says so first, if there can be several."""
-        if self._held_back:
-            op = self._held_back_op()
-            if op is not None:
-                return op
-        if self._num_streams > 1:
-            try:
-                return self._queue.get_nowait()
-            except Empty:
-                self._idle.release()
-        return self._queue.get()
+    def _take(self) -> Op[Any] | _Handover | None:
+        """Wait for an op; where threads are several, one about to wait says so first."""
+        try:
+            return self._queue.get_nowait()
+        except Empty:
+            self._idle.release()
+            return self._queue.get()
 
 
 @final
@@ -275,15 +251,13 @@ class _Handover:
 class _Stream:
     """The counts of one thread, written by that thread alone, so without a lock."""
 
-    __slots__ = ("busy_s", "is_idle", "is_running", "last_s", "num_done", "tracker")
+    __slots__ = ("busy_s", "is_running", "num_done", "tracker")
 
     def __init__(self) -> None:
-        self.tracker: OpTracker | None = None  # of the run whose op it runs, or ran last
-        self.is_idle = True  # waits for an op, or was woken for one and does not run yet
+        self.tracker: OpTracker | None = None  # of the run whose op it runs or ran last
         self.is_running = False
         self.num_done = 0
         self.busy_s = 0.0
-        self.last_s = 0.0
 
 
 def served_lane() -> Lane | None:

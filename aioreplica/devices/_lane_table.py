@@ -12,11 +12,9 @@ from typing import final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._blas import BlasBudget
-from ._cores import num_cores
+from ._cores import BlasBudget, num_cores
 from ._gate import Gate
 from ._lane import Lane, LaneStatistics, served_lane
-from ._neighbours import Neighbours
 
 HOST = "host"
 COLLECTIVES = "collectives"
@@ -48,7 +46,6 @@ class LaneTable:
         self._lanes: dict[str, Lane] = {}
         self._users: dict[str, int] = {}
         self._blas = BlasBudget()
-        self._neighbours = Neighbours()
 
     def lane(self, name: str, *, num_streams: int | None = None) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
@@ -59,10 +56,8 @@ class LaneTable:
         if lane is None:
             with self._lock:
                 streams = num_streams or self._streams_of(name)
-                near = self._neighbours if _is_on_cores(name) else None
-                new = Lane(name, num_streams=streams, nice=self.nice, neighbours=near)
+                new = Lane(name, num_streams=streams, nice=self.nice)
                 lane = self._lanes.setdefault(name, new)
-                self._settle()
         return lane
 
     def served_lane(self) -> Lane | None:
@@ -121,12 +116,7 @@ class LaneTable:
         return _host_streams() if name == HOST else self.num_streams
 
     def _budget(self) -> None:
-        self._blas.set_num_lanes(sum(map(_is_on_cores, self._users)))
-        self._settle()
-
-    def _settle(self) -> None:
-        lanes = (lane for name, lane in self._lanes.items() if _is_on_cores(name))
-        self._neighbours.settle(lanes, num_cores())
+        self._blas.set_num_lanes(sum(name.startswith("cpu:") for name in self._users))
 
     def _after_fork(self) -> None:
         """Start afresh in the child: the parent's threads do not exist here."""
@@ -142,10 +132,6 @@ class LaneTable:
         deadline = monotonic() + EXIT_JOIN_S
         for lane in lanes:
             lane.join(max(0.0, deadline - monotonic()))
-
-
-def _is_on_cores(name: str) -> bool:
-    return name.startswith("cpu:")
 
 
 def _host_streams() -> int:
@@ -175,9 +161,9 @@ def name_of_served_lane() -> str | None:
 
 
 def new_gate(loop: asyncio.AbstractEventLoop | None) -> Gate:
-    """Make a closed gate: every wait of a device thread for somebody else goes through one.
+    """Make a closed gate; device threads of the library wait at gates only.
 
-    A test may have put another lane table in place, whose gates it decides about.
+    A test may have put another lane table in place, which makes gates under its control.
     """
     return lane_table().new_gate(loop)
 

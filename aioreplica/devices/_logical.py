@@ -1,10 +1,12 @@
-"""Which devices this process has, and splitting the host into logical ones."""
+"""Which devices this process has, splitting the host into logical ones, and the current one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
-from ..context import REGISTRY
+from ..context import DEVICE, PLACE, REGISTRY
 from ..errors import DeviceError
 from ._spec import Device
 from .backends import find_backends
@@ -113,3 +115,37 @@ def require_device(name: Device | str) -> Device:
     raise DeviceError(
         f"Unknown device {device}: this process has {names}.{hint}", device=str(device)
     )
+
+
+@contextmanager
+def device(name: Device | str) -> Iterator[Device]:
+    """Say where ops and results of the cross-replica context go, inside a `with` block.
+
+    Raises:
+        DeviceError: If there is no such device.
+        ValueError: If `name` is not a device name.
+
+    Example:
+        >>> with device("cpu:1"):
+        ...     current_device()
+        Device('cpu:1')
+    """
+    chosen = require_device(name)
+    token = DEVICE.set(chosen)
+    try:
+        yield chosen
+    finally:
+        DEVICE.reset(token)
+
+
+def current_device() -> Device:
+    """Return the device that ops go to here.
+
+    In replica context it is the replica's; elsewhere the innermost `device` block's, else the
+    first CPU.
+    """
+    replica = PLACE.get().replica
+    if replica is not None and replica.device_name is not None:
+        return Device(replica.device_name)
+    chosen = DEVICE.get()
+    return chosen if isinstance(chosen, Device) else list_devices("cpu")[0]

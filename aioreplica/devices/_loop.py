@@ -1,9 +1,14 @@
-"""The running event loop, or a clear error."""
+"""The event loop: which one runs, whether it is being closed, and waiting although cancelled."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+from asyncio import runners
+from collections.abc import Callable
+
+import anyio
 
 from ..errors import ContextError
 
@@ -27,3 +32,55 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
             f"{what} needs a running event loop. Call it from a coroutine, for example under "
             "asyncio.run(main())."
         ) from None
+
+
+def is_interrupted() -> bool:
+    """Tell whether the interpreter is being interrupted or the running loop is being closed.
+
+    True after Ctrl-C has reached `asyncio.Runner` (so also under `asyncio.run`, `anyio.run` and
+    `uvloop.run`), and while a runner cancels all tasks of a loop that it is about to close.
+    Neither is visible through public API; what is looked at here exists in CPython 3.11 to 3.14,
+    and where it does not the answer is False, which means to wait.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    runner = getattr(getattr(handler, "func", None), "__self__", None)
+    if isinstance(runner, asyncio.Runner) and getattr(runner, "_interrupt_count", 0) > 0:
+        return True
+    closing = getattr(getattr(runners, "_cancel_all_tasks", None), "__code__", None)
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is closing:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the chain
+    return False
+
+
+async def wait_shielded(
+    is_done: Callable[[], bool],
+    new_waiter: Callable[[], asyncio.Future[None]],
+    on_cancel: Callable[[asyncio.CancelledError], None] | None = None,
+) -> bool:
+    """Wait until `is_done()`, through every cancellation, without spinning.
+
+    Args:
+        is_done: Called before each wait.
+        new_waiter: Gives a fresh future that is resolved when `is_done` may have become true.
+        on_cancel: Called with each further cancellation.
+
+    Returns:
+        False if the interpreter is being interrupted: the caller must stop waiting.
+
+    Cancellation:
+        Swallowed: the caller is unwinding already and raises again afterwards. An anyio scope
+        shields the wait, because level cancellation would otherwise wake it in every loop cycle.
+    """
+    with anyio.CancelScope(shield=True):
+        while not is_done():
+            if is_interrupted():
+                return False
+            try:
+                await new_waiter()
+            except asyncio.CancelledError as cancelled:
+                if on_cancel is not None:
+                    on_cancel(cancelled)
+    return True

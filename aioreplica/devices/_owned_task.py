@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar, final
 
-from ._drain import wait_shielded
+from ._loop import wait_shielded
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Awaiting ops: on a device lane or on the host, cancellable until they start."""
+"""Awaiting ops: on a device lane, on the host or several at once; cancellable until they start."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from ..context import PLACE
-from ._completion import CompletionPort
+from ._completion import CompletionQueue
 from ._lane import Lane
-from ._lane_table import HOST, lane_table
-from ._op import Op
-from ._tracker import OpTracker
+from ._lane_table import COLLECTIVES, HOST, lane_table
+from ._op import Op, OpTracker
 
 INLINE_BYTES = 2 * 1024 * 1024
 """Array work that reads no more than this runs on the event loop. A trip to another thread and back
@@ -24,14 +23,14 @@ T = TypeVar("T")
 
 def run_on_lane(
     lane: Lane,
-    port: CompletionPort,
+    completions: CompletionQueue,
     fn: Callable[..., T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tracker: OpTracker | None = None,
 ) -> Op[T]:
     """Return an op that runs `fn` on a lane of the caller's choice once it is awaited."""
-    return Op(port, fn, args, kwargs, lane, tracker)
+    return Op(completions, fn, args, kwargs, lane, tracker)
 
 
 def submit_gang(lane_names: Sequence[str], ops: Sequence[Op[Any]]) -> None:
@@ -71,13 +70,8 @@ async def run_on_host(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) 
             f"run_on_host needs a plain function, got {fn!r} ({type(fn).__name__}). "
             "Await asynchronous ones directly."
         )
-    replica = PLACE.get().replica
-    tracker = None
-    if replica is not None:
-        replica.check_running()
-        tracker = replica.op_tracker
-    lane = lane_table().lane(HOST)
-    return await run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, kwargs, tracker)
+    _, tracker = _current_replica()
+    return await _op_on(HOST, fn, args, kwargs, tracker)
 
 
 def device_op(fn: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -102,12 +96,66 @@ def device_op(fn: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
     @functools.wraps(fn)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        replica = PLACE.get().replica
-        name = tracker = None
-        if replica is not None:
-            replica.check_running()
-            name, tracker = replica.device_name, replica.op_tracker
-        lane = lane_table().lane(name or HOST)
-        return await run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, kwargs, tracker)
+        device_name, tracker = _current_replica()
+        return await _op_on(device_name or HOST, fn, args, kwargs, tracker)
 
     return call
+
+
+async def run_together(pieces: Sequence[Callable[[], T]]) -> list[T]:
+    """Run plain functions at once, on the lane of the collectives; wait for all.
+
+    That lane is the library's own: no function of a user is ever put there, so a reduction never
+    queues behind something that waits for the reduction.
+
+    Raises:
+        Exception: What the first piece that failed raises.
+
+    Cancellation:
+        Pieces that have not started are taken back; the others are waited for.
+    """
+    _, tracker = _current_replica()
+    ops = [_op_on(COLLECTIVES, piece, (), {}, tracker) for piece in pieces]
+    for op in ops:
+        op.put()
+    results: list[T] = []
+    failure: BaseException | None = None
+    for op in ops:
+        try:
+            results.append(await op)
+        except BaseException as error:  # noqa: BLE001 - raised below, when the others have ended
+            failure = failure or error
+            for other in ops:
+                other.cancel()
+    if failure is not None:
+        raise failure
+    return results
+
+
+def num_collective_streams() -> int:
+    """Return how many threads the lane of the collectives can have."""
+    return lane_table().num_collective_streams
+
+
+def _current_replica() -> tuple[str | None, OpTracker | None]:
+    """Return device and tracker of the replica that this is called in, None and None elsewhere.
+
+    Raises:
+        CancelledError: If its run was aborted.
+    """
+    replica = PLACE.get().replica
+    if replica is None:
+        return None, None
+    replica.check_running()
+    return replica.device_name, replica.op_tracker
+
+
+def _op_on(
+    lane_name: str,
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracker: OpTracker | None,
+) -> Op[T]:
+    lane = lane_table().lane(lane_name)
+    return Op(CompletionQueue.of_running_loop(), fn, args, kwargs, lane, tracker)

@@ -9,6 +9,7 @@ from ._errors import LoopMismatchError as LoopMismatchError
 from ._errors import MergeMismatchError as MergeMismatchError
 from ._errors import NonFiniteError as NonFiniteError
 from ._errors import OutOfSyncError as OutOfSyncError
+from ._errors import ReplicaCancelledError as ReplicaCancelledError
 from ._errors import ReplicaRow as ReplicaRow
 from ._errors import StallError as StallError
 from ._errors import WorkerLostError as WorkerLostError
@@ -22,6 +23,7 @@ __all__ = [
     "MergeMismatchError",
     "NonFiniteError",
     "OutOfSyncError",
+    "ReplicaCancelledError",
     "ReplicaRow",
     "StallError",
     "WorkerLostError",

@@ -150,6 +150,22 @@ class MergeMismatchError(AioReplicaError, RuntimeError):
 
 
 @final
+class ReplicaCancelledError(AioReplicaError, RuntimeError):
+    """Raised when a replica ended with a CancelledError that its run had not sent.
+
+    It awaited a cancelled future, say. A bare CancelledError would be swallowed by task groups, as
+    if the step had been cancelled on purpose; it is the `__cause__`.
+
+    Attributes:
+        step: Number of the run in its strategy, from 0.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+@final
 class StallError(AioReplicaError, TimeoutError):
     """Raised when a run makes no progress for as long as its stall timeout allows.
 

@@ -14,7 +14,7 @@ from ..collectives import Reducer, leaf_bytes
 from ..context import PLACE
 from ..devices import run_together
 from ..errors import ContextError
-from ..replica import Call, CallSite, Collective, Meeting, Parts, Pending, ReplicaContext
+from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import IndexedSlices, Variable, Weighted
 from ._gradient import checked_pairs
 from ._merged_gradient import merge_gradients
@@ -293,11 +293,11 @@ class ApplyAccumulated(Collective):
             return f"{first.argument!r} here and {call.argument!r} there are two accumulators"
         return f"global_step is {first.args[0]!r} here and {call.args[0]!r} there"
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""
         accumulator: GradientAccumulator = calls[0].argument
-        nothing = [None] * meeting.num_replicas
-        pending = calls[0].context.run(_take_accumulated, accumulator, meeting, calls[0].args[0])
+        nothing = [None] * group.num_replicas
+        pending = calls[0].context.run(_take_accumulated, accumulator, group, calls[0].args[0])
 
         def ended(_result: None) -> Parts:
             accumulator.discard()
@@ -310,10 +310,10 @@ APPLY_ACCUMULATED = ApplyAccumulated()
 
 
 def _take_accumulated(
-    accumulator: GradientAccumulator, meeting: Meeting, global_step: Variable | None
+    accumulator: GradientAccumulator, group: SyncGroup, global_step: Variable | None
 ) -> Awaitable[None] | None:
-    PLACE.set(meeting.merge_place)
-    return accumulator._take_step(meeting.reducer, global_step, is_blocking=meeting.is_blocking)
+    PLACE.set(group.merge_place)
+    return accumulator._take_step(group.reducer, global_step, is_blocking=group.is_blocking)
 
 
 @final

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ..collectives import Reducer, leaf_bytes
 from ..context import PLACE
 from ..devices import num_collective_streams, run_together
-from ..replica import Call, Collective, Meeting, Parts, Pending
+from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._blocks import Job, Range, UpdateBlock, block_jobs, run_rows
@@ -136,10 +136,10 @@ class ApplyGradients(Collective):
             f"weight {without}"
         )
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""
-        nothing = [None] * meeting.num_replicas
-        pending = calls[0].context.run(_take_step_of_all, meeting, calls)
+        nothing = [None] * group.num_replicas
+        pending = calls[0].context.run(_take_step_of_all, group, calls)
         return nothing if pending is None else Pending(pending, lambda _: nothing)
 
 
@@ -151,16 +151,16 @@ def _of(call: Call) -> Contribution:
     return contribution
 
 
-def _take_step_of_all(meeting: Meeting, calls: Sequence[Call]) -> Awaitable[None] | None:
-    PLACE.set(meeting.merge_place)
+def _take_step_of_all(group: SyncGroup, calls: Sequence[Call]) -> Awaitable[None] | None:
+    PLACE.set(group.merge_place)
     optimizer, variables, gradients, global_step, is_summed = calls[0].args
     if is_summed or len(calls) == 1:
         columns: Sequence[Sequence[Any]] = [(gradient,) for gradient in gradients]
     else:
         columns = list(zip(*[call.args[2] for call in calls], strict=True))
     merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
-    reducer = None if is_summed else meeting.reducer
-    return take_step(optimizer, merged, reducer, global_step, is_blocking=meeting.is_blocking)
+    reducer = None if is_summed else group.reducer
+    return take_step(optimizer, merged, reducer, global_step, is_blocking=group.is_blocking)
 
 
 # ---- the step ------------------------------------------------------------------------------------

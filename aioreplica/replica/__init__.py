@@ -4,24 +4,25 @@ from .._export import export_public
 from ._blocking import BlockingCollectives as BlockingCollectives
 from ._blocking import BlockingContext as BlockingContext
 from ._blocking import BlockingGroup as BlockingGroup
-from ._bridge import CallSite as CallSite
-from ._bridge import collective_named as collective_named
-from ._call import Call as Call
-from ._collective import Collective as Collective
-from ._collective import Meeting as Meeting
-from ._collective import Parts as Parts
-from ._collective import Pending as Pending
+from ._blocking import run_device_program as run_device_program
 from ._collectives import Collectives as Collectives
+from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext
-from ._device_program import run_device_program as run_device_program
 from ._driven import drive as drive
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
 from ._failure import add_note_once as add_note_once
 from ._group import ReplicaGroup as ReplicaGroup
-from ._group_context import GroupContext as GroupContext
 from ._handle import Handle as Handle
+from ._meeting import Call as Call
+from ._meeting import CallSite as CallSite
+from ._meeting import Collective as Collective
+from ._meeting import Generation as Generation
+from ._meeting import Parts as Parts
+from ._meeting import Pending as Pending
+from ._meeting import SyncGroup as SyncGroup
+from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
 from ._payload import payload_along as payload_along
 from ._payload import payload_of as payload_of
@@ -32,8 +33,6 @@ from ._reductions import Reduction as Reduction
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
-from ._sync_group import Generation as Generation
-from ._sync_group import SyncGroup as SyncGroup
 from ._variables import update_variable as update_variable
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "Generation",
     "GroupContext",
     "Handle",
-    "Meeting",
     "MeetingPoint",
     "Mismatch",
     "Parts",

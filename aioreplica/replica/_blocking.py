@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
-from asyncio import CancelledError
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from threading import get_ident
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..context import PLACE, Place
-from ..devices import HOST, name_of_served_lane
+from ..collectives import CommunicationOptions
+from ..context import PLACE, CurrentReplica, Place
+from ..errors import ContextError
+from ..typing import ReduceOp
 from ..values import Variable
-from ._bridge import BridgedCall, CallSite, require_no_loop
-from ._call import new_call
-from ._clusters import ClusterNames
-from ._collective import Collective
-from ._collectives import Collectives
-from ._group_context import require_members
-from ._handle import Handle
+from ._collectives import Collectives, require_members
+from ._group import ReplicaGroup
+from ._host_call import call_on_host
+from ._meeting import CallSite, Collective, new_call
 from ._merge_call import merge_call_named
-from ._misuse import blocking_misuse_error, no_blocking_handle_error
-from ._seat import Seat
-from ._sync_group import Generation, SyncGroup
-from ._thread_point import ThreadPoint
+from ._misuse import blocking_misuse_error
+from ._replica import Replica
 from ._variables import create_variable, update_variable
-
-if TYPE_CHECKING:
-    from ..collectives import CommunicationOptions
-    from ..typing import ReduceOp
-    from ._group import ReplicaGroup
+from ._waiters import OpWaiter, ThreadWaiter
 
 T = TypeVar("T")
+KEPT_CALLS = 4  # gradient calls that may be under way inside each other
 
 
 class BlockingCollectives(Collectives):
@@ -73,11 +68,6 @@ class BlockingCollectives(Collectives):
         def all(self, flag: Any) -> bool: ...  # type: ignore[override]
         def agree(self, value: T) -> T: ...  # type: ignore[override]
 
-    def _start(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
-    ) -> Handle:
-        raise no_blocking_handle_error()
-
 
 @final
 class BlockingContext(BlockingCollectives):
@@ -92,54 +82,45 @@ class BlockingContext(BlockingCollectives):
         clusters: Names the calls that leave the device program.
     """
 
-    __slots__ = ("_group", "_live", "_point", "_seat", "_thread_id", "clusters")
+    __slots__ = ("_group", "_replica", "clusters")
 
-    def __init__(self, seat: Seat, group: ReplicaGroup) -> None:
-        self._seat = seat
+    def __init__(self, replica: Replica, group: ReplicaGroup) -> None:
+        point = group.point
+        is_async = point.lock is None
+        waiter = OpWaiter(point, replica, group.ops) if is_async else ThreadWaiter(point, replica)
+        super().__init__(waiter, point.everyone, replica.replica_id)
+        self._replica = replica
         self._group = group
-        self._point = group.threads
         self.clusters = ClusterNames()
-        self._live: Place | None = None
-        self._thread_id = 0
 
     def enter(self, place: Place) -> None:
         """Belong to the calling thread from now on; called by the strategy."""
-        self._thread_id = self._seat.thread_id = get_ident()
-        self._live = place
+        self._waiter.open(place)
+        self._replica.thread_id = self._waiter.thread_id
 
     def leave(self) -> None:
         """Refuse everything from now on; called by the strategy."""
-        self._live = None
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """Index of this replica, from 0."""
-        return self._seat.replica_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas meet in a collective."""
-        return self._group.num_replicas
+        self._waiter.close()
 
     @property
     def step(self) -> int:
         """Number of the step under way, in its strategy."""
-        return self._group.step + self._seat.steps_done
+        return self._group.step + self._replica.steps_done
 
     @property
     def is_here(self) -> bool:
         """Whether the calling thread is the replica's, inside its step function."""
-        return PLACE.get() is self._live and get_ident() == self._thread_id
+        return self._waiter.is_here
 
     @property
     def is_live(self) -> bool:
         """Whether the replica runs a device program now, on whatever thread."""
-        return self._live is not None
+        return self._waiter.place is not None
 
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
         if self._group.is_aborted:
-            raise CancelledError
+            raise asyncio.CancelledError
 
     def group(self, members: Iterable[int]) -> BlockingGroup:
         """Return the collectives among some of the replicas, which this one must be one of.
@@ -153,9 +134,10 @@ class BlockingContext(BlockingCollectives):
                 out.
             ContextError: If called elsewhere than on the replica's device thread.
         """
-        point = self._group.point if self._is_in_op else self.require_here("group")
-        ids = require_members(members, self._seat.replica_id, self._group.num_replicas)
-        return BlockingGroup(self, point.sub_group(ids))
+        self.require_device_thread("group")
+        own = self._replica.replica_id
+        ids = require_members(members, own, self._group.num_replicas)
+        return BlockingGroup(self._waiter, self._group.point.sub_group(ids), ids.index(own))
 
     def variable(self, initial_value: Any, **options: Any) -> Variable:
         """Create one distributed variable from inside the step; a collective.
@@ -213,28 +195,50 @@ class BlockingContext(BlockingCollectives):
         Cancellation:
             An async function is cancelled where it waits; the thread is let go at its end.
         """
-        point = self.require_here("outside_compilation")
+        self.require_here("outside_compilation")
         context = copy_context()
         context.run(PLACE.set, place)
-        with self.waiting(name):
-            return point.call_on_host(fn, args, context, f"aioreplica {name}")
+        with self._shown(name):
+            return call_on_host(self._group.point, fn, args, context, name)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show the replica as waiting for `what` in stall reports, inside a `with` block."""
-        self._seat.activity = what
+        """Show the replica as waiting for `what`, inside a `with` block."""
+        wait, point = Wait(what), self._group.point
+        point.began_to_wait(wait)
+        try:
+            with self._shown(what):
+                yield
+        finally:
+            point.ended_to_wait(wait)
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[None]:
+        """Show the replica as waiting for `what` in stall reports."""
+        self._replica.activity = what
         try:
             yield
         finally:
-            self._seat.activity = None
+            self._replica.activity = None
+
+    def when_aborted(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when the run is aborted, from any thread and perhaps repeatedly."""
+        self._group.point.on_abort.append(wake)
 
     def step_ended(self) -> None:
-        """Count a step of a device loop; a CancelledError if nobody waits for the next one."""
-        self._seat.steps_done += 1
+        """Count a step of a device loop.
+
+        Raises:
+            CancelledError: If the run was aborted, or its event loop closed.
+        """
+        self._replica.steps_done += 1
         if self.clusters.num_roots:
             self.clusters.restart()
-        if self._point is not None:
-            self._point.look()
+        point = self._group.point
+        if point.loop is not None and point.loop.is_closed():
+            point.abandon()
+        if point.is_aborted:
+            raise asyncio.CancelledError
 
     def require_device_thread(self, name: str) -> None:
         """Check that the code may wait here, in a device program or an op, for a call of `name`.
@@ -242,39 +246,23 @@ class BlockingContext(BlockingCollectives):
         Raises:
             ContextError: If it may not.
         """
-        if not self._is_in_op:
+        waiter = self._waiter
+        if not (isinstance(waiter, OpWaiter) and waiter.is_in_op()):
             self.require_here(name)
 
-    def require_here(self, name: str) -> ThreadPoint:
+    def require_here(self, name: str) -> None:
         """Check that the code runs on the replica's device thread, for a call of `name`.
 
         Raises:
             ContextError: If it does not.
         """
-        if self._point is None or not self.is_here:
-            raise self._misuse(name.rpartition(".")[2])
-        return self._point
-
-    def _call(
-        self,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType | CallSite,
-    ) -> Any:
-        point = self._point
-        if point is None or PLACE.get() is not self._live or get_ident() != self._thread_id:
-            if not self._is_in_op:
-                raise self._misuse(collective.name)
-            everyone, me = self._group.point.everyone, self._seat.replica_id
-            return self._meet_on_loop(everyone, me, collective, argument, args, kwargs, frame)
-        seat = self._seat
-        seat.sequence = sequence = seat.sequence + 1
-        call = new_call(
-            collective, argument, args, kwargs, point.everyone, seat.replica_id, sequence, frame
-        )
-        return point.meet(seat, call)
+        waiter = self._waiter
+        if not waiter.is_here:
+            is_async = isinstance(waiter, OpWaiter)
+            what = name.rpartition(".")[2]
+            raise blocking_misuse_error(
+                what, self._replica, self._group.step, waiter.place, is_async=is_async
+            )
 
     def meet(
         self, collective: Collective, argument: Any, args: tuple[Any, ...], site: CallSite
@@ -288,119 +276,151 @@ class BlockingContext(BlockingCollectives):
             CancelledError once the run is aborted.
         """
         require_no_loop(collective.name)
-        point, seat = self._point, self._seat
-        if point is None:
-            everyone = self._group.point.everyone
-            return self._meet_on_loop(
-                everyone, seat.replica_id, collective, argument, args, None, site
-            )
-        seat.sequence = sequence = seat.sequence + 1
+        waiter, replica = self._waiter, self._replica
+        is_numbered = isinstance(waiter, ThreadWaiter)
+        sequence = replica.next_in(self._members) if is_numbered else 0
         call = new_call(
-            collective, argument, args, None, point.everyone, seat.replica_id, sequence, site
+            collective, argument, args, None, self._members, self._position, sequence, site
         )
-        return point.meet(seat, call)
-
-    def call_in(
-        self,
-        group: SyncGroup,
-        position: int,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Any:
-        """Make a call in a group; for `BlockingGroup`."""
-        if self._is_in_op:
-            return self._meet_on_loop(group, position, collective, argument, args, kwargs, frame)
-        point = self.require_here(collective.name)
-        sequence = self._seat.next_in(group)
-        call = new_call(collective, argument, args, kwargs, group, position, sequence, frame)
-        return point.meet(self._seat, call)
-
-    def _meet_on_loop(
-        self,
-        group: SyncGroup,
-        position: int,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType | CallSite,
-    ) -> Any:
-        point, seat = self._group.point, self._seat
-        site = CallSite(frame.f_code, frame.f_lasti)
-
-        def arrive() -> Generation:
-            sequence = seat.next_in(group)
-            call = new_call(collective, argument, args, kwargs, group, position, sequence, site)
-            return point.start(seat, call)
-
-        return BridgedCall(point, seat, arrive, self._group.running_loop()).wait()
-
-    @property
-    def _is_in_op(self) -> bool:
-        """Whether the calling thread runs an op that an `async def` step has put on its device."""
-        lane, replica = name_of_served_lane(), PLACE.get().replica
-        if lane is None or replica is None or self._point is not None or not self._group.has_loop:
-            return False
-        is_mine = replica.blocking is self and lane == (replica.device_name or HOST)
-        return is_mine and not self._seat.work_is_over
-
-    def _misuse(self, name: str) -> Exception:
-        return blocking_misuse_error(
-            name, self._seat, self._group.step, self._live, self._point is None
-        )
+        return waiter.meet(call)
 
     def __repr__(self) -> str:
-        state = "open" if self._live is not None else "closed"
-        seat, group = self._seat, self._group
+        state = "open" if self._waiter.place is not None else "closed"
+        replica, group = self._replica, self._group
         return (
-            f"<BlockingContext {seat.replica_id}/{group.num_replicas} | step {group.step}, "
-            f"{seat.sequence} collectives, {state}>"
+            f"<BlockingContext {replica.replica_id}/{group.num_replicas} | step {group.step}, "
+            f"{replica.sequence} collectives, {state}>"
         )
 
 
 @final
 class BlockingGroup(BlockingCollectives):
-    """One replica's place in a group of some replicas; got from `ctx.blocking.group(members)`.
+    """One replica's place in a group of some replicas; got from `ctx.blocking.group(members)`."""
 
-    Attributes:
-        members: Ids of the replicas in the group, ascending.
-    """
-
-    __slots__ = ("_context", "_group", "_position", "members")
-
-    def __init__(self, context: BlockingContext, group: SyncGroup) -> None:
-        self._context = context
-        self._group = group
-        self.members = group.members
-        self._position = self.members.index(context.replica_id_in_sync_group)
+    __slots__ = ()
 
     @property
-    def replica_id_in_sync_group(self) -> int:
-        """Position of this replica in the group, from 0."""
-        return self._position
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas are in the group."""
-        return len(self.members)
-
-    def _call(
-        self,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Any:
-        return self._context.call_in(
-            self._group, self._position, collective, argument, args, kwargs, frame
-        )
+    def members(self) -> tuple[int, ...]:
+        """Ids of the replicas in the group, ascending."""
+        return self._members.members
 
     def __repr__(self) -> str:
         return f"<BlockingGroup {self.members} | position {self._position}>"
+
+
+@final
+class Wait:
+    """A wait of a device thread for something else than replicas, as observers are told of it."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def describe(self) -> str:
+        """Say what is waited for."""
+        return self._what
+
+    def missing_members(self) -> tuple[int, ...]:
+        """No replica is waited for."""
+        return ()
+
+    def awaited(self) -> None:
+        """No task is waited for."""
+
+
+@final
+class ClusterNames:
+    """Names the outside calls of one step: "0", "1", and so on.
+
+    The gradient of a call belongs to one gradient call (one pass backwards), whose uid is added to
+    the name: "uid" for the first one of the step, then "uid_1". All outside calls that one pass
+    goes back through share its uid; a gradient of a gradient has both.
+
+    Example:
+        >>> names, first, second = ClusterNames(), object(), object()
+        >>> names.new_root(), names.new_root()
+        ('0', '1')
+        >>> names.gradient_of("1", first), names.gradient_of("0", first)
+        ('1.uid', '0.uid')
+        >>> names.gradient_of("0.uid", second)
+        '0.uid.uid_1'
+
+    Attributes:
+        num_roots: How many calls of the step have a name.
+
+    Source:
+        tf.tpu's gradient_uid of outside compilation clusters.
+    """
+
+    __slots__ = ("_gradient_calls", "_num_gradient_calls", "num_roots")
+
+    def __init__(self) -> None:
+        self._gradient_calls: deque[tuple[object, str]] = deque(maxlen=KEPT_CALLS)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step: number from 0 again."""
+        self.num_roots = 0
+        self._num_gradient_calls = 0
+        self._gradient_calls.clear()
+
+    def new_root(self) -> str:
+        """Name a call of the step."""
+        name = str(self.num_roots)
+        self.num_roots += 1
+        return name
+
+    def gradient_of(self, name: str, gradient_call: object) -> str:
+        """Name the gradient of a call; `gradient_call` is one object for one pass backwards."""
+        for known, uid in self._gradient_calls:
+            if known is gradient_call or known == gradient_call:  # torch numbers its passes
+                return f"{name}.{uid}"
+        number = self._num_gradient_calls
+        self._num_gradient_calls += 1
+        uid = f"uid_{number}" if number else "uid"
+        self._gradient_calls.append((gradient_call, uid))
+        return f"{name}.{uid}"
+
+
+def run_device_program(
+    replica: CurrentReplica, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `fn` on the calling thread, where the blocking collectives of `replica` are live.
+
+    Raises:
+        TypeError: If `fn` gives a coroutine, which nothing here can await.
+    """
+    blocking: BlockingContext = replica.blocking
+    blocking.enter(PLACE.get())
+    try:
+        result = fn(*args, **kwargs)
+    finally:
+        blocking.leave()
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(
+            f"The plain step function {fn!r} returned a coroutine. Declare it with `async def`, "
+            "so that run knows it is asynchronous."
+        )
+    return result
+
+
+def require_no_loop(name: str) -> None:
+    """Check that the calling thread may wait.
+
+    Raises:
+        ContextError: If an event loop runs in it.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ContextError(
+        f"{name} was called on the event loop, which it would block. Call it in a plain function "
+        "on a device, `await ctx.run_on_device(fn)`, or in a loss; on the loop use the awaitable "
+        "collectives of ar.get_replica_context()."
+    )
 
 
 def _on_the_loop(merge: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import operator
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from threading import get_ident
 from types import FrameType
 from typing import Any, TypeVar
 
 from ..collectives import CommunicationOptions, require_axis, require_options
+from ..context import PLACE
 from ..typing import ReduceOp
-from ._collective import Collective
 from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle
+from ._meeting import CallSite, Collective, SyncGroup, new_call
 from ._merge_call import MERGE_CALL
+from ._misuse import no_blocking_handle_error
 from ._payload import payload_along, payload_of, payload_of_numbers
 from ._reductions import ALL_REDUCE, REDUCE_SCATTER, STARTED_ALL_REDUCE, parse_reduction
+from ._waiters import TaskWaiter, Waiter
 
 T = TypeVar("T")
 
 
-class Collectives(ABC):
+class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     """What replicas of one sync group can do together.
+
+    Args:
+        waiter: How this replica waits: as a task, or in a thread.
+        group: Whom it meets.
+        position: Its index in that group.
 
     Every member must make the same calls in the same order; anything else is a
     MergeMismatchError at once, raised by `run`. Every call raises ContextError outside its own
@@ -38,29 +47,22 @@ class Collectives(ABC):
         Values are combined in ascending replica id, whatever the order of arrival.
     """
 
-    __slots__ = ()
+    __slots__ = ("_members", "_position", "_waiter")
+
+    def __init__(self, waiter: Waiter, group: SyncGroup, position: int) -> None:
+        self._waiter = waiter
+        self._members = group
+        self._position = position
 
     @property
-    @abstractmethod
+    def replica_id_in_sync_group(self) -> int:
+        """Index of this replica among those who meet, from 0."""
+        return self._position
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas meet in a collective."""
-
-    @abstractmethod
-    def _call(
-        self,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Coroutine[Any, Any, Any]:
-        """Make a call and return what to await for its result."""
-
-    @abstractmethod
-    def _start(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
-    ) -> Handle:
-        """Make a call that needs no awaiting to go on."""
+        return len(self._members.members)
 
     def merge_call(
         self,
@@ -136,7 +138,7 @@ class Collectives(ABC):
         if options is not None:
             require_options(options, "all_reduce")
         argument = parse_reduction(op, options)
-        args = payload_of_numbers(value, argument.op, "all_reduce")
+        args = payload_of_numbers(value, argument.op, "all_reduce", self._waiter.home)
         return self._call(ALL_REDUCE, argument, args, None, frame)
 
     def start_all_reduce(
@@ -163,7 +165,7 @@ class Collectives(ABC):
         if options is not None:
             require_options(options, "start_all_reduce")
         argument = parse_reduction(op, options)
-        args = payload_of_numbers(value, argument.op, "start_all_reduce")
+        args = payload_of_numbers(value, argument.op, "start_all_reduce", self._waiter.home)
         return self._start(STARTED_ALL_REDUCE, argument, args, frame)
 
     def reduce_scatter(
@@ -186,7 +188,7 @@ class Collectives(ABC):
         """
         frame = sys._getframe(1)
         argument = parse_reduction(op, None, axis)
-        args = payload_of_numbers(value, argument.op, "reduce_scatter")
+        args = payload_of_numbers(value, argument.op, "reduce_scatter", self._waiter.home)
         for leaf in args[0]:
             require_axis(leaf, axis, "reduce_scatter")
         return self._call(REDUCE_SCATTER, argument, args, None, frame)
@@ -211,7 +213,7 @@ class Collectives(ABC):
         frame = sys._getframe(1)
         if options is not None:
             require_options(options, "all_gather")
-        args = payload_along(value, axis, "all_gather")
+        args = payload_along(value, axis, "all_gather", self._waiter.home)
         return self._call(ALL_GATHER, Along(axis, options), args, None, frame)
 
     def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
@@ -231,7 +233,7 @@ class Collectives(ABC):
             TypeError: If a leaf is an IndexedSlices.
         """
         frame = sys._getframe(1)
-        args = payload_along(value, axis, "all_to_all")
+        args = payload_along(value, axis, "all_to_all", self._waiter.home)
         return self._call(ALL_TO_ALL, Along(axis), args, None, frame)
 
     def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
@@ -256,7 +258,9 @@ class Collectives(ABC):
                 f"broadcast got source={source!r}, but replicas are 0 to "
                 f"{self.num_replicas_in_sync - 1}."
             )
-        return self._call(BROADCAST, index, payload_of(value), None, frame)
+        return self._call(
+            BROADCAST, index, payload_of(value, "broadcast", self._waiter.home), None, frame
+        )
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every replica is here."""
@@ -276,3 +280,75 @@ class Collectives(ABC):
         A different value is a MergeMismatchError that shows both. NaN equals NaN.
         """
         return self._call(AGREE, None, (value,), None, sys._getframe(1))
+
+    def _call(
+        self,
+        collective: Collective,
+        argument: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        frame: FrameType | CallSite,
+    ) -> Any:
+        """Make a call: number it and hand it to the waiter."""
+        waiter, group = self._waiter, self._members
+        if PLACE.get() is not waiter.place or get_ident() != waiter.thread_id:
+            return waiter.elsewhere(
+                collective, argument, args, kwargs, group, self._position, frame
+            )
+        replica = waiter.replica
+        if group.is_partial:
+            sequence = replica.next_in(group)
+        else:
+            replica.sequence = sequence = replica.sequence + 1
+        call = new_call(collective, argument, args, kwargs, group, self._position, sequence, frame)
+        tell = waiter.point.observers.call_made
+        if tell is not None:
+            tell(call)
+        return waiter.meet(call)
+
+    def _start(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Handle:
+        """Make a call that needs no awaiting to go on."""
+        waiter, group = self._waiter, self._members
+        if not isinstance(waiter, TaskWaiter):
+            raise no_blocking_handle_error()
+        if not waiter.is_here:
+            return waiter.start_elsewhere(collective, argument, args, group, self._position, frame)
+        sequence = waiter.replica.next_in(group)
+        call = new_call(collective, argument, args, None, group, self._position, sequence, frame)
+        tell = waiter.point.observers.call_made
+        if tell is not None:
+            tell(call)
+        return waiter.start(call)
+
+
+def require_members(members: Iterable[int], own: int, num_replicas: int) -> tuple[int, ...]:
+    """Return the ids of a group in ascending order.
+
+    Raises:
+        TypeError: If they are no ints.
+        ValueError: If there is none, one is given twice or is not a replica, or the caller is not
+            among them.
+    """
+    shown = members
+    try:
+        ids = tuple(operator.index(member) for member in members)
+    except TypeError:
+        raise TypeError(f"group needs a sequence of replica ids, got {shown!r}.") from None
+    if not ids:
+        raise ValueError("group needs at least one replica id, got none.")
+    outside = [i for i in ids if not 0 <= i < num_replicas]
+    if outside:
+        raise ValueError(
+            f"group got {list(ids)}, but there is no replica {outside[0]}: ids are 0 to "
+            f"{num_replicas - 1}."
+        )
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"group got {list(ids)}, where an id is repeated. Name each once.")
+    if own not in ids:
+        raise ValueError(
+            f"group got {list(ids)}, which leaves out the replica that asks. Only members can "
+            "call it: guard it with `if ctx.replica_id_in_sync_group in ids:`."
+        )
+    return tuple(sorted(ids))

@@ -13,22 +13,20 @@ from typing import Any, ParamSpec, TypeVar, final
 import numpy as np
 
 from ..context import PLACE, Place
-from ..devices import HOST, CompletionPort, Device, Lane, Op, OpTracker, lane_table
+from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table
 from ..values import Variable
 from ._blocking import BlockingContext
-from ._call import new_call
-from ._collective import Collective
-from ._collectives import Collectives
+from ._collectives import Collectives, require_members
 from ._driven import Ready
 from ._group import ReplicaGroup
-from ._group_context import GroupContext, require_members
-from ._handle import Handle
+from ._meeting import CallSite, Collective
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
-from ._random import random_stream
-from ._seat import Seat
-from ._sync_group import SyncGroup
+from ._replica import Replica
 from ._variables import create_variable, update_variable
+from ._waiters import TaskWaiter
+
+_SHARED, _REPLICA = 0, 1  # kinds of random streams
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,50 +47,40 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_blocking", "_device", "_driven_at", "_group", "_is_on_host", "_lane", "_live", "_point",
-        "_port", "_seat", "_seed", "_strategy",
+        "_blocking", "_completions", "_device", "_driven_at", "_group", "_is_on_host", "_lane",
+        "_replica", "_seed", "_strategy",
     )  # fmt: skip
 
     def __init__(
         self,
         strategy: Any,
         group: ReplicaGroup,
-        seat: Seat,
+        replica: Replica,
         device: Device | None,
-        port: CompletionPort | None,
+        completions: CompletionQueue | None,
         seed: int,
         is_on_host: bool = False,
     ) -> None:
+        waiter = TaskWaiter(group.point, replica, completions, group.ops)
+        super().__init__(waiter, group.point.everyone, replica.replica_id)
         self._strategy = strategy  # Any: the strategies layer lies above this one
         self._group = group
-        self._point = group.point
-        self._seat = seat
+        self._replica = replica
         self._device = device
-        self._port = port
+        self._completions = completions
         self._seed = seed
         self._lane: Lane | None = None
-        self._live: Place | None = None
         self._blocking: BlockingContext | None = None
         self._is_on_host = is_on_host
         self._driven_at: FrameType | None = None
 
     def open(self, place: Place) -> None:
-        """Allow collectives where `place` is current; called by the strategy."""
-        self._live = place
+        """Allow collectives where `place` is current, in this thread; called by the strategy."""
+        self._waiter.open(place)
 
     def close(self) -> None:
         """Refuse everything from now on; called by the strategy."""
-        self._live = None
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """Index of this replica, from 0."""
-        return self._seat.replica_id
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas meet in a collective."""
-        return self._group.num_replicas
+        self._waiter.close()
 
     @property
     def strategy(self) -> Any:
@@ -122,7 +110,7 @@ class ReplicaContext(Collectives):
     def blocking(self) -> BlockingContext:
         """The same collectives for plain functions: they wait on the device thread."""
         if self._blocking is None:
-            self._blocking = BlockingContext(self._seat, self._group)
+            self._blocking = BlockingContext(self._replica, self._group)
         return self._blocking
 
     @contextmanager
@@ -140,14 +128,15 @@ class ReplicaContext(Collectives):
         Raises:
             ContextError: If it cannot.
         """
-        if PLACE.get() is not self._live and self._driven_at is None:
-            raise misuse_error(name, self._seat, self._group.step, self._live)
+        if not self._waiter.is_here and self._driven_at is None:
+            raise self._misuse(name)
 
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
         twin = ReplicaContext(
-            self._strategy, self._group, self._seat, self._device, self._port, self._seed, True
-        )
+            self._strategy, self._group, self._replica, self._device, self._completions,
+            self._seed, True,
+        )  # fmt: skip
         twin._blocking = self.blocking
         return twin
 
@@ -169,13 +158,18 @@ class ReplicaContext(Collectives):
         self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
-        return self._call(merge_call_named(name), merge_fn, args, None, frame)
+        return self.meet(merge_call_named(name), merge_fn, args, frame)
 
     def meet(
         self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Make a call among all replicas, called at `frame`; for the library."""
-        return self._call(collective, argument, args, None, frame)
+        at = self._driven_at
+        if at is not None:
+            made = self.blocking.meet(collective, argument, args, CallSite.of(at))
+            return Ready(made)  # type: ignore[return-value]  # as good to those who await it
+        coroutine: Coroutine[Any, Any, Any] = self._call(collective, argument, args, None, frame)
+        return coroutine
 
     def group(self, members: Iterable[int]) -> GroupContext:
         """Return the collectives among some of the replicas, which this one must be one of.
@@ -204,10 +198,11 @@ class ReplicaContext(Collectives):
             >>> asyncio.run(main()).values  # doctest: +SKIP
             (1, 1, 5, 5)
         """
-        if PLACE.get() is not self._live:
-            raise misuse_error("group", self._seat, self._group.step, self._live)
-        ids = require_members(members, self._seat.replica_id, self._group.num_replicas)
-        return GroupContext(self, self._point.sub_group(ids))
+        if not self._waiter.is_here:
+            raise self._misuse("group")
+        own = self._replica.replica_id
+        ids = require_members(members, own, self._group.num_replicas)
+        return GroupContext(self._waiter, self._group.point.sub_group(ids), ids.index(own))
 
     def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
         """Create one distributed variable, the same object on every replica; a collective.
@@ -248,75 +243,6 @@ class ReplicaContext(Collectives):
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self.meet_as("update", merge, merged, sys._getframe(1))
 
-    def _call(
-        self,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Coroutine[Any, Any, Any]:
-        if PLACE.get() is not self._live:
-            at = self._driven_at
-            if at is not None:
-                group, me = self._point.everyone, self._seat.replica_id
-                made = self.blocking.call_in(group, me, collective, argument, args, kwargs, at)
-                return Ready(made)  # type: ignore[return-value]  # as good to those who await it
-            raise misuse_error(collective.name, self._seat, self._group.step, self._live)
-        seat, point = self._seat, self._point
-        seat.sequence = sequence = seat.sequence + 1
-        call = new_call(
-            collective, argument, args, kwargs, point.everyone, seat.replica_id, sequence, frame
-        )
-        coroutine = point.meet(seat, call)
-        seat.unawaited[call] = coroutine
-        return coroutine
-
-    def _start(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
-    ) -> Handle:
-        everyone = self._point.everyone
-        return self.start_in(everyone, self._seat.replica_id, collective, argument, args, frame)
-
-    def call_in(
-        self,
-        group: SyncGroup,
-        position: int,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        frame: FrameType,
-    ) -> Coroutine[Any, Any, Any]:
-        """Make a call in a group; for `GroupContext`."""
-        if PLACE.get() is not self._live:
-            raise misuse_error(collective.name, self._seat, self._group.step, self._live)
-        sequence = self._seat.next_in(group)
-        call = new_call(collective, argument, args, kwargs, group, position, sequence, frame)
-        coroutine = self._point.meet(self._seat, call)
-        self._seat.unawaited[call] = coroutine
-        return coroutine
-
-    def start_in(
-        self,
-        group: SyncGroup,
-        position: int,
-        collective: Collective,
-        argument: Any,
-        args: tuple[Any, ...],
-        frame: FrameType,
-    ) -> Handle:
-        """Start a call in a group; for `GroupContext`."""
-        place = self._live
-        if place is None or PLACE.get() is not place:
-            raise misuse_error(collective.name, self._seat, self._group.step, place)
-        seat = self._seat
-        sequence = seat.next_in(group)
-        call = new_call(collective, argument, args, None, group, position, sequence, frame)
-        generation = self._point.start(seat, call)
-        seat.started[call] = generation
-        return Handle(self._point, seat, call, generation, place)
-
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.
 
@@ -337,17 +263,17 @@ class ReplicaContext(Collectives):
         Determinism:
             Ops of one device run one at a time, in the order of their calls.
         """
-        if PLACE.get() is not self._live:
+        if PLACE.get() is not self._waiter.home:
             if self._driven_at is not None:
                 return self._done_here(fn, args, kwargs)  # type: ignore[return-value]  # as above
-            raise misuse_error("run_on_device", self._seat, self._group.step, self._live)
+            raise self._misuse("run_on_device")
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
         if self._group.is_aborted:
             raise asyncio.CancelledError
         lane = self._lane or self._find_lane()
-        assert self._port is not None  # _find_lane sets it
-        return Op(self._port, fn, args, kwargs, lane, self._group.ops)
+        assert self._completions is not None  # _find_lane sets it
+        return Op(self._completions, fn, args, kwargs, lane, self._group.ops)
 
     def _done_here(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -360,8 +286,8 @@ class ReplicaContext(Collectives):
             self._driven_at = at
 
     def _find_lane(self) -> Lane:
-        if self._port is None:
-            self._port = CompletionPort.of_running_loop()
+        if self._completions is None:
+            self._completions = CompletionQueue.of_running_loop()
         self._lane = lane_table().lane(self.device_name or HOST)
         return self._lane
 
@@ -372,19 +298,63 @@ class ReplicaContext(Collectives):
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
             one name per purpose.
         """
-        seat = self._seat
-        return random_stream(self._seed, self._group.step + seat.steps_done, seat.replica_id, name)
+        replica = self._replica
+        step = self._group.step + replica.steps_done
+        return random_stream(self._seed, step, replica.replica_id, name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
-        return random_stream(self._seed, self._group.step + self._seat.steps_done, None, name)
+        return random_stream(self._seed, self._group.step + self._replica.steps_done, None, name)
+
+    def _misuse(self, name: str) -> Exception:
+        return misuse_error(name, self._replica, self._group.step, self._waiter.home)
 
     def __repr__(self) -> str:
-        seat, group, state = self._seat, self._group, "closed" if self._live is None else "open"
+        replica, group = self._replica, self._group
+        state = "closed" if self._waiter.home is None else "open"
         return (
-            f"<ReplicaContext {seat.replica_id}/{group.num_replicas} on {self._device} | "
-            f"step {group.step}, {seat.sequence} collectives, {state}>"
+            f"<ReplicaContext {replica.replica_id}/{group.num_replicas} on {self._device} | "
+            f"step {group.step}, {replica.sequence} collectives, {state}>"
         )
+
+
+@final
+class GroupContext(Collectives):
+    """One replica's place in a group of some replicas; got from `ctx.group(members)`.
+
+    The group's collectives concern its members only and are numbered on their own. Among
+    themselves and with those of other groups, members must keep one order: two groups that wait
+    for each other are a MergeMismatchError at once.
+    """
+
+    __slots__ = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ids of the replicas in the group, ascending."""
+        return self._members.members
+
+    def __repr__(self) -> str:
+        return f"<GroupContext {self.members} | position {self._position}>"
+
+
+def random_stream(seed: int, step: int, replica_id: int | None, name: str) -> np.random.Generator:
+    """Return the generator of (seed, step, replica, name); None is the stream all share.
+
+    Equal keys give equal numbers, whatever else was drawn. Different keys are independent.
+
+    Source:
+        numpy.random.SeedSequence, O'Neill's seed_seq hashing of the whole key.
+
+    Example:
+        >>> a = random_stream(0, 3, 1, "dropout")
+        >>> b = random_stream(0, 3, 1, "dropout")
+        >>> a.random() == b.random()
+        True
+    """
+    kind = (_SHARED, 0) if replica_id is None else (_REPLICA, replica_id)
+    key = (seed, step, *kind, *name.encode())
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
 def _require_plain(fn: Any) -> None:

@@ -8,8 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from ..tree import flatten
-from ._call import Call
-from ._collective import Collective, Meeting, Parts
+from ._meeting import Call, Collective, Parts, SyncGroup
 
 
 @final
@@ -37,7 +36,7 @@ class Agree(Collective):
             return None
         return f"values {first.args[0]!r} and {call.args[0]!r} differ"
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Give each replica its own, equal value back."""
         return [call.args[0] for call in calls]
 
@@ -69,7 +68,7 @@ class Decision(Collective):
         """Flags may differ."""
         return None
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Decide once for all."""
         return [self._decide([call.args[0] for call in calls])] * len(calls)
 

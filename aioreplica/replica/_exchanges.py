@@ -21,8 +21,7 @@ from ..collectives import (
 from ..devices import INLINE_BYTES, run_together
 from ..devices.backends import join_arrays
 from ..tree import unflatten
-from ._call import Call
-from ._collective import Collective, Meeting, Parts, Pending
+from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 from ._payload import payload_bytes, payload_difference
 
 
@@ -73,7 +72,7 @@ class Exchange(Collective):
             return f"options {ours.options} and {theirs.options} differ"
         return payload_difference(first, call, lambda a, b: gather_difference(a, b, axis))
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Copy leaf by leaf; off the event loop if there is much to copy."""
         spec, axis = calls[0].args[1], calls[0].argument.axis
         columns = list(zip(*(call.args[0] for call in calls), strict=True))
@@ -82,7 +81,7 @@ class Exchange(Collective):
             rows = zip(*(self.exchange(column, axis) for column in columns), strict=True)
             return [unflatten(spec, row) for row in rows] if columns else self._empty(calls)
 
-        return _inline_or_not(meeting, sum(map(payload_bytes, calls)), exchange_all)
+        return _inline_or_not(group, sum(map(payload_bytes, calls)), exchange_all)
 
     @abstractmethod
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
@@ -162,7 +161,7 @@ class Broadcast(Collective):
             return None
         return f"sources {first.argument} and {call.argument} differ"
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Share the source's value; arrays are copied, so that later writes stay its own."""
         source = calls[calls[0].argument]
         leaves, spec, _ = source.args
@@ -171,11 +170,11 @@ class Broadcast(Collective):
             columns = [_copies(leaf, len(calls)) for leaf in leaves]
             return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
-        return _inline_or_not(meeting, sum(map(leaf_bytes, leaves)), hand_out)
+        return _inline_or_not(group, sum(map(leaf_bytes, leaves)), hand_out)
 
 
-def _inline_or_not(meeting: Meeting, num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
-    if meeting.is_blocking or num_bytes <= INLINE_BYTES:
+def _inline_or_not(group: SyncGroup, num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
+    if group.is_blocking or num_bytes <= INLINE_BYTES:
         return work()
     return Pending(run_together([work]), lambda results: results[0])
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import final
+
+from ..errors import MergeMismatchError
 
 
 @final
-class Outcome:
+class Failures:
     """Collects what went wrong in a run and decides which exception it raises.
 
     Attributes:
@@ -33,10 +37,12 @@ class Outcome:
     def error(self) -> BaseException | None:
         """Return what the run raises, with its notes; None if nothing went wrong."""
         error = self.cause
-        if error is not None:
-            self._unwinding += self._failures
-        elif self._failures:
+        if self._failures and (error is None or isinstance(error, MergeMismatchError)):
             error = resolve_failures(self._failures, self._device_names, self._step, self._fn_name)
+            if isinstance(self.cause, MergeMismatchError):  # which follows from the failure
+                add_note_once(error, f"It ended the run for the others: {self.cause}")
+        elif error is not None:
+            self._unwinding += self._failures
         if error is not None:
             self.note_unwinding(error)
         return error
@@ -44,7 +50,7 @@ class Outcome:
     def note_everything(self, error: BaseException) -> None:
         """Mention in notes what replicas raised, before the cancellation of the run or after it."""
         for replica_id, raised in sorted(self._failures, key=lambda failure: failure[0]):
-            add_note_once(error, f"Replica {replica_id} had failed with {raised!r}.")
+            add_note_once(error, f"Replica {replica_id} had failed with {shown(raised)}.")
         self.note_unwinding(error)
 
     def note_unwinding(self, error: BaseException) -> None:
@@ -52,14 +58,38 @@ class Outcome:
         for replica_id, raised in sorted(self._unwinding, key=lambda failure: failure[0]):
             if raised is not error:
                 add_note_once(
-                    error, f"While being cancelled, replica {replica_id} raised {raised!r}."
+                    error, f"While being cancelled, replica {replica_id} raised {shown(raised)}."
                 )
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Attach a PEP 678 note unless the exception carries it already."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    """Attach a PEP 678 note unless the exception carries it already, or takes none."""
+    with suppress(Exception):  # an exception of the user may define `add_note` in its own way
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def shown(error: BaseException) -> str:
+    """Return the repr of an exception; its type where that fails."""
+    try:
+        return repr(error)
+    except Exception:  # noqa: BLE001 - a broken repr must not hide the exception
+        return f"a {type(error).__qualname__}"
+
+
+def cause_of_unwinding(error: BaseException | None) -> BaseException | None:
+    """Return why a replica withdrew that ended with `error`; None if nothing had failed.
+
+    That is the exception itself, or for a CancelledError the one that was handled when it was
+    raised.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+        seen.append(error)
+        error = error.__context__
+    return None
 
 
 def resolve_failures(
@@ -97,4 +127,9 @@ def resolve_failures(
 
 
 def _alike(first: BaseException, other: BaseException) -> bool:
-    return first is other or (type(first) is type(other) and str(first) == str(other))
+    if first is other:
+        return True
+    try:
+        return type(first) is type(other) and str(first) == str(other)
+    except Exception:  # noqa: BLE001 - a broken str makes two of them different, no more
+        return False

@@ -6,6 +6,11 @@ A run ends in one of three ways: every replica returned, a cause was found (mism
 never awaited), or replicas failed by themselves. In the last two all replicas are cancelled, and
 cancelled again from time to time while they live: on Python 3.11 `asyncio.wait_for` can swallow a
 cancellation.
+
+A failure beats a mismatch. So a replica that withdrew from a collective is left to end by itself:
+it may be unwinding because a child task of it failed, and that is the failure then. And what
+follows from a replica's return is carried out a cycle of the loop later, after the replicas that
+fail in the same cycle.
 """
 
 from __future__ import annotations
@@ -18,22 +23,27 @@ from typing import Any, final
 
 from ..collectives import Reducer
 from ..context import PLACE, Place
-from ..devices import CompletionPort, Op, OpTracker, submit_gang, wait_shielded
-from ..telemetry import Recorder
-from ._call import Call
-from ._collective import Meeting
-from ._failure import Outcome
-from ._meeting_point import MeetingPoint, RunControl
-from ._merge_task import error_of
+from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
+from ..telemetry import Observers, Recorder
+from ._failure import Failures, cause_of_unwinding
+from ._meeting import Call, SyncGroup
+from ._meeting_point import MeetingPoint, RunControl, error_of
 from ._rendezvous import Mismatch, ReplicaState
-from ._seat import Seat, warn_never_awaited
-from ._stack import format_stack, format_thread_stack
-from ._stall import StallWatch
-from ._table import mismatch_error, never_awaited_error, stall_error, with_activities
-from ._thread_point import ThreadPoint
+from ._replica import Replica, warn_never_awaited
+from ._stall import StallWatch, format_stack, format_thread_stack
+from ._table import (
+    left_behind_error,
+    mismatch_error,
+    never_awaited_error,
+    replica_cancelled_error,
+    stall_error,
+    with_activities,
+)
 
 RECANCEL_S = 0.25  # doubled each time
 GIVE_UP_S = 0.25
+UNWIND_S = 1.0
+"""How long a replica that withdrew may take to end by itself and say why, in loop time."""
 
 
 @final
@@ -46,16 +56,16 @@ class ReplicaGroup(RunControl):
         device_names: One per replica.
         loop: The event loop of the run; None outside every run, where one replica meets itself.
         reducer: Does the work of collectives on arrays.
-        recorder: Receives one record per merge.
+        recorder: Has the clock, and the newest merges for errors.
+        observers: Who is told what happens.
         step: Number of the run in its strategy.
         fn_name: Name of the step function, for notes.
         has_plain_values: Whether merge functions get plain values (the default strategy).
         is_blocking: Whether the replicas are plain functions, which meet on their device threads.
 
     Attributes:
-        seats: The state of each replica.
+        replicas: The state of each replica.
         point: Where they meet.
-        threads: Where plain functions meet, at the rendezvous of `point`; None for coroutines.
         ops: What counts the run's device ops in flight.
 
     Invariants:
@@ -72,6 +82,7 @@ class ReplicaGroup(RunControl):
         loop: asyncio.AbstractEventLoop | None,
         reducer: Reducer,
         recorder: Recorder,
+        observers: Observers,
         step: int,
         fn_name: str,
         *,
@@ -80,22 +91,24 @@ class ReplicaGroup(RunControl):
     ) -> None:
         self.num_replicas = size = len(device_names)
         self.step = step
-        self.ops = OpTracker()
-        self.seats = [Seat(i) for i in range(size)]
-        meeting = Meeting(
-            strategy, merge_place, device_names, has_plain_values, reducer, self.ops,
-            range(size), size, reducer.options.timeout_seconds,
+        self.is_blocking = is_blocking and loop is not None
+        self.ops = OpTracker(observers)
+        self.replicas = [Replica(i) for i in range(size)]
+        everyone = SyncGroup(
+            range(size), device_names, strategy, merge_place, reducer, step,
+            has_plain_values=has_plain_values, is_blocking=self.is_blocking,
         )  # fmt: skip
-        self.point = MeetingPoint(self.seats, meeting, loop, recorder, step, self)
-        self.threads: ThreadPoint | None = None
-        if is_blocking and loop is not None:
-            self.threads = ThreadPoint(self.point, loop, recorder, step, self)
+        self.point = MeetingPoint(self.replicas, everyone, loop, observers, recorder.now, self)
         self._strategy = strategy
         self._loop = loop
         self._recorder = recorder
         self._num_left = 0
         self._finished: asyncio.Future[None] | None = None
-        self._outcome = Outcome(device_names, step, fn_name)
+        self._failures = Failures(device_names, step, fn_name)
+        self._fn_name = fn_name
+        self._observers = observers
+        self._withdrawn: tuple[Replica, BaseException] | None = None
+        self._unwind_timer: asyncio.TimerHandle | None = None
         self._recancel: asyncio.TimerHandle | None = None
         self._gave_up = False
 
@@ -105,14 +118,9 @@ class ReplicaGroup(RunControl):
         return self.point.is_aborted
 
     @property
-    def has_loop(self) -> bool:
-        """Whether this is a run; outside every run one replica meets itself."""
-        return self._loop is not None
-
-    def running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the run."""
-        assert self._loop is not None  # a plain function has no replica outside every run
-        return self._loop
+    def works(self) -> list[asyncio.Future[Any] | None]:
+        """The task of each replica, or the op of its plain function."""
+        return [replica.work for replica in self.replicas]
 
     def start_tasks(
         self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, Any]]
@@ -121,31 +129,37 @@ class ReplicaGroup(RunControl):
         loop, ended = self._loop, self._ended
         self._num_left = self.num_replicas
         context = copy_context()
-        for seat, place, coroutine in zip(self.seats, places, coroutines, strict=True):
+        for replica, place, coroutine in zip(self.replicas, places, coroutines, strict=True):
             own = context.copy()
             own.run(PLACE.set, place)
             task = asyncio.Task(coroutine, loop=loop, context=own)
-            seat.work = task
-            task.add_done_callback(partial(ended, seat))
+            replica.work = task
+            task.add_done_callback(partial(ended, replica))
+        tell = self._observers.run_began
+        if tell is not None:
+            tell(self)
 
     def start_ops(
         self,
         places: Sequence[Place],
         lane_names: Sequence[str],
-        port: CompletionPort,
+        completions: CompletionQueue,
         calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
     ) -> None:
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas
         ops = []
-        for seat, place, call in zip(self.seats, places, calls, strict=True):
+        for replica, place, call in zip(self.replicas, places, calls, strict=True):
             own = copy_context()
             own.run(PLACE.set, place)
-            seat.op = seat.work = own.run(partial(Op[Any], port, *call))
-            ops.append(seat.op)
+            replica.op = replica.work = own.run(partial(Op[Any], completions, *call))
+            ops.append(replica.op)
         submit_gang(lane_names, ops)
-        for seat, op in zip(self.seats, ops, strict=True):
-            op.add_done_callback(partial(self._ended, seat))
+        for replica, op in zip(self.replicas, ops, strict=True):
+            op.add_done_callback(partial(self._ended, replica))
+        tell = self._observers.run_began
+        if tell is not None:
+            tell(self)
 
     async def wait(self, stall_timeout: float | None) -> list[Any]:
         """Wait for all replicas and return their results.
@@ -167,34 +181,42 @@ class ReplicaGroup(RunControl):
                     raise meanwhile
         except asyncio.CancelledError as cancelled:
             self.abort(None)
+            self._cancel_all()  # the replica that withdrew, too
             await self._drain()
-            self._outcome.note_everything(cancelled)
+            self._failures.note_everything(cancelled)
             raise
         finally:
             if watch is not None:
                 watch.stop()
-            if self._recancel is not None:
-                self._recancel.cancel()
-        error = self._outcome.error()
+            for timer in (self._recancel, self._unwind_timer):
+                if timer is not None:
+                    timer.cancel()
+            tell = self._observers.run_ended
+            if tell is not None:
+                tell(self)
+        error = self._failures.error()
         if error is not None:
+            tell_fault = self._observers.fault
+            if tell_fault is not None:
+                tell_fault(self.step, error)
             raise error
         for error in self.point.unseen.values():
             raise error
-        warn_never_awaited(self.seats)
-        return [seat.work.result() for seat in self.seats if seat.work is not None]
+        warn_never_awaited(self.replicas)
+        return [replica.work.result() for replica in self.replicas if replica.work is not None]
 
     def forget(self) -> None:
         """Let go of the ended tasks, so that the run's objects form no cycle."""
         self.ops.close()
-        (self.threads or self.point).forget()
-        for seat in self.seats:
-            seat.forget()
+        self.point.forget()
+        for replica in self.replicas:
+            replica.forget()
 
     def abort(self, cause: BaseException | None) -> None:
         """End the run: remember why, cancel every replica wherever it waits. Idempotent."""
         if self.is_aborted:
             return
-        self._outcome.cause = cause
+        self._failures.cause = cause
         self.point.is_aborted = True
         self._cancel_all()
         self._cancel_again_in(RECANCEL_S)
@@ -205,9 +227,18 @@ class ReplicaGroup(RunControl):
         return (self._num_left == 0 and not self.point.merging) or self._gave_up
 
     def _cancel_all(self) -> None:
-        (self.threads or self.point).cancel()
-        for seat in self.seats:
-            seat.cancel()
+        self.point.cancel()
+        unwinding = self._withdrawn[0] if self._withdrawn is not None else None
+        for replica in self.replicas:
+            if replica is not unwinding:
+                replica.cancel()
+
+    def _cancel_withdrawn(self) -> None:
+        """Cancel the replica that withdrew, too: it had its time to end by itself."""
+        if self._withdrawn is not None:
+            replica, _ = self._withdrawn
+            self._withdrawn = None
+            replica.cancel()
 
     def _cancel_again(self, delay: float) -> None:
         self._cancel_all()
@@ -217,50 +248,71 @@ class ReplicaGroup(RunControl):
         if not self.is_over and self._loop is not None:
             self._recancel = self._loop.call_later(delay, self._cancel_again, delay)
 
-    def _ended(self, seat: Seat, work: asyncio.Future[Any]) -> None:
-        """Take note of a replica's end, one loop cycle after it."""
+    def _ended(self, replica: Replica, work: asyncio.Future[Any]) -> None:
+        """Record a replica's end, one loop cycle after it."""
         self._num_left -= 1
-        error = error_of(work) or self.point.unseen_by(seat.replica_id)
-        if seat.unawaited:
-            self._forgotten(seat, error)
+        error = error_of(work) or self.point.unseen_by(replica.replica_id)
+        if self._withdrawn is not None and self._withdrawn[0] is replica:
+            self._has_unwound(replica, error)
+        elif error is not None:
+            self._replica_failed(replica, error)
+        if replica.unawaited:
+            self._forgotten(replica, error)
         elif error is None and not self.is_aborted:
-            mismatch = self._leave(seat, ReplicaState.RETURNED)
-            if mismatch is not None:
-                self.abort_mismatch(mismatch)
-        if error is not None:
-            self._replica_failed(seat, error)
+            self._returned(replica)
         if self.is_over:
             self._resolve_finished()
+
+    def _returned(self, replica: Replica) -> None:
+        if self.ops.pending and not self.is_blocking:
+            left = self.ops.unfinished(replica.replica_id)
+            if left:
+                self.abort(left_behind_error(replica.replica_id, self.step, left))
+                return
+        mismatch = self.point.leave(replica.replica_id, ReplicaState.RETURNED)
+        if mismatch is not None:
+            self._call_soon(self.abort_mismatch, mismatch)
+
+    def _call_soon(self, fn: Callable[..., None], *args: Any) -> None:
+        if self._loop is not None:
+            self._loop.call_soon(fn, *args)
 
     def merge_ended(self) -> None:
-        """Take note that a merge's task has ended."""
+        """Record that the task of a merge has ended."""
         if self.is_over:
             self._resolve_finished()
 
-    def _replica_failed(self, seat: Seat, error: BaseException) -> None:
-        if not seat.was_cancelled:
-            self._outcome.failed(seat.replica_id, error)
-            self._leave(seat, ReplicaState.FAILED)
+    def _replica_failed(self, replica: Replica, error: BaseException) -> None:
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        if not replica.was_cancelled:
+            if is_cancelled:
+                error = replica_cancelled_error(error, self.step, self._fn_name)
+            self._failures.failed(replica.replica_id, error)
+            self.point.leave(replica.replica_id, ReplicaState.FAILED)
             self.abort(None)
-        elif not isinstance(error, asyncio.CancelledError):
-            self._outcome.unwound(seat.replica_id, error)
+        elif not is_cancelled:
+            self._failures.unwound(replica.replica_id, error)
 
-    def _forgotten(self, seat: Seat, error: BaseException | None) -> None:
+    def _has_unwound(self, replica: Replica, error: BaseException | None) -> None:
+        """Find out whether the replica that withdrew did so because it was failing."""
+        self._withdrawn = None
+        failure = cause_of_unwinding(error)
+        if failure is not None:
+            self._failures.failed(replica.replica_id, failure)
+            self.point.leave(replica.replica_id, ReplicaState.FAILED)
+
+    def _forgotten(self, replica: Replica, error: BaseException | None) -> None:
         """Close coroutines that were never started; without another error that fails the run."""
-        lines, given_up = seat.not_awaited(), seat.given_up()
-        seat.close_unawaited()
+        lines, given_up = replica.not_awaited(), replica.given_up()
+        replica.close_unawaited()
         if error is not None or self.is_aborted:
             return
         if given_up is None:
             self.abort(never_awaited_error(self.step, lines))
             return
-        mismatch = self._leave(seat, ReplicaState.WITHDREW, given_up)
+        mismatch = self.point.leave(replica.replica_id, ReplicaState.WITHDREW, given_up)
         if mismatch is not None:
             self.abort_mismatch(mismatch)
-
-    def _leave(self, seat: Seat, state: ReplicaState, call: Call | None = None) -> Mismatch | None:
-        where = self.threads or self.point.rendezvous
-        return where.leave(seat.replica_id, state, call)
 
     async def _drain(self) -> asyncio.CancelledError | None:
         """Wait for all replicas and ops, or for a moment if the interpreter is interrupted.
@@ -298,23 +350,31 @@ class ReplicaGroup(RunControl):
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
-    def abort_mismatch(self, mismatch: Mismatch) -> None:
-        """End the run because its replicas can never meet."""
-        unawaited = [line for seat in self.seats for line in seat.not_awaited()]
-        self.abort(
-            mismatch_error(
-                mismatch.reason, mismatch.rows, self.step, unawaited, self._recorder.history()
-            )
+    def abort_mismatch(self, mismatch: Mismatch, withdrew: Replica | None = None) -> None:
+        """End the run because its replicas can never meet.
+
+        A replica that `withdrew` is left to end by itself, for a while: cancelled once more it
+        could not say why (`asyncio.timeout` would not make its TimeoutError).
+        """
+        if self.is_aborted:
+            return
+        unawaited = [line for replica in self.replicas for line in replica.not_awaited()]
+        error = mismatch_error(
+            mismatch.reason, mismatch.rows, self.step, unawaited, self._recorder.history()
         )
+        if withdrew is not None and self._loop is not None:
+            self._withdrawn = (withdrew, error)
+            self._unwind_timer = self._loop.call_later(UNWIND_S, self._cancel_withdrawn)
+        self.abort(error)
 
     def stalled(self, timeout_s: float, call: Call | None = None) -> None:
         """End the run because nothing happened for too long, at all or in one collective."""
-        if self.threads is None:
-            stacks = tuple(format_stack(seat.work) for seat in self.seats)
-            rows = self.point.rendezvous.rows()
+        rows = self.point.rows()
+        if self.is_blocking:
+            stacks = tuple(map(format_thread_stack, self.replicas))
+            rows = with_activities(rows, [replica.activity for replica in self.replicas])
         else:
-            stacks = tuple(format_thread_stack(seat) for seat in self.seats)
-            rows = with_activities(self.threads.rows(), [seat.activity for seat in self.seats])
+            stacks = tuple(format_stack(replica.work) for replica in self.replicas)
         self.abort(stall_error(timeout_s, self.step, rows, stacks, call, self._recorder.history()))
 
     async def restart_outside(self) -> None:
@@ -323,5 +383,5 @@ class ReplicaGroup(RunControl):
         self.point.restart()
 
     def _progress(self) -> tuple[int, int, int]:
-        done = self.ops.num_done + sum(seat.sequence + seat.steps_done for seat in self.seats)
+        done = self.ops.num_done + sum(r.sequence + r.steps_done for r in self.replicas)
         return self.point.num_merges, self._num_left, done

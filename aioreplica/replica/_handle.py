@@ -2,61 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator
-from typing import TYPE_CHECKING, Any, final
+import asyncio
+from collections.abc import Awaitable, Callable, Generator
+from contextvars import Context
+from typing import Any, final
 
 from ..context import PLACE, Place
 from ..errors import ContextError
-
-if TYPE_CHECKING:
-    from ._call import Call
-    from ._meeting_point import MeetingPoint
-    from ._seat import Seat
-    from ._sync_group import Generation
+from ._meeting import Call, Generation
+from ._meeting_point import MeetingPoint
+from ._replica import Replica
 
 
 @final
 class Handle(Awaitable[Any]):
-    """A reduction in flight; `await handle` gives its result, as often as wanted.
+    """A reduction in flight, a future: `await handle` gives its result, as often as wanted.
 
-    Got from `ctx.start_all_reduce`. Several may be in flight and be awaited in any order. The
-    arrays that were passed must not be written before the handle has been awaited.
+    Got from `ctx.start_all_reduce`. Several may be in flight and be awaited in any order, also
+    through `asyncio.wait`, `gather`, `wait_for`, `shield` and task groups. The arrays that were
+    passed must not be written before the handle is done.
 
     Cancellation:
         A cancelled await gives up nothing: the value was handed over when the reduction was
         started, so the other replicas get theirs, and the handle can be awaited again. A handle
-        that nobody awaits is a RuntimeWarning at the end of the run, naming the call.
+        whose result was never asked for is a RuntimeWarning at the end of the run, naming the
+        call.
     """
 
-    __slots__ = ("_call", "_generation", "_place", "_point", "_seat")
+    __slots__ = ("_call", "_callbacks", "_error", "_generation", "_place", "_point", "_replica")
 
     def __init__(
-        self, point: MeetingPoint, seat: Seat, call: Call, generation: Generation, place: Place
+        self, point: MeetingPoint, replica: Replica, call: Call, place: Place | None
     ) -> None:
         self._point = point
-        self._seat = seat
+        self._replica = replica
         self._call = call
-        self._generation = generation
         self._place = place
+        self._generation: Generation | None = None
+        self._error: BaseException | None = None
+        self._callbacks: list[tuple[Callable[[Handle], object], Callable[[object], None]]] = []
+
+    def begin(self) -> None:
+        """Bring the call to the rendezvous, on the event loop; called once, by the library.
+
+        Raises:
+            CancelledError: If the run was aborted, or is now; then awaiting the handle does.
+        """
+        call = self._call
+        is_posted = not call.sequence  # from a thread, which left the numbering to the loop
+        try:
+            if is_posted:
+                call.sequence = self._replica.next_in(call.group)
+            self._generation = self._point.start(self._replica, call)
+        except BaseException as error:
+            self._error = error
+            if is_posted:
+                return
+            raise
+        self._replica.started[call] = None
+
+    def fail(self, error: Exception) -> None:
+        """Let the handle raise an error instead of beginning; called by the library."""
+        self._error = error
+
+    def describe(self) -> str:
+        """Name the collective and where it was called."""
+        return f"{self._call.collective.name} at {self._call.site}"
 
     def done(self) -> bool:
         """Tell whether awaiting would not have to wait."""
+        if self._generation is None:
+            return self._error is not None
         waiter = self._generation.waiter
         return waiter is not None and waiter.done()
 
-    def cancel(self) -> None:
+    def cancelled(self) -> bool:
+        """Tell whether the run was ended before there was a result."""
+        if self._generation is None:
+            return isinstance(self._error, asyncio.CancelledError)
+        waiter = self._generation.waiter
+        return waiter is not None and waiter.cancelled()
+
+    def result(self) -> Any:
+        """Return the result.
+
+        Raises:
+            asyncio.InvalidStateError: If there is none yet.
+            asyncio.CancelledError: If the run was ended before.
+            Exception: What the reduction raised.
+        """
+        generation = self._finished()
+        return generation.look(self._call.position)
+
+    def exception(self) -> BaseException | None:
+        """Return what the reduction raised; None if it has a result.
+
+        Raises:
+            asyncio.InvalidStateError: If it goes on still.
+            asyncio.CancelledError: If the run was ended before.
+        """
+        return self._finished().error
+
+    def add_done_callback(
+        self, fn: Callable[[Handle], object], *, context: Context | None = None
+    ) -> None:
+        """Call `fn(handle)` soon after the reduction has ended, or soon if it has.
+
+        Args:
+            fn: A plain function.
+            context: Context variables to call it in; None takes a copy of the caller's.
+        """
+        self._replica.started.pop(self._call, None)
+        if self._generation is None or self._generation.waiter is None:
+            raise ContextError(
+                f"A callback was added to the handle of {self._call.collective.name} on the thread "
+                "that started it. Add it on the event loop, after the op has ended."
+            )
+
+        def call(_waiter: object) -> None:
+            fn(self)
+
+        self._callbacks.append((fn, call))
+        self._generation.waiter.add_done_callback(call, context=context)
+
+    def remove_done_callback(self, fn: Callable[[Handle], object]) -> int:
+        """Take back a callback, every time it was added; return how often that was."""
+        removed = [call for known, call in self._callbacks if known == fn]
+        self._callbacks = [pair for pair in self._callbacks if pair[0] != fn]
+        waiter = None if self._generation is None else self._generation.waiter
+        if waiter is None:
+            return 0
+        return sum(waiter.remove_done_callback(call) for call in removed)
+
+    def discard(self) -> None:
         """Give up the result, so that no warning says it is lost; the reduction goes on."""
-        self._seat.started.pop(self._call, None)
+        self._replica.started.pop(self._call, None)
+
+    def cancel(self) -> None:
+        """The same as `discard`: a reduction that others take part in cannot be cancelled."""
+        self.discard()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        if PLACE.get() is not self._place or self._seat.work_is_over:
+        if PLACE.get() is not self._place or self._replica.is_over:
             raise ContextError(
                 f"The handle of {self._call.describe()}, started at {self._call.site}, was awaited "
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
-        waiting = self._point.wait_for_started(self._seat, self._call, self._generation)
-        return waiting.__await__()
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        point, replica = self._point, self._replica
+        replica.started.pop(self._call, None)
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        generation = self._generation
+        if generation is None:
+            return self._finished()  # which says why there is none
+        waiter = generation.waiter
+        assert waiter is not None  # made by `start`
+        if not waiter.done():
+            blocks = replica.work is None or asyncio.current_task() is replica.work
+            ended = point.wait_for_started(replica, generation, blocks=blocks)
+            try:
+                await _watch(waiter)
+            finally:
+                ended()
+        elif point.is_solo:
+            await asyncio.sleep(0)
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        return self.result()
+
+    def _finished(self) -> Generation:
+        """Return the generation, which has ended; what it raised has been seen."""
+        self._replica.started.pop(self._call, None)
+        if self._error is not None:
+            raise self._error
+        if self._generation is None or not self.done():
+            raise asyncio.InvalidStateError("The reduction has not ended: await the handle.")
+        if self.cancelled():
+            raise asyncio.CancelledError
+        self._point.unseen.pop(self._generation, None)
+        return self._generation
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in flight"
         return f"<Handle of {self._call.describe()} | {state}>"
+
+
+def _watch(waiter: asyncio.Future[None]) -> asyncio.Future[None]:
+    """Return a future that is done when another is; cancelling it leaves that one alone."""
+    watch: asyncio.Future[None] = asyncio.Future(loop=waiter.get_loop())
+
+    def pass_on(ended: asyncio.Future[None]) -> None:
+        if not watch.done():
+            if ended.cancelled():
+                watch.cancel()
+            else:
+                watch.set_result(None)
+
+    waiter.add_done_callback(pass_on)
+    return watch

@@ -8,7 +8,49 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Any, final
 
-from ..devices import Gate, OwnedTask
+from ..devices import Gate, OwnedTask, new_gate
+from ._meeting_point import MeetingPoint
+
+
+def call_on_host(
+    point: MeetingPoint, fn: Callable[..., Any], args: tuple[Any, ...], context: Context, name: str
+) -> Any:
+    """Have the event loop run a plain or async function; return what it returns.
+
+    Args:
+        point: Where the replicas of the run meet.
+        fn: The function.
+        args: Its arguments.
+        context: The context variables to run it in.
+        name: What observers and stall reports call it.
+
+    Raises:
+        BaseException: What the function raises.
+
+    Cancellation:
+        A CancelledError once the run is aborted, or its event loop closed.
+    """
+    call = HostCall(fn, args, context, name, new_gate(point.loop))
+    assert point.lock is not None  # device programs call this
+    with point.lock:
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        point.host_calls[call.cancel] = None
+    point.began_to_wait(call)
+    try:
+        if not point.post(call.begin):
+            raise asyncio.CancelledError
+        call.wait()
+    except asyncio.CancelledError:
+        point.abandon()
+        raise
+    finally:
+        point.ended_to_wait(call)
+        with point.lock:
+            point.host_calls.pop(call.cancel, None)
+    if point.is_aborted:
+        raise asyncio.CancelledError
+    return call.result()
 
 
 @final
@@ -54,9 +96,18 @@ class HostCall:
         self._result: Any = None
         self._error: BaseException | None = None
 
-    @property
-    def task(self) -> asyncio.Task[Any] | None:
-        """The task of an async function that has begun; None else."""
+    # ---- for observers -------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Name what is waited for."""
+        return self._name
+
+    def missing_members(self) -> tuple[int, ...]:
+        """No replica is waited for."""
+        return ()
+
+    def awaited(self) -> asyncio.Task[Any] | None:
+        """Return the task of an async function that has begun; None else."""
         return None if self._task is None else self._task.task
 
     # ---- on the device thread ------------------------------------------------------------
@@ -96,7 +147,8 @@ class HostCall:
             self._result = result
             self._end(None)
             return
-        self._task = OwnedTask(self._finish(result), self._name, context=self._context)
+        name = f"aioreplica {self._name}"
+        self._task = OwnedTask(self._finish(result), name, context=self._context)
         self._task.when_done(lambda _error: self._finished(result))
 
     def cancel(self) -> None:

@@ -1,35 +1,42 @@
-"""The meeting point of one run: the awaitable shell around its rendezvous.
+"""Where the replicas of one run meet: they arrive, one merge runs, all are released.
 
-This is the hot path. Replicas that have to wait in a collective share one future per generation,
-which carries the results of all. The last replica to arrive runs the merge in its own step and
-releases the others. Cancelling one waiting task cancels the shared future; as the others can then
-never meet it, that ends the run in any case (`_wait_cancelled`). What was started with a handle
-goes on without a waiting task, so there a cancelled await withdraws nothing.
+The shell around the rendezvous, for tasks and device threads alike. Tasks that have to wait share
+one future per generation; threads park at a gate each (`_waiters.py`). Whoever completes a
+generation merges it at once and releases the others. Only a merge that has to be awaited goes
+through a task of its own.
+
+Invariants:
+    * Where threads meet, the rendezvous is touched under `lock` only, by threads and by the event
+      loop alike; no merge and no function of the user runs under it.
+    * A gate is opened once for each time its replica is in `parked`, by whoever takes it out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import warnings
 from abc import ABC, abstractmethod
-from asyncio import current_task
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
+from threading import Lock
 from typing import Any, final
 from weakref import proxy
 
-from ..telemetry import Recorder
-from ._call import Call
-from ._collective import Meeting, Parts, Pending
+from ..context import PLACE
+from ..devices import Gate
+from ..errors import ReplicaRow
+from ..telemetry import ObservedWait, Observers
 from ._failure import add_note_once
-from ._merge_task import MergeTask, error_of
+from ._meeting import Call, Generation, Parts, Pending, SyncGroup
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
-from ._seat import Seat
-from ._sync_group import Generation, SyncGroup, is_given_up
-from ._table import two_at_once_error
-from ._watch import Watch, is_blocked
+from ._replica import Replica, who_withdrew
+from ._table import circle_text
+
+CIRCLE_S = 1.0
+"""How long replicas may seem to wait for each other through handles before that is warned of."""
 
 
 class RunControl(ABC):
@@ -40,8 +47,8 @@ class RunControl(ABC):
         """End the run, raising `cause`."""
 
     @abstractmethod
-    def abort_mismatch(self, mismatch: Mismatch) -> None:
-        """End the run because its replicas can never meet."""
+    def abort_mismatch(self, mismatch: Mismatch, withdrew: Replica | None = None) -> None:
+        """End the run because its replicas can never meet; one may have withdrawn."""
 
     @abstractmethod
     def stalled(self, timeout_s: float, call: Call | None = None) -> None:
@@ -49,7 +56,7 @@ class RunControl(ABC):
 
     @abstractmethod
     def merge_ended(self) -> None:
-        """Take note that a merge's task has ended."""
+        """Record that the task of a merge has ended."""
 
     @abstractmethod
     async def restart_outside(self) -> None:
@@ -61,322 +68,355 @@ class MeetingPoint:
     """Where the replicas of one run meet.
 
     Args:
-        seats: One per replica.
-        meeting: What collectives need to know of the run.
+        replicas: The state of each replica.
+        everyone: The group of all of them.
         loop: The event loop of the run; None outside every run, where one replica meets itself.
-        recorder: Receives one record per merge.
-        step: Number of the run in its strategy.
+        observers: Who is told of calls, waits and merges.
+        now: The clock, in seconds.
         run: What ends the run, see `RunControl`.
 
     Attributes:
         is_aborted: Set by the run when it ends early; every later await here raises
             CancelledError.
         num_merges: How many merges have ended, a sign of progress.
-        merging: The merges that take longer than one step of their last replica.
-        unseen: What started collectives raised and no handle has shown to anybody so far.
+        merging: The generations whose merges take longer than one step of their last replica, and
+            whether they have begun.
+        unseen: What started collectives raised, as long as no handle was asked for it.
+        lock: Guards the rendezvous where device threads meet; None where tasks do.
+        parked: The gates of the replicas whose device threads wait.
+        on_abort: What else is called when the run is aborted: on any thread, perhaps repeatedly.
+        host_calls: Cancel what the event loop does for device threads, on the loop.
     """
 
     def __init__(
         self,
-        seats: Sequence[Seat],
-        meeting: Meeting,
+        replicas: Sequence[Replica],
+        everyone: SyncGroup,
         loop: asyncio.AbstractEventLoop | None,
-        recorder: Recorder,
-        step: int,
+        observers: Observers,
+        now: Callable[[], float],
         run: RunControl,
     ) -> None:
         self.is_aborted = False
         self.num_merges = 0
-        self.merging: dict[Generation, MergeTask] = {}
+        self.merging: dict[Generation, bool] = {}
         self.unseen: dict[Generation, BaseException] = {}
-        self.rendezvous = Rendezvous(
-            meeting.device_names, lambda replica_id: is_blocked(seats[replica_id].work)
-        )
-        self.rendezvous.everyone.meeting = meeting
-        self.everyone = self.rendezvous.everyone
-        self._is_solo = len(seats) == 1
-        self._seats = seats
-        self._loop = loop
-        self._now = recorder.now
-        self._record = recorder.record
-        self._step = step
-        self._run: RunControl = proxy(run)  # the run holds the point: no circle
+        self.everyone = everyone
+        self.rendezvous = Rendezvous(everyone.device_names, everyone)
+        self.is_solo = len(replicas) == 1
+        self.loop = loop
+        self.observers = observers
+        self.now = now
+        self.run: RunControl = proxy(run)  # the run holds the point: no circle
+        self.lock = Lock() if everyone.is_blocking else None
+        self.parked: dict[int, Gate] = {}
+        self._replicas = replicas
+        self.on_abort: list[Callable[[], None]] = []
+        self.host_calls: dict[Callable[[], None], None] = {}
+        self._child_waits = 0
+        self._last_child_wait_s = 0.0
 
-    async def meet(self, seat: Seat, call: Call) -> Any:
-        """Bring one replica's call to the rendezvous; return its part of the merge's result."""
-        del seat.unawaited[call]
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        if seat.waiting is not None:
-            raise self._two_at_once(seat, call)
-        opened = call.group.open.get(call.sequence)
-        if opened is not None and is_given_up(opened):  # by a replica that does not know it yet
-            self._wait_cancelled(seat, opened)
-            raise asyncio.CancelledError
-        generation = self.rendezvous.arrive(seat.replica_id, call, self._now())
-        if type(generation) is not Generation:
-            self._run.abort_mismatch(generation)
-            raise asyncio.CancelledError
-        waiter = generation.waiter
-        if not call.position:
-            call.context = copy_context()
-        if not generation.missing:
-            parts = self._merge(generation)
-            if type(parts) is not Pending:
-                if self._is_solo:
-                    await asyncio.sleep(0)  # a loop of collectives must let others run
-                return _take(parts, call.position)
-            self._start_merge(generation, parts)
-        if waiter is None:
-            waiter = self._new_waiter(generation, call)
-        seat.waiting = task = current_task(self._loop)
-        seat.cancels_before = task.cancelling()  # type: ignore[union-attr]  # a task runs this
-        try:
-            parts = await waiter
-        except asyncio.CancelledError:
-            self._wait_cancelled(seat, generation)
-            if self._loop is None:  # no run waits for the merge to end
-                await self._run.restart_outside()
-            raise
-        finally:
-            seat.waiting = None
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        return _take(parts, call.position)
+    # ---- arriving ------------------------------------------------------------------------
 
-    def start(self, seat: Seat, call: Call) -> Generation:
-        """Bring a call to the rendezvous without waiting there."""
+    def start(self, replica: Replica, call: Call) -> Generation:
+        """Bring a call to the rendezvous without waiting there; on the event loop.
+
+        Raises:
+            CancelledError: If the run was aborted, or is now.
+        """
         if self.is_aborted:
             raise asyncio.CancelledError
-        generation = self.rendezvous.arrive(seat.replica_id, call, self._now(), waits=False)
-        if type(generation) is not Generation:
-            self._run.abort_mismatch(generation)
-            raise asyncio.CancelledError
+        decided = self.rendezvous.arrive(replica.replica_id, call, self.now(), waits=False)
+        generation = decided if type(decided) is Generation else self.cannot_meet(decided, call)
         if not call.position:
             call.context = copy_context()
         if generation.waiter is None:
-            self._new_waiter(generation, call)
+            self.new_waiter(generation, call)
         if not generation.missing:
-            try:
-                parts = self._merge(generation)
-            except Exception:  # noqa: BLE001 - it is in the future, for those who await a handle
-                return generation
-            if type(parts) is Pending:
-                self._start_merge(generation, parts)
+            self.merge(generation)
         return generation
 
-    async def wait_for_started(self, seat: Seat, call: Call, generation: Generation) -> Any:
-        """Return this replica's part of what was started; a cancelled wait gives nothing up."""
-        seat.started.pop(call, None)
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        waiter = generation.waiter
-        assert waiter is not None  # made by `start`
-        if not waiter.done():
-            mismatch = self.rendezvous.wait_for_started(seat.replica_id, generation)
-            if mismatch is not None:
-                self._run.abort_mismatch(mismatch)
-                raise asyncio.CancelledError
-            try:
-                await Watch(waiter)
-            finally:
-                mismatch = self.rendezvous.waited_for_started(seat.replica_id, generation)
-                if mismatch is not None:
-                    self._run.abort_mismatch(mismatch)
-        elif self._is_solo:
-            await asyncio.sleep(0)
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        self.unseen.pop(generation, None)
-        return waiter.result()[call.position]
+    def cannot_meet(self, decided: Generation | Mismatch, call: Call) -> Generation:
+        """End the run for a mismatch; return the call's generation if that is done a cycle later.
 
-    def watch(
-        self,
-        seat: Seat,
-        generation: Generation,
-        finish: Callable[[Any, BaseException | None], None],
-    ) -> None:
-        """Call `finish` with a thread's part of what it started, or with the error, once."""
-        waiter = generation.waiter
-        assert waiter is not None  # made by `start`
-        position = generation.group.members.index(seat.replica_id)
-        if not waiter.done():
-            mismatch = self.rendezvous.wait_for_started(seat.replica_id, generation)
-            if mismatch is not None:
-                self._run.abort_mismatch(mismatch)
+        Raises:
+            CancelledError: If the run was ended at once.
+        """
+        assert isinstance(decided, Mismatch)
+        if decided.follows_return and self.loop is not None:
+            self.loop.call_soon(self.run.abort_mismatch, decided)
+            return call.group.open[call.sequence]
+        self.run.abort_mismatch(decided)
+        raise asyncio.CancelledError
 
-        def arrived(waiter: asyncio.Future[Parts]) -> None:
-            mismatch = self.rendezvous.waited_for_started(seat.replica_id, generation)
-            if mismatch is not None:
-                self._run.abort_mismatch(mismatch)
-            error = error_of(waiter)
-            if error is None and self.is_aborted:
-                error = asyncio.CancelledError()
-            finish(None if error is not None else waiter.result()[position], error)
+    def leave(
+        self, replica_id: int, state: ReplicaState, call: Call | None = None
+    ) -> Mismatch | None:
+        """Record that a replica ended; see `Rendezvous.leave`."""
+        if self.lock is None:
+            return self.rendezvous.leave(replica_id, state, call)
+        with self.lock:
+            return self.rendezvous.leave(replica_id, state, call)
 
-        waiter.add_done_callback(arrived)
+    def withdrew(self, replica: Replica, generation: Generation) -> None:
+        """End the run if a cancelled wait was a withdrawal; find out whose cancellation it was."""
+        if self.is_aborted or generation.is_merged:
+            return
+        who = [r for r in self._replicas if self.rendezvous.is_in(r.replica_id, generation)]
+        replica = who_withdrew(who, replica)
+        mismatch = self.rendezvous.leave(replica.replica_id, ReplicaState.WITHDREW)
+        if mismatch is not None:
+            self.run.abort_mismatch(mismatch, replica)
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""
-        group = self.rendezvous.group(members)
-        if not hasattr(group, "meeting"):
-            group.meeting = self.everyone.meeting.of(members)
-        return group
+        if self.lock is None:
+            return self.rendezvous.group(members)
+        with self.lock:
+            return self.rendezvous.group(members)
+
+    # ---- merging -------------------------------------------------------------------------
+
+    def merge(self, generation: Generation) -> None:
+        """Merge a complete generation, in the thread that completed it."""
+        if generation.timer is not None:
+            generation.timer.cancel()
+        tell = self.observers.merge_began
+        if tell is not None:
+            tell(generation)
+        calls = generation.calls
+        try:
+            parts = calls[0].collective.perform(generation.group, calls)
+        except (KeyboardInterrupt, SystemExit):
+            raise  # for the loop; the others are cancelled with the run
+        except BaseException as error:  # noqa: BLE001 - every member raises it
+            self.release(generation, (), error)
+            return
+        if type(parts) is not Pending:
+            self.release(generation, parts, None)
+        elif self.lock is None:
+            self._start_merge(generation, parts)
+        elif not self.post(self._start_merge, generation, parts):
+            parts.discard()
+
+    def release(self, generation: Generation, parts: Parts, error: BaseException | None) -> None:
+        """Hand every member its part, or the error; wake those who wait."""
+        generation.parts = parts
+        if error is not None:
+            self._failed(generation, error)
+        if self.lock is None:
+            self.num_merges += 1
+            generation.is_merged = True
+            waiter = generation.waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
+            if self.rendezvous.in_flight:
+                self.rendezvous.merged(generation)
+        else:
+            parked, group = self.parked, generation.group
+            with self.lock:
+                self.num_merges += 1
+                generation.is_merged = True
+                if group.is_partial:
+                    gates = [parked.pop(member) for member in group.members if member in parked]
+                else:  # all others wait for this merge
+                    gates = list(parked.values())
+                    parked.clear()
+            for gate in gates:  # outside the lock, which the woken threads may need
+                gate.open()
+        tell_end = self.observers.merge_ended  # while the others wake up, which takes them longer
+        if tell_end is not None:
+            tell_end(generation, error)
+
+    def _failed(self, generation: Generation, error: BaseException) -> None:
+        first: Call = generation.calls[0]
+        add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
+        generation.error = error
+        generation.traceback = error.__traceback__
+        if first.collective is STARTED_ALL_REDUCE:
+            self.unseen[generation] = error
+
+    def _start_merge(self, generation: Generation, pending: Pending) -> None:
+        """Let a task of the event loop await the rest of a merge, in replica 0's context."""
+        if self.is_aborted:
+            pending.discard()
+            self.wake_threads()
+            return
+        self.merging[generation] = False
+        context = generation.calls[0].context
+        context.run(PLACE.set, generation.group.merge_place)
+        task = asyncio.Task(self._finish(generation, pending), loop=self.loop, context=context)
+        generation.task = task
+        task.add_done_callback(partial(self._merge_ended, generation, pending))
+
+    async def _finish(self, generation: Generation, pending: Pending) -> Parts:
+        if self.is_aborted:  # a merge of an aborted run does not begin
+            raise asyncio.CancelledError
+        self.merging[generation] = True
+        return pending.to_parts(await pending.awaitable)
+
+    def _merge_ended(
+        self, generation: Generation, pending: Pending, task: asyncio.Future[Parts]
+    ) -> None:
+        if not self.merging.pop(generation):
+            pending.discard()
+        error = error_of(task)
+        if not self.is_aborted:
+            self.release(generation, () if error is not None else task.result(), error)
+        with suppress(ReferenceError):  # the run was given up in an interrupt
+            self.run.merge_ended()
+
+    # ---- waiting -------------------------------------------------------------------------
+
+    def new_waiter(self, generation: Generation, call: Call) -> asyncio.Future[None]:
+        """Make the future that all tasks share that wait for a generation, and its timeout."""
+        waiter: asyncio.Future[None] = asyncio.Future(loop=self.loop)
+        generation.waiter = waiter
+        own = call.collective.options(call.argument)
+        timeout_s = generation.group.timeout_s if own is None else own.timeout_seconds
+        if timeout_s is not None and generation.missing and self.loop is not None:
+            generation.timer = self.loop.call_later(timeout_s, self.run.stalled, timeout_s, call)
+        return waiter
+
+    def wait_for_started(
+        self, replica: Replica, generation: Generation, *, blocks: bool
+    ) -> Callable[[], None]:
+        """Record that something of a replica waits for what was started; return how that ends.
+
+        Whether a child task that waits `blocks` its replica cannot be known. If replicas may wait
+        for each other in a circle for a second, a warning shows the table.
+
+        Raises:
+            CancelledError: If the run is ended, because the replicas can never meet.
+        """
+        replica_id = replica.replica_id
+        self._continue(
+            self.rendezvous.wait_for_started(replica_id, generation, blocks=blocks), waits=True
+        )
+        if not blocks and self.loop is not None:
+            self._child_waits += 1
+            self._last_child_wait_s = self.loop.time()
+            if self._child_waits == 1:
+                self.loop.call_later(CIRCLE_S, self._look_for_circle, generation)
+        self.began_to_wait(generation)
+
+        def ended() -> None:
+            self.ended_to_wait(generation)
+            if not blocks:
+                self._child_waits -= 1
+            waited = self.rendezvous.waited_for_started
+            self._continue(waited(replica_id, generation, blocks=blocks))
+
+        return ended
+
+    def _continue(self, mismatch: Mismatch | None, *, waits: bool = False) -> None:
+        if mismatch is None:
+            return
+        self.run.abort_mismatch(mismatch)
+        if waits:
+            raise asyncio.CancelledError
+
+    def _look_for_circle(self, generation: Generation) -> None:
+        if self.is_aborted or not self._child_waits or self.loop is None:
+            return
+        left_s = self._last_child_wait_s + CIRCLE_S - self.loop.time()
+        if left_s > 0:
+            self.loop.call_later(left_s, self._look_for_circle, generation)
+        elif self.rendezvous.may_be_stuck():
+            text = circle_text(self.rendezvous.rows(), self.everyone.step)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def began_to_wait(self, wait: ObservedWait) -> None:
+        """Tell observers that the current task or thread waits from now on."""
+        tell = self.observers.wait_began
+        if tell is not None:
+            tell(wait)
+
+    def ended_to_wait(self, wait: ObservedWait) -> None:
+        """Tell observers that it waits no longer."""
+        tell = self.observers.wait_ended
+        if tell is not None:
+            tell(wait)
+
+    # ---- ending --------------------------------------------------------------------------
+
+    def rows(self) -> tuple[ReplicaRow, ...]:
+        """Describe every replica, in replica order."""
+        if self.lock is None:
+            return self.rendezvous.rows()
+        with self.lock:
+            return self.rendezvous.rows()
 
     def unseen_by(self, replica_id: int) -> BaseException | None:
-        """Return what a collective raised that a replica started and nobody has looked at."""
+        """Return what a collective raised that a replica started and whose handle was not read."""
         for generation, error in self.unseen.items():
             if replica_id in generation.group.members:
                 return error
         return None
 
     def cancel(self) -> None:
-        """Cancel what is waited for; child tasks of replicas may be among those who wait."""
-        for generation in (*self.rendezvous.open_generations(), *self.merging):
-            if generation.waiter is not None:
-                generation.waiter.cancel()
-            if generation.timer is not None:
-                generation.timer.cancel()
-        for task in tuple(self.merging.values()):
-            task.cancel()
+        """Wake all who wait; child tasks of replicas may be among them."""
+        if self.lock is None:
+            for generation in (*self.rendezvous.open_generations(), *self.merging):
+                if generation.waiter is not None:
+                    generation.waiter.cancel()
+                if generation.timer is not None:
+                    generation.timer.cancel()
+        else:
+            self.wake_threads()
+        for generation, has_begun in tuple(self.merging.items()):
+            if has_begun and generation.task is not None:
+                generation.task.cancel()  # one that has not begun sees that the run is aborted
+        for cancel in tuple(self.host_calls):
+            cancel()
+
+    def wake_threads(self) -> None:
+        """Open the gates of all threads that wait."""
+        if self.lock is None:
+            return
+        with self.lock:
+            gates = list(self.parked.values())
+            self.parked.clear()
+        for gate in gates:
+            gate.open()
+        if self.is_aborted:
+            for wake in self.on_abort:
+                wake()
+
+    def post(self, fn: Callable[..., None], *args: Any) -> bool:
+        """Have the event loop call something, from a thread; False if there is none any more."""
+        try:
+            assert self.loop is not None  # threads meet in runs only
+            self.loop.call_soon_threadsafe(fn, *args)
+        except RuntimeError:
+            self.abandon()
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """End the run from a thread: its event loop is closed and cannot."""
+        self.is_aborted = True
+        self.wake_threads()
 
     def restart(self) -> None:
         """Forget a given-up call, outside every run."""
-        meeting = self.everyone.meeting
         self.is_aborted = False
-        self.rendezvous = Rendezvous(meeting.device_names)
-        self.rendezvous.everyone.meeting = meeting
-        self.everyone = self.rendezvous.everyone
+        self.everyone.open.clear()
+        self.rendezvous = Rendezvous(self.everyone.device_names, self.everyone)
 
     def forget(self) -> None:
         """Let go of every call."""
-        self.rendezvous.forget()
+        if self.lock is None:
+            self.rendezvous.forget()
+        else:
+            with self.lock:
+                self.rendezvous.forget()
         self.unseen.clear()
 
-    # ---- merging -------------------------------------------------------------------------
 
-    def _merge(self, generation: Generation) -> Parts | Pending:
-        """Merge a complete generation; return the parts, or what is left to await."""
-        if generation.timer is not None:
-            generation.timer.cancel()
-        call = generation.first
-        try:
-            parts = call.collective.perform(generation.group.meeting, generation.calls)
-        except Exception as error:
-            self._merge_failed(generation, error)
-            if isinstance(error, StopIteration):  # would look like the end of this coroutine
-                raise _without_stop(error) from error
-            raise
-        if type(parts) is not Pending:
-            self._release(generation, parts)
-        return parts
-
-    def _release(self, generation: Generation, parts: Parts) -> None:
-        """Hand every waiting replica the parts of a finished merge."""
-        generation.is_merged = True
-        self.num_merges += 1
-        calls = generation.calls
-        first: Call = calls[0]
-        collective = first.collective
-        if collective.is_uneven:
-            sizes = tuple(map(collective.num_bytes, calls))
-        else:
-            sizes = (collective.num_bytes(first),)
-        self._record(self._now(), self._step, first.sequence, collective.name,
-                     collective.op_name(first.argument), sizes, generation.group.members,
-                     generation.visits)  # fmt: skip
-        waiter = generation.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(parts)
-
-    def _merge_failed(self, generation: Generation, error: BaseException) -> None:
-        """Raise the merge's exception, the same object, in every replica that waits."""
-        generation.is_merged = True
-        first = generation.calls[0]
-        add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
-        waiter = generation.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(_without_stop(error))
-            waiter.exception()  # asyncio need not say so: whoever awaits it raises it, or the run
-            if generation.first.collective is STARTED_ALL_REDUCE:
-                self.unseen[generation] = error
-
-    def _start_merge(self, generation: Generation, pending: Pending) -> None:
-        self.merging[generation] = MergeTask(
-            pending,
-            lambda: self.is_aborted,
-            self._loop,
-            generation.calls[0].context,
-            partial(self._merge_ended, generation),
-        )
-
-    def _merge_ended(self, generation: Generation, task: asyncio.Future[Parts]) -> None:
-        del self.merging[generation]
-        error = error_of(task)
-        if not self.is_aborted:
-            if error is None:
-                self._release(generation, task.result())
-            else:
-                self._merge_failed(generation, error)
-        with suppress(ReferenceError):  # the run was given up in an interrupt
-            self._run.merge_ended()
-
-    # ---- waiting -------------------------------------------------------------------------
-
-    def _new_waiter(self, generation: Generation, call: Call) -> asyncio.Future[Parts]:
-        waiter: asyncio.Future[Parts] = asyncio.Future(loop=self._loop)
-        generation.waiter = waiter
-        own = call.collective.options(call.argument)
-        timeout_s = generation.group.meeting.timeout_s if own is None else own.timeout_seconds
-        if timeout_s is not None and generation.missing and self._loop is not None:
-            generation.timer = self._loop.call_later(timeout_s, self._run.stalled, timeout_s, call)
-        return waiter
-
-    def _two_at_once(self, seat: Seat, call: Call) -> Exception:
-        error = two_at_once_error(call, self.rendezvous.current_call(seat.replica_id))
-        if self._loop is not None:
-            self._run.abort(error)
-        return error
-
-    def _wait_cancelled(self, seat: Seat, generation: Generation) -> None:
-        """Find out whose cancellation ended a wait, and end the run if that was a withdrawal."""
-        waiter = generation.waiter
-        assert waiter is not None  # somebody waited for it
-        if self.is_aborted:
-            return
-        if waiter.done() and not waiter.cancelled():
-            waiter.exception()  # the merge was over: nothing was withdrawn
-            return
-        inside = [s for s in self._seats if self.rendezvous.is_in(s.replica_id, generation)]
-        seat = _who_withdrew(inside, seat)
-        mismatch = self.rendezvous.leave(seat.replica_id, ReplicaState.WITHDREW)
-        if mismatch is not None:
-            self._run.abort_mismatch(mismatch)
-
-
-def _take(parts: Parts, position: int) -> Any:
-    """Take a part out, so that its memory is free as soon as the replica lets go of it.
-
-    The future that carried the parts lives on while the task that it woke runs.
-    """
-    part = parts[position]
-    if type(parts) is list:
-        parts[position] = None
-    return part
-
-
-def _without_stop(error: BaseException) -> BaseException:
-    """Wrap a StopIteration, which neither a future nor a coroutine can carry."""
-    return RuntimeError(f"A merge raised {error!r}.") if type(error) is StopIteration else error
-
-
-def _who_withdrew(seats: Sequence[Seat], woken: Seat) -> Seat:
-    """Return whose cancellation cancelled the future that all waiting tasks share.
-
-    Each of them wakes with a CancelledError. The one whose own count of cancellations has grown is
-    the cause; else one that had been cancelled just before it arrived.
-    """
-    waiting = [(s, s.waiting.cancelling()) for s in seats if s.waiting is not None]
-    grown = [seat for seat, cancels in waiting if cancels > seat.cancels_before]
-    earlier = [seat for seat, cancels in waiting if cancels]
-    return (grown or earlier or [woken])[0]
+def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+    """Return what a task ended with; its own CancelledError if it was cancelled."""
+    try:
+        return ended.exception()
+    except asyncio.CancelledError as cancelled:
+        return cancelled

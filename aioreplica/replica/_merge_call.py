@@ -14,8 +14,7 @@ from ..collectives import leaf_bytes
 from ..context import PLACE
 from ..tree import LEAF_TYPES, flatten
 from ..values import PerReplica, argument_difference, merged_column, split_per_replica
-from ._call import Call
-from ._collective import Collective, Meeting, Parts, Pending
+from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 
 
 @final
@@ -89,12 +88,12 @@ class MergeCall(Collective):
                 return difference
         return None
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Run the merge function in replica 0's context variables."""
         first = calls[0]
-        devices = meeting.device_names
+        devices = group.device_names
         kwargs: dict[str, Any] = {}
-        if meeting.has_plain_values:
+        if group.has_plain_values:
             args = list(first.args)
             kwargs = first.kwargs or {}
         else:
@@ -107,28 +106,28 @@ class MergeCall(Collective):
                     key: merged_column([(call.kwargs or {})[key] for call in calls], devices)
                     for key in first.kwargs
                 }
-        result = first.context.run(_call_in_merge, meeting, first.argument, args, kwargs)
+        result = first.context.run(_call_in_merge, group, first.argument, args, kwargs)
         kind = type(result)
-        if kind is PerReplica and len(result) == meeting.num_replicas:
+        if kind is PerReplica and len(result) == group.num_replicas:
             parts: Parts = result.values
             return parts
         if kind not in LEAF_TYPES and isinstance(result, Awaitable):
-            return Pending(result, partial(self._parts, meeting, first.argument))
-        return self._parts(meeting, first.argument, result)
+            return Pending(result, partial(self._parts, group, first.argument))
+        return self._parts(group, first.argument, result)
 
-    def _parts(self, meeting: Meeting, fn: Any, result: Any) -> Parts:
+    def _parts(self, group: SyncGroup, fn: Any, result: Any) -> Parts:
         if type(result) in LEAF_TYPES:
-            return [result] * meeting.num_replicas
+            return [result] * group.num_replicas
         return split_per_replica(
-            result, meeting.num_replicas, f"the result of merge function {self.detail(fn)}"
+            result, group.num_replicas, f"the result of merge function {self.detail(fn)}"
         )
 
 
 def _call_in_merge(
-    meeting: Meeting, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+    group: SyncGroup, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
 ) -> Any:
-    PLACE.set(meeting.merge_place)
-    return fn(meeting.strategy, *args, **kwargs)
+    PLACE.set(group.merge_place)
+    return fn(group.strategy, *args, **kwargs)
 
 
 def same_function(first: Any, other: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from ..context import PLACE, Place
 from ..errors import ContextError
-from ._seat import Seat
+from ._replica import Replica
 
 _TWINS = {
     "all_reduce": "strategy.reduce(op, value)",
@@ -25,30 +27,70 @@ _OWNERS = {
 }
 
 
-def misuse_error(what: str, seat: Seat, step: int, live: Place | None) -> ContextError:
+def misuse_error(what: str, replica: Replica, step: int, live: Place | None) -> ContextError:
     """Build the error of calling `what` on a context.
 
     Args:
         what: Name of the method.
-        seat: The context's replica.
+        replica: The context's replica.
         step: Its run.
         live: The one place where the context may be used; None after the run.
     """
     place = PLACE.get()
-    me = f"the context of replica {seat.replica_id} (step {step})"
+    me = f"the context of replica {replica.replica_id} (step {step})"
     if live is None:
-        if place.replica is not None and seat.op is not None:
+        if place.replica is not None and replica.op is not None:
             return _awaitable_in_thread_error(what, place)
         return ContextError(
             f"{what} was called on {me} after its run. Get a new one with "
             "ar.get_replica_context() inside each step."
         )
+    if (place is live or place.replica is None) and not _is_loop_running():
+        return _off_the_loop_error(what, me)
     twin = _TWINS.get(what)
     advice = f" Use {twin} there." if place.replica is None and twin else ""
     return ContextError(
         f"{what} was called on {me} from {place.describe()}. A context belongs "
         f"to its own replica: call ar.get_replica_context() where you need one.{advice}"
     )
+
+
+def held_by_op_error(what: str, fn_name: str) -> ContextError:
+    """Build the error of a collective on the loop while an op of the replica starts others."""
+    return ContextError(
+        f"{what} was called while {fn_name}, an op of the same replica, starts collectives from "
+        "its thread: their order would be chance. Await the op before."
+    )
+
+
+def outlived_op_error(what: str, fn_name: str) -> ContextError:
+    """Build the error of a collective started from a thread whose op had ended."""
+    return ContextError(
+        f"{what} was called on a thread that outlived {fn_name}, the op it belongs to: its order "
+        "would be chance. Join the thread, or wait for its work, before the op returns."
+    )
+
+
+def _off_the_loop_error(what: str, me: str) -> ContextError:
+    """Build the error of a collective on a thread that does not run the event loop."""
+    if what == "start_all_reduce":
+        return ContextError(
+            f"{what} was called on {me} from a thread while no op of the replica runs. It can be "
+            "started from any thread as long as a function of ctx.run_on_device runs."
+        )
+    return ContextError(
+        f"{what} was called on {me} from another thread than the event loop's. Await it in the "
+        f"step; in a function of ctx.run_on_device use {_blocking_name(what)}, which waits on the "
+        "thread, or ctx.start_all_reduce."
+    )
+
+
+def _is_loop_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _awaitable_in_thread_error(what: str, place: Place) -> ContextError:
@@ -78,13 +120,13 @@ def _awaitable_in_thread_error(what: str, place: Place) -> ContextError:
 
 
 def blocking_misuse_error(
-    what: str, seat: Seat, step: int, live: Place | None, is_async: bool
+    what: str, replica: Replica, step: int, live: Place | None, is_async: bool
 ) -> ContextError:
     """Build the error of a blocking call that was made elsewhere than on its device thread.
 
     Args:
         what: Name of the method.
-        seat: The context's replica.
+        replica: The context's replica.
         step: Its run.
         live: The place of the device program; None where none runs.
         is_async: Whether the replica is a coroutine.
@@ -99,8 +141,8 @@ def blocking_misuse_error(
         )
     if live is None:
         return ContextError(
-            f"{name} was called after the step of replica {seat.replica_id} (step {step}). Get a "
-            "new context with ar.get_replica_context() inside each step."
+            f"{name} was called after the step of replica {replica.replica_id} (step {step}). Get "
+            "a new context with ar.get_replica_context() inside each step."
         )
     if place is live:
         return ContextError(

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..collectives import leaf_bytes, require_axis, require_reducible
+from ..context import PLACE, Place
 from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
 from ..typing import ReduceOp
-
-if TYPE_CHECKING:
-    from ._call import Call
+from ..values import read_at
+from ._meeting import Call
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
 
 
-def payload_of(value: Any) -> Payload:
-    """Take a pytree apart."""
-    leaves, spec = flatten(value)
+def payload_of(value: Any, where: str, place: Place | None = None) -> Payload:
+    """Take a pytree apart, whose distributed values are read where the replica runs."""
+    leaves, spec = flatten(_read(value, where, place))
     return leaves, spec, None
 
 
-def payload_of_numbers(value: Any, op: ReduceOp, where: str) -> Payload:
-    """Take a tree of numbers apart.
+def payload_of_numbers(value: Any, op: ReduceOp, where: str, place: Place | None = None) -> Payload:
+    """Take a tree of numbers apart, whose distributed values are read where the replica runs.
+
+    Args:
+        value: The tree.
+        op: The operator.
+        where: Names the call in errors.
+        place: Where the replica runs; None takes the current place.
 
     Raises:
         TypeError: If a leaf is not numeric.
@@ -35,7 +41,7 @@ def payload_of_numbers(value: Any, op: ReduceOp, where: str) -> Payload:
     if type(value) is np.ndarray and value.dtype.kind in _NUMERIC:
         return [value], LEAF_SPEC, None
     known = flatten_arrays(value)
-    leaves, spec = flatten(value) if known is None else known
+    leaves, spec = flatten(_read(value, where, place)) if known is None else known
     if known is not None or (len(leaves) > 1 and set(map(type, leaves)) == _ARRAYS):
         dtypes = list(map(_dtype_of, leaves))
         few = dtypes[:1] if dtypes.count(dtypes[0]) == len(dtypes) else set(dtypes)
@@ -46,17 +52,23 @@ def payload_of_numbers(value: Any, op: ReduceOp, where: str) -> Payload:
     return leaves, spec, None
 
 
-def payload_along(value: Any, axis: int, where: str) -> Payload:
-    """Take a tree of arrays that have an axis apart.
+def payload_along(value: Any, axis: int, where: str, place: Place | None = None) -> Payload:
+    """Take a tree of arrays that have an axis apart; distributed values in it are read.
 
     Raises:
         TypeError: If a leaf is sparse.
         ValueError: If a leaf has no such axis.
     """
-    leaves, spec = flatten(value)
+    leaves, spec = flatten(_read(value, where, place))
     for leaf in leaves:
         require_axis(leaf, axis, where)
     return leaves, spec, None
+
+
+def _read(value: Any, where: str, place: Place | None) -> Any:
+    """Read distributed values; elsewhere than in a replica the call will be refused anyway."""
+    place = place or PLACE.get()
+    return value if place.replica is None else read_at(value, place, where)
 
 
 def payload_bytes(call: Call) -> int:

@@ -13,8 +13,7 @@ import numpy as np
 from ..collectives import CommunicationOptions, leaf_difference, pieces, share
 from ..tree import LEAF_SPEC, unflatten
 from ..typing import ReduceOp
-from ._call import Call
-from ._collective import Collective, Meeting, Parts, Pending
+from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 from ._payload import are_like, payload_bytes, payload_difference
 
 
@@ -105,18 +104,18 @@ class Reducing(Collective):
             return f"options {ours.options} and {theirs.options} differ"
         return payload_difference(first, call, leaf_difference)
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> Parts | Pending:
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Reduce all leaves; off the event loop if there is much to read."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]
         signature = calls[0].args[2]
-        if meeting.is_blocking:
-            here = meeting.reducer.reduce_here(
-                argument.op, rows, argument.options, meeting.members, signature
+        if group.is_blocking:
+            here = group.reducer.reduce_here(
+                argument.op, rows, argument.options, group.members, signature
             )
             return self.hand_out(calls, here)
-        reduced = meeting.reducer.reduce(
-            argument.op, rows, argument.options, meeting.members, signature
+        reduced = group.reducer.reduce(
+            argument.op, rows, argument.options, group.members, signature
         )
         if isinstance(reduced, list):
             return self.hand_out(calls, reduced)

@@ -23,8 +23,7 @@ from functools import partial
 from typing import final
 
 from ..errors import ReplicaRow
-from ._call import Call
-from ._sync_group import Generation, SyncGroup, new_generation
+from ._meeting import Call, Generation, SyncGroup, new_generation
 
 
 @final
@@ -47,10 +46,13 @@ class Mismatch:
     Attributes:
         reason: One sentence naming who did what.
         rows: One row per replica.
+        follows_return: Whether a replica that returned is the cause. Another may be about to fail
+            in the same cycle of the loop, which would explain it better.
     """
 
     reason: str
     rows: tuple[ReplicaRow, ...]
+    follows_return: bool = False
 
 
 @final
@@ -59,37 +61,37 @@ class Rendezvous:
 
     Args:
         device_names: One per replica; "-" for a replica without a device.
-        is_blocked: Tells of a replica that waits for handles whether its own task does, so that it
-            can start nothing else meanwhile; a child task that waits blocks nobody.
+        everyone: The group of all replicas; made if it is not given.
 
     Attributes:
         everyone: The group of all replicas.
+        in_flight: Generations that some replica started without waiting and that are not merged,
+            as the keys.
     """
 
     __slots__ = (
+        "_blocked",
         "_current",
         "_devices",
         "_failed",
         "_gone",
         "_groups",
-        "_handles",
-        "_is_blocked",
+        "_handle_waits",
         "_is_over",
-        "_started",
         "_states",
         "everyone",
-    )
+        "in_flight",
+    )  # fmt: skip
 
-    def __init__(
-        self, device_names: Sequence[str], is_blocked: Callable[[int], bool] = lambda _id: True
-    ) -> None:
+    def __init__(self, device_names: Sequence[str], everyone: SyncGroup | None = None) -> None:
+        size = len(device_names)
         self._devices = device_names
-        self._is_blocked = is_blocked
-        self.everyone = SyncGroup(range(len(device_names)), is_partial=False)
+        self.everyone = everyone or SyncGroup(range(size), device_names)
+        self.in_flight: dict[Generation, None] = {}
         self._groups: dict[tuple[int, ...], SyncGroup] = {}
-        self._current: list[Generation | None] = [None] * len(device_names)
-        self._handles: dict[int, list[Generation]] = {}  # that tasks of the replica wait for
-        self._started: dict[int, list[Generation]] = {}  # without waiting, not merged so far
+        self._current: list[Generation | None] = [None] * size
+        self._handle_waits: dict[int, dict[Generation, int]] = {}  # how many tasks wait for each
+        self._blocked: dict[int, int] = {}  # how many of them block the replica
         self._states: dict[int, ReplicaState] = {}  # of replicas that left; the rest follow
         self._gone: list[int] = []
         self._failed = False
@@ -115,7 +117,7 @@ class Rendezvous:
         if waits:
             self._current[replica_id] = generation
         else:
-            self._note_started(replica_id, generation)
+            self.in_flight[generation] = None
         if not is_new:
             first = generation.first
             if call.collective is not first.collective or not call.collective.agrees(first, call):
@@ -124,32 +126,51 @@ class Rendezvous:
         if not missing:
             del group.open[call.sequence]
             return generation
-        if self._gone and any(_lacks(generation, gone) for gone in self._gone):
-            return self._mismatch(partial(self._absence, generation)) or generation
+        if self._gone and any(map(generation.lacks, self._gone)):
+            return self._absence(generation) or generation
         if waits and (self._groups or len(group.open) > 1):
             return self._deadlock(generation) or generation
         return generation
 
-    def wait_for_started(self, replica_id: int, generation: Generation) -> Mismatch | None:
-        """Record that a task of the replica waits for what was started before."""
-        self._handles.setdefault(replica_id, []).append(generation)
+    def merged(self, generation: Generation) -> None:
+        """Record that a generation that some replica only started has been merged."""
+        self.in_flight.pop(generation, None)
+
+    def wait_for_started(
+        self, replica_id: int, generation: Generation, *, blocks: bool = True
+    ) -> Mismatch | None:
+        """Record that a task of the replica waits for what was started before.
+
+        It `blocks` the replica if it is the replica's own task, which can start nothing meanwhile.
+        Whether a child task that waits keeps the replica from going on cannot be known.
+        """
+        waits = self._handle_waits.setdefault(replica_id, {})
+        waits[generation] = waits.get(generation, 0) + 1
+        if not blocks:
+            return None
+        self._blocked[replica_id] = self._blocked.get(replica_id, 0) + 1
         return self._deadlock(generation)
 
-    def waited_for_started(self, replica_id: int, generation: Generation) -> Mismatch | None:
+    def waited_for_started(
+        self, replica_id: int, generation: Generation, *, blocks: bool = True
+    ) -> Mismatch | None:
         """Record that a task waits no longer; others of the replica may, and now do so alone."""
-        waits = self._handles.get(replica_id, [])
-        if generation in waits:
-            waits.remove(generation)
-        for other in waits:
-            if other.missing:
-                mismatch = self._deadlock(other)
-                if mismatch is not None:
-                    return mismatch
+        waits = self._handle_waits.get(replica_id, {})
+        if generation in waits:  # not after `forget`
+            waits[generation] -= 1
+            if not waits[generation]:
+                del waits[generation]
+            if blocks:
+                self._blocked[replica_id] -= 1
+        current = self._current[replica_id]
+        left = [] if current is None else [current]
+        if self._blocked.get(replica_id):
+            left += waits
+        for other in left:
+            mismatch = self._deadlock(other) if other.missing else None
+            if mismatch is not None:
+                return mismatch
         return None
-
-    def _note_started(self, replica_id: int, generation: Generation) -> None:
-        started = self._started.get(replica_id, ())
-        self._started[replica_id] = [*(g for g in started if not g.is_merged), generation]
 
     def leave(
         self, replica_id: int, state: ReplicaState, call: Call | None = None
@@ -167,10 +188,11 @@ class Rendezvous:
         self._gone.append(replica_id)
         current = self._current[replica_id]
         if current is not None and current.missing:
-            return self._mismatch(partial(_left_behind, replica_id, current))
-        for generation in self.open_generations():
-            if _lacks(generation, replica_id):
-                return self._mismatch(partial(self._absence, generation))
+            return self._mismatch(partial(_left_behind, replica_id, current), follows_return=True)
+        if self.everyone.open or self._groups:
+            for generation in self.open_generations():
+                if generation.lacks(replica_id):
+                    return self._absence(generation)
         return None
 
     # ---- questions -----------------------------------------------------------------------
@@ -181,7 +203,7 @@ class Rendezvous:
             return self.everyone
         group = self._groups.get(members)
         if group is None:
-            group = self._groups[members] = SyncGroup(members, is_partial=True)
+            group = self._groups[members] = self.everyone.part(members)
         return group
 
     def open_generations(self) -> list[Generation]:
@@ -198,7 +220,14 @@ class Rendezvous:
     def current_call(self, replica_id: int) -> Call | None:
         """Return the call a replica is in, or the last one it waited for."""
         generation = self._current[replica_id]
-        return None if generation is None else _call_of(generation, replica_id)
+        return None if generation is None else generation.call_of(replica_id)
+
+    def may_be_stuck(self) -> bool:
+        """Tell whether replicas wait for each other in a circle, if child tasks count as waiting.
+
+        They may go on all the same: a replica whose child waits can still make the missing call.
+        """
+        return not self._is_over and not self._failed and bool(self._stuck(self._all_waits))
 
     def rows(self) -> tuple[ReplicaRow, ...]:
         """Describe every replica, in replica order."""
@@ -207,76 +236,99 @@ class Rendezvous:
     def forget(self) -> None:
         """Let go of all calls, and with them of the arguments of the last merge."""
         self._current = [None] * len(self._devices)
-        self._handles.clear()
-        self._started.clear()
+        self._handle_waits.clear()
+        self._blocked.clear()
+        self.in_flight.clear()
         for group in (self.everyone, *self._groups.values()):
             group.open.clear()
 
     # ---- decisions -----------------------------------------------------------------------
 
-    def _mismatch(self, explain: Callable[[], str]) -> Mismatch | None:
+    def _mismatch(
+        self, explain: Callable[[], str], *, follows_return: bool = False
+    ) -> Mismatch | None:
         """Decide that the run is over, unless that is decided or a failure explains it better."""
         if self._failed or self._is_over:
             return None
         self._is_over = True
-        return Mismatch(explain(), self.rows())
+        return Mismatch(explain(), self.rows(), follows_return)
 
-    def _waits(self, replica_id: int) -> list[Generation]:
-        """Return the incomplete generations that a replica waits for; none if it can go on."""
-        handles = self._handles.get(replica_id, ())
-        if any(not generation.missing for generation in handles):
-            return []  # something it waits for is complete
+    def _absence(self, generation: Generation) -> Mismatch | None:
+        """Decide that a generation can never be complete, because a member has returned."""
+        return self._mismatch(partial(self._who_is_absent, generation), follows_return=True)
+
+    def _all_waits(self, replica_id: int) -> list[Generation]:
+        """Return the incomplete generations that tasks of a replica wait for.
+
+        None if one that they wait for is complete: the replica can go on.
+        """
+        waits = list(self._handle_waits.get(replica_id, ()))
         current = self._current[replica_id]
         if current is not None and not current.is_merged and replica_id not in self._states:
-            return [*handles, current] if current.missing else []
-        return list(handles) if handles and self._is_blocked(replica_id) else []
+            waits.append(current)
+        return waits if all(generation.missing for generation in waits) else []
+
+    def _waits(self, replica_id: int) -> list[Generation]:
+        """Return the same, or none where only child tasks wait: then the replica may go on."""
+        current = self._current[replica_id]
+        is_in_call = current is not None and not current.is_merged
+        if (is_in_call and replica_id not in self._states) or self._blocked.get(replica_id):
+            return self._all_waits(replica_id)
+        return []
 
     def _deadlock(self, joined: Generation) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
 
         Somebody has just begun to wait in `joined`, so a circle can only lead through it.
+        """
+        if self._failed or self._is_over or not any(map(self._waits, joined.missing_members())):
+            return None
+        stuck = self._stuck(self._waits)
+        return self._mismatch(partial(_crossed, stuck)) if stuck else None
+
+    def _stuck(self, waits_of: Callable[[int], list[Generation]]) -> dict[int, list[Generation]]:
+        """Return the replicas that can never go on, and what they wait for.
 
         A replica can go on if it waits for nothing, or if one of the generations it waits for can
         become complete; that one can if all who are missing in it can go on.
         """
-        if self._failed or self._is_over or not any(map(self._waits, _missing(joined))):
-            return None
-        waits = {i: self._waits(i) for i in range(len(self._devices))}
+        waits = {i: waits_of(i) for i in range(len(self._devices))}
         free = {i for i, own in waits.items() if not own}
         stuck = {i: own for i, own in waits.items() if own}
         while True:
             freed = {
                 i
                 for i, own in stuck.items()
-                if any(all(m in free for m in _missing(generation)) for generation in own)
+                if any(free.issuperset(generation.missing_members()) for generation in own)
             }
             if not freed:
-                break
+                return stuck
             free |= freed
             for replica_id in freed:
                 del stuck[replica_id]
-        if not stuck:
-            return None
-        return self._mismatch(partial(_crossed, stuck))
 
     # ---- words ---------------------------------------------------------------------------
 
     def _row(self, replica_id: int) -> ReplicaRow:
         device, state = self._devices[replica_id], self._states.get(replica_id)
         current = self._current[replica_id]
-        inside = [g for g in self._handles.get(replica_id, ()) if not g.is_merged]
+        inside = [g for g in self._handle_waits.get(replica_id, ()) if not g.is_merged]
         if current is not None and not current.is_merged:
             inside.insert(0, current)
-        flying = [g for g in self._started.get(replica_id, ()) if not g.is_merged]
-        flying = [g for g in flying if g not in inside]
+        flying = [
+            generation
+            for generation in self.in_flight
+            if replica_id in generation.present_members()
+            and not (generation.is_merged or generation in inside)
+        ]
         if inside:
-            call: Call | None = _call_of(inside[0], replica_id)
+            call: Call | None = inside[0].call_of(replica_id)
             label = "waiting" if inside[0].missing else "merging"
         else:
             call, label = self.current_call(replica_id), "running"
         texts = [] if call is None else [("" if inside else "after ") + call.describe()]
         if flying:
-            calls = [_call_of(generation, replica_id) for generation in flying]
+            calls = [generation.call_of(replica_id) for generation in flying]
             texts += [f"{started.describe()} in flight, from {started.site}" for started in calls]
             call = calls[0] if call is None else call
         return ReplicaRow(
@@ -287,9 +339,9 @@ class Rendezvous:
             "-" if call is None else call.site,
         )
 
-    def _absence(self, generation: Generation) -> str:
-        gone = sorted(i for i in self._gone if _lacks(generation, i))
-        waiting = _present(generation)
+    def _who_is_absent(self, generation: Generation) -> str:
+        gone = sorted(filter(generation.lacks, self._gone))
+        waiting = generation.present_members()
         return (
             f"{_name(gone)} returned while {_name(waiting, 'replica')} "
             f"wait{'s' if len(waiting) == 1 else ''} in {generation.first.describe()}"
@@ -307,32 +359,12 @@ class Rendezvous:
         )
 
 
-def _call_of(generation: Generation, replica_id: int) -> Call:
-    call: Call = generation.calls[generation.group.members.index(replica_id)]
-    return call
-
-
-def _present(generation: Generation) -> list[int]:
-    pairs = zip(generation.group.members, generation.calls, strict=True)
-    return [member for member, call in pairs if call is not None]
-
-
-def _missing(generation: Generation) -> list[int]:
-    pairs = zip(generation.group.members, generation.calls, strict=True)
-    return [member for member, call in pairs if call is None]
-
-
-def _lacks(generation: Generation, replica_id: int) -> bool:
-    members = generation.group.members
-    return replica_id in members and generation.calls[members.index(replica_id)] is None
-
-
 def _clash(generation: Generation) -> str:
     """Explain why the calls that are there cannot merge, replica by replica in order."""
-    base_id, *others = _present(generation)
-    base = _call_of(generation, base_id)
+    base_id, *others = generation.present_members()
+    base = generation.call_of(base_id)
     for replica_id in others:
-        call = _call_of(generation, replica_id)
+        call = generation.call_of(replica_id)
         if call.collective is not base.collective:
             return _elsewhere(base_id, base, replica_id, call)
         difference = call.collective.difference(base, call)
@@ -349,13 +381,13 @@ def _crossed(stuck: dict[int, list[Generation]]) -> str:
     """Explain a circle of replicas that wait for each other in different calls."""
     replica_id = min(stuck)
     generation = stuck[replica_id][0]
-    other_id = min(i for i in _missing(generation) if i in stuck)
-    other = _call_of(stuck[other_id][0], other_id)
-    return _elsewhere(replica_id, _call_of(generation, replica_id), other_id, other)
+    other_id = min(i for i in generation.missing_members() if i in stuck)
+    other = stuck[other_id][0].call_of(other_id)
+    return _elsewhere(replica_id, generation.call_of(replica_id), other_id, other)
 
 
 def _left_behind(replica_id: int, generation: Generation) -> str:
-    call = _call_of(generation, replica_id)
+    call = generation.call_of(replica_id)
     return f"Replica {replica_id} returned while a task of it waits in {call.describe()}"
 
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import ContextError, MergeMismatchError, ReplicaRow, StallError
-from ._call import Call
+from ..devices import UnfinishedOp
+from ..errors import (
+    ContextError,
+    MergeMismatchError,
+    ReplicaCancelledError,
+    ReplicaRow,
+    StallError,
+)
+from ._meeting import Call
 
 MAX_ROWS = 64
 _HEAD = ReplicaRow(-1, "device", "state", "collective", "where")
@@ -95,11 +102,44 @@ def stall_error(
     )
 
 
+def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
+    """Return the warning of replicas that may wait for each other through handles."""
+    return (
+        f"Replicas of step {step} seem to wait for each other: each waits for a handle in a child "
+        f"task, and what another one waits for has not been called.\n{format_rows(rows)}\n"
+        "Await handles in the same order on every replica, or in the replica's own task, where a "
+        "circle is an error at once; RunOptions(stall_timeout=...) ends a run that is stuck."
+    )
+
+
 def never_awaited_error(step: int, lines: Sequence[str]) -> ContextError:
     """Build the error of a run in which calls were made and never awaited."""
     return ContextError(
         f"A collective was never awaited in step {step}: {'; '.join(lines)}. "
         "Write `await` in front of the call."
+    )
+
+
+def replica_cancelled_error(
+    cancelled: BaseException, step: int, fn_name: str
+) -> ReplicaCancelledError:
+    """Build the error of a replica that was cancelled by somebody else than its run."""
+    error = ReplicaCancelledError(
+        f"A replica of step {step} of {fn_name} ended with a CancelledError, although the run was "
+        "not cancelled: it awaited something that was cancelled, or its task was cancelled from "
+        "outside. Cancel the task that awaits `run`, or handle the CancelledError in the step.",
+        step=step,
+    )
+    error.__cause__ = cancelled
+    return error
+
+
+def left_behind_error(replica_id: int, step: int, left: Sequence[UnfinishedOp]) -> ContextError:
+    """Build the error of a replica that returned while ops of its child tasks go on."""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return ContextError(
+        f"Replica {replica_id} returned at step {step} while {left[0].describe()}{more} is "
+        "unfinished. Await the task before the step returns, or start it in a TaskGroup."
     )
 
 

@@ -1,22 +1,24 @@
 """Strategies: who runs where."""
 
 from .._export import export_public
-from ._current import get_replica_context as get_replica_context
-from ._current import get_strategy as get_strategy
-from ._current import has_strategy as has_strategy
 from ._default import DefaultStrategy as DefaultStrategy
+from ._default import get_replica_context as get_replica_context
+from ._default import get_strategy as get_strategy
+from ._default import has_strategy as has_strategy
+from ._distribute import ValueContext as ValueContext
 from ._extended import Extended as Extended
+from ._group_view import GroupView as GroupView
 from ._lifecycle import StrategyStatistics as StrategyStatistics
 from ._mirrored import MirroredStrategy as MirroredStrategy
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
-from ._value_context import ValueContext as ValueContext
 
 __all__ = [
     "DefaultStrategy",
     "Extended",
+    "GroupView",
     "MirroredStrategy",
     "OneDeviceStrategy",
     "RunOptions",

@@ -1,11 +1,19 @@
-"""reduce, gather and local_results: combining distributed values outside the replicas."""
+"""Combining distributed values outside the replicas, and putting results where others live.
+
+A destination (a device, a variable or a distributed value) is never written; only its devices
+count. Its kind decides the kind of the result, never a number of devices: a variable of a
+one-replica strategy gives a Mirrored with one entry, so code written for several replicas runs
+unchanged. Arrays are immutable once they are here, so the entries share one read-only buffer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from ..collectives import (
     CommunicationOptions,
@@ -16,37 +24,42 @@ from ..collectives import (
     reduce_over_axis,
     require_axis,
     require_dense,
+    require_options,
     require_reducible,
 )
-from ..devices import INLINE_BYTES, run_together
+from ..context import CurrentStrategy
+from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
-from ..values import DistributedValues, Variable
-
-if TYPE_CHECKING:
-    from ._strategy import Strategy
+from ..values import DistributedValues, Mirrored, Variable, require_own
+from ._replica_set import ReplicaSet
 
 Axis = int | tuple[int, ...] | None
 
 
 async def reduce_tree(
-    strategy: Strategy, op: ReduceOp, value: Any, axis: Axis, options: CommunicationOptions | None
+    replicas: ReplicaSet,
+    op: ReduceOp,
+    value: Any,
+    axis: Axis,
+    options: CommunicationOptions | None,
 ) -> Any:
     """Reduce every distributed leaf of a pytree; off the event loop if there is much to read."""
-    num_replicas = strategy.num_replicas_in_sync
+    num_replicas = replicas.num_replicas_in_sync
     if axis is not None:
         return await _maybe_in_thread(
             value,
-            lambda: map_leaves(lambda leaf: _reduce_axis(op, leaf, axis, num_replicas), value),
+            lambda: map_leaves(lambda leaf: _reduce_axis(op, leaf, axis, replicas), value),
         )
     leaves, spec = flatten(value)
     columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
-    specs = [_add_columns(op, leaf, num_replicas, columns) for leaf in leaves]
+    specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
     reduced: list[Any] = [None] * len(columns)
     for size in {len(column) for column in columns}:
         chosen = [i for i, column in enumerate(columns) if len(column) == size]
         rows = list(zip(*(columns[i] for i in chosen), strict=True))
-        done = strategy.reducer.reduce(op, rows, options)
+        members = replicas.members if size == num_replicas else None
+        done = replicas.reducer.reduce(op, rows, options, members)
         for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
             reduced[i] = result
     results = iter(reduced)
@@ -54,10 +67,10 @@ async def reduce_tree(
 
 
 def _add_columns(
-    op: ReduceOp, leaf: Any, num_replicas: int, columns: list[Sequence[Any]]
+    op: ReduceOp, leaf: Any, replicas: ReplicaSet, columns: list[Sequence[Any]]
 ) -> TreeSpec:
     """Add the columns of one distributed leaf, checked; return the structure of a component."""
-    flattened = [flatten(part) for part in _reduced_parts(op, leaf, num_replicas)]
+    flattened = [flatten(part) for part in _reduced_parts(op, leaf, replicas)]
     spec = _common_spec(flattened)
     for column in zip(*(part_leaves for part_leaves, _ in flattened), strict=True):
         for part in column:
@@ -67,68 +80,128 @@ def _add_columns(
     return spec
 
 
-async def gather_tree(value: Any, axis: int, num_replicas: int) -> Any:
+async def gather_tree(replicas: ReplicaSet, value: Any, axis: int) -> Any:
     """Join every distributed leaf of a pytree along `axis`."""
     return await _maybe_in_thread(
-        value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, num_replicas), value)
+        value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
     )
 
 
-def local_results(value: Any) -> tuple[Any, ...]:
-    """Return one tree per replica, or `(value,)` if nothing in it is distributed."""
-    distributed = [leaf for leaf in leaves(value) if _components(leaf) is not None]
-    if not distributed:
+async def reduce_pairs(
+    strategy: CurrentStrategy,
+    replicas: ReplicaSet,
+    op: ReduceOp | str,
+    pairs: Sequence[tuple[Any, Any]],
+    what: str,
+    options: CommunicationOptions | None = None,
+) -> list[Any]:
+    """Reduce the values of all pairs together; nothing is reduced if one destination is wrong.
+
+    Args:
+        strategy: Owner of the variables among the destinations.
+        replicas: Those whose values they are.
+        op: The operator.
+        pairs: A value and a destination each.
+        what: Names the method in errors.
+        options: Of the call.
+    """
+    require_options(options, what)
+    counts = [_entries(destinations, strategy, replicas, what) for _, destinations in pairs]
+    flattened = [flatten(value) for value, _ in pairs]
+    columns = [column for column, _ in flattened]
+    replicas.open()
+    reduced = await reduce_tree(replicas, ReduceOp.parse(op), columns, None, options)
+    results = []
+    for count, (_, spec), column in zip(counts, flattened, reduced, strict=True):
+        placed = [leaf if count is None else _mirrored(leaf, count) for leaf in column]
+        results.append(unflatten(spec, placed))
+    return results
+
+
+async def broadcast_value(
+    strategy: CurrentStrategy, replicas: ReplicaSet, value: Any, destinations: Any
+) -> Any:
+    """Return a Mirrored of `value` with an entry per destination device."""
+    what = "extended.broadcast_to"
+    count = _require_destination(destinations, strategy, replicas, what) or 1
+    for leaf in leaves(value):
+        if isinstance(leaf, DistributedValues) and not leaf.is_mirrored:
+            raise ValueError(
+                f"{what} got a {type(leaf).__name__}, whose values may differ. Reduce it to the "
+                "destinations instead (await strategy.extended.reduce_to(...))."
+            )
+    one = map_leaves(_one_value, value)
+    if strategy.has_plain_values:
+        return one
+    if sum(map(leaf_bytes, leaves(one))) <= INLINE_BYTES:
+        return _mirrored(map_leaves(_frozen, one), count)
+    [frozen] = await run_together([partial(map_leaves, _frozen, one)])
+    return _mirrored(frozen, count)
+
+
+def local_results(value: Any, members: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """Return one tree per replica, or `(value,)` if nothing in it is distributed.
+
+    Args:
+        value: Any pytree.
+        members: The replicas whose components of variables are meant; None for all.
+    """
+    found = [_components(leaf, members) for leaf in leaves(value)]
+    counts = {len(parts) for parts in found if parts is not None}
+    if not counts:
         return (value,)
-    counts = {len(_components(leaf) or ()) for leaf in distributed}
     if len(counts) > 1:
         raise ValueError(
             f"local_results got distributed values of different lengths {sorted(counts)}. "
             "All must come from one strategy."
         )
-    return tuple(map_leaves(partial(_select, i), value) for i in range(counts.pop()))
+    return tuple(map_leaves(partial(_select, i, members), value) for i in range(counts.pop()))
 
 
-def _select(index: int, leaf: Any) -> Any:
-    components = _components(leaf)
+def _select(index: int, members: Sequence[int] | None, leaf: Any) -> Any:
+    components = _components(leaf, members)
     return leaf if components is None else components[index]
 
 
-def _components(leaf: Any) -> tuple[Any, ...] | None:
+def _components(leaf: Any, members: Sequence[int] | None = None) -> tuple[Any, ...] | None:
     if isinstance(leaf, DistributedValues):
         return leaf.values
-    if isinstance(leaf, Variable):
-        return leaf.components
-    return None
+    if not isinstance(leaf, Variable):
+        return None
+    components = leaf.components
+    if members is None or members[-1] >= len(components):
+        return components
+    return tuple(components[i] for i in members)
 
 
 def _is_mirrored(leaf: Any) -> bool:
     return isinstance(leaf, (Variable, DistributedValues)) and leaf.is_mirrored
 
 
-def _reduced_parts(op: ReduceOp, leaf: Any, num_replicas: int) -> tuple[Any, ...]:
-    parts = _parts(leaf, num_replicas, "reduce")
+def _reduced_parts(op: ReduceOp, leaf: Any, replicas: ReplicaSet) -> tuple[Any, ...]:
+    parts = _parts(leaf, replicas, "reduce")
     if not _is_mirrored(leaf):
         return parts
     if op is ReduceOp.SUM:
         raise ValueError(
-            f"reduce SUM of {leaf!r} would count one mirrored value {num_replicas} times. "
+            f"reduce SUM of {leaf!r} would count one mirrored value {len(parts)} times. "
             "Use MEAN, or multiply by strategy.num_replicas_in_sync if that is meant."
         )
     return parts[:1]
 
 
-def _reduce_axis(op: ReduceOp, leaf: Any, axis: int | tuple[int, ...], num_replicas: int) -> Any:
+def _reduce_axis(op: ReduceOp, leaf: Any, axis: int | tuple[int, ...], replicas: ReplicaSet) -> Any:
     def merge(column: Sequence[Any]) -> Any:
         for part in column:
             require_reducible(part, "reduce", op)
             require_dense(part, f"reduce over axis {axis!r}")
         return reduce_over_axis(op, column, axis)
 
-    return _merge_components(_reduced_parts(op, leaf, num_replicas), merge)
+    return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
 
-def _gather_leaf(leaf: Any, axis: int, num_replicas: int) -> Any:
-    parts = _parts(leaf, num_replicas, "gather")
+def _gather_leaf(leaf: Any, axis: int, replicas: ReplicaSet) -> Any:
+    parts = _parts(leaf, replicas, "gather")
 
     def merge(column: Sequence[Any]) -> Any:
         for part in column:
@@ -139,8 +212,9 @@ def _gather_leaf(leaf: Any, axis: int, num_replicas: int) -> Any:
     return _merge_components(parts, merge)
 
 
-def _parts(leaf: Any, num_replicas: int, verb: str) -> tuple[Any, ...]:
-    parts = _components(leaf)
+def _parts(leaf: Any, replicas: ReplicaSet, verb: str) -> tuple[Any, ...]:
+    num_replicas = replicas.num_replicas_in_sync
+    parts = _components(leaf, replicas.members)
     if parts is None:
         if num_replicas == 1:
             return (leaf,)
@@ -191,3 +265,69 @@ async def _maybe_in_thread(value: Any, work: Callable[[], Any]) -> Any:
         return work()
     [result] = await run_together([work])
     return result
+
+
+def _entries(
+    destinations: Any, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
+) -> int | None:
+    count = _require_destination(destinations, strategy, replicas, what)
+    return None if strategy.has_plain_values else count
+
+
+def _mirrored(value: Any, count: int) -> Mirrored:
+    """Repeat a value: containers are built anew for each entry, leaves are shared."""
+    structure = flatten(value)
+    return Mirrored([unflatten(structure[1], structure[0]) for _ in range(count)])
+
+
+def _one_value(leaf: Any) -> Any:
+    if isinstance(leaf, Variable):
+        return leaf.value
+    return leaf[0] if isinstance(leaf, DistributedValues) else leaf
+
+
+def _frozen(leaf: Any) -> Any:
+    """Return the leaf as something that cannot be written, copied if it could be."""
+    if type(leaf) is not np.ndarray or (leaf.base is None and not leaf.flags.writeable):
+        return leaf
+    copy = np.array(leaf)
+    copy.flags.writeable = False
+    return copy
+
+
+def _require_destination(
+    destinations: Any, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
+) -> int | None:
+    """Check a destination; return on how many replicas it lives, or None if it is a device.
+
+    Raises:
+        TypeError: If it is a list or anything else that is no destination.
+        ValueError: If a name is malformed, or a distributed value has another number of components
+            than the strategy has replicas.
+        DeviceError: If there is no such device.
+        ContextError: If a variable belongs to another strategy.
+    """
+    if isinstance(destinations, (str, Device)):
+        require_device(destinations)
+        return None
+    if isinstance(destinations, Variable):
+        require_own(destinations, strategy, f"{what} to it")
+        return len(destinations.components)
+    if isinstance(destinations, DistributedValues):
+        if len(destinations) != replicas.num_replicas_in_sync:
+            raise ValueError(
+                f"{what} got a {type(destinations).__name__} of {len(destinations)} values as "
+                f"destinations, but {replicas!r} has {replicas.num_replicas_in_sync} replicas. "
+                "Pass a value of this strategy."
+            )
+        return len(destinations)
+    kind = type(destinations).__name__
+    if isinstance(destinations, (list, tuple, Set, Mapping)):
+        raise TypeError(
+            f"{what} takes one destination, got a {kind}. Pass one device, or a variable or "
+            "distributed value that lives on all the devices."
+        )
+    raise TypeError(
+        f"{what} cannot go to a {kind}. Pass a device or its name, a variable, or a distributed "
+        "value."
+    )

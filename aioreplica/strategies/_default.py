@@ -1,10 +1,12 @@
-"""The default strategy: what is in charge when no other one is."""
+"""The current strategy and replica, and the default strategy: in charge when no other one is."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any, NoReturn, final
 
+from ..context import DEFAULT_PLACE, PLACE, REGISTRY
+from ..replica import ReplicaContext, ReplicaGroup
 from ..values import PlainVariable, Variable, VariableOptions
 from ._strategy import Strategy
 
@@ -36,3 +38,56 @@ class DefaultStrategy(Strategy):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("DefaultStrategy cannot be pickled: it is the absence of a strategy.")
+
+
+def get_strategy() -> Strategy:
+    """Return the current strategy: of the scope, replica or merge function, else the default one.
+
+    Example:
+        >>> get_strategy()
+        <DefaultStrategy | new>
+    """
+    strategy = PLACE.get().strategy
+    return strategy if strategy is not None else _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Tell whether a strategy other than the default one is in charge.
+
+    Example:
+        >>> has_strategy()
+        False
+    """
+    strategy = PLACE.get().strategy
+    return strategy is not None and not isinstance(strategy, DefaultStrategy)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the context of the replica that runs here.
+
+    Returns:
+        None in cross-replica and update context. Outside every strategy, a context of the default
+        strategy, whose one replica meets itself.
+
+    Example:
+        >>> get_replica_context().num_replicas_in_sync
+        1
+    """
+    place = PLACE.get()
+    if isinstance(place.replica, ReplicaContext):
+        return place.replica
+    if place is not DEFAULT_PLACE:
+        return None
+    strategy = _default_strategy()
+    group = ReplicaGroup(
+        strategy, strategy.merge_place, ("-",), None, strategy.reducer, strategy.recorder,
+        strategy.observers, 0,
+        "no step", has_plain_values=True,
+    )  # fmt: skip
+    context = ReplicaContext(strategy, group, group.replicas[0], None, None, 0)
+    context.open(DEFAULT_PLACE)
+    return context
+
+
+def _default_strategy() -> DefaultStrategy:
+    return REGISTRY.once("default_strategy", DefaultStrategy)

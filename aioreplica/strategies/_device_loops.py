@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..device_loop import MultiStepContext, Topology
 from ..telemetry import EventLog
 from ._lifecycle import Lifecycle
+from ._replica_set import Runner
 from ._run_options import RunOptions
 from ._run_steps import checked_plan, run_steps
 
-if TYPE_CHECKING:
-    from ._strategy import Strategy
-
 
 class DeviceLoops(ABC):
-    """What of a strategy runs many steps at once; `Strategy` is the one that inherits it."""
+    """The part of `Strategy` that runs many steps at once."""
 
     _lifecycle: Lifecycle
     _events: EventLog
@@ -108,5 +106,5 @@ class DeviceLoops(ABC):
         return self._topology.host_replicas
 
     @abstractmethod
-    def _as_strategy(self) -> Strategy:
+    def _as_strategy(self) -> Runner:
         """Return the strategy that this is a part of."""

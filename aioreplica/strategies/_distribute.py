@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from ..input import (
     DistributedDataset,
@@ -18,11 +19,27 @@ from ..input import (
 )
 from ..values import PerReplica
 from ._lifecycle import Lifecycle
-from ._value_context import ValueContext
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """Given to the function of `distribute_values_from_function`.
+
+    Attributes:
+        replica_id_in_sync_group: The replica that the value is for.
+        num_replicas_in_sync: How many replicas there are.
+
+    Source:
+        tf.distribute.experimental.ValueContext.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
 
 
 class Distribution(ABC):
-    """What of a strategy feeds its replicas; `Strategy` is the one that inherits it."""
+    """The part of `Strategy` that feeds the replicas."""
 
     _lifecycle: Lifecycle
     _open_loops: OpenLoops

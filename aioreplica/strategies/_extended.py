@@ -9,19 +9,27 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..collectives import CommunicationOptions
 from ..context import PLACE
-from ..devices import Device
+from ..devices import Device, require_device
 from ..errors import ContextError
 from ..replica import ReplicaContext, update_variable
 from ..typing import ReduceOp
-from ..values import DistributedValues, Mirrored, Variable
-from ._destinations import is_own, require_own
-from ._reduce_to import broadcast_value, reduce_pairs
-from ._update_context import run_per_component, split_arguments
-from ._update_non_slot import devices_for, update_on_devices
+from ..values import (
+    DistributedValues,
+    Mirrored,
+    Variable,
+    is_own,
+    require_own,
+    run_per_component,
+    split_arguments,
+    update_components,
+)
+from ._combine import broadcast_value, reduce_pairs
 
 if TYPE_CHECKING:
+    from ._replica_set import ReplicaSet
     from ._strategy import Strategy
 
+_NON_SLOT = "extended.update_non_slot"
 _REDUCE_TWIN = "ctx.all_reduce(op, value)"
 _NON_SLOT_TWIN = "ctx.merge_call(merge_fn, args) and update_non_slot inside the merge function"
 
@@ -30,12 +38,17 @@ _NON_SLOT_TWIN = "ctx.merge_call(merge_fn, args) and update_non_slot inside the 
 class Extended:
     """The part of a strategy that libraries use more than programs do.
 
+    Args:
+        strategy: Owner of the variables and devices.
+        replicas: Those whose values are reduced; None for all of the strategy.
+
     Source:
         tf.distribute.StrategyExtended.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, replicas: ReplicaSet | None = None) -> None:
         self._strategy = strategy
+        self._replicas: ReplicaSet = strategy if replicas is None else replicas
 
     # ---- devices -------------------------------------------------------------------------
 
@@ -73,7 +86,15 @@ class Extended:
             TypeError: If `var_list` is not a list of variables.
             ContextError: If a variable belongs to another strategy.
         """
-        return devices_for(self._strategy, var_list)
+        what = "extended.non_slot_devices"
+        if isinstance(var_list, Variable) or not isinstance(var_list, Iterable):
+            raise TypeError(
+                f"{what} takes a list of variables, got a {type(var_list).__name__}. Wrap one "
+                "variable in a list."
+            )
+        for variable in var_list:
+            require_own(variable, self._strategy, what)
+        return () if self._strategy.has_plain_values else self.parameter_devices
 
     # ---- results that live somewhere ---------------------------------------------------------
 
@@ -115,7 +136,7 @@ class Extended:
         what = "extended.reduce_to"
         self._strategy.require_cross_replica(what, _REDUCE_TWIN)
         pairs = [(value, destinations)]
-        [result] = await reduce_pairs(self._strategy, op, pairs, what, options)
+        [result] = await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
         return result
 
     async def batch_reduce_to(
@@ -149,7 +170,7 @@ class Extended:
                     f"{what} takes pairs of a value and a destination, got a "
                     f"{type(pair).__name__} among them. Write [(value, destination), ...]."
                 )
-        return await reduce_pairs(self._strategy, op, pairs, what, options)
+        return await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
 
     async def broadcast_to(self, x: Any, destinations: Any) -> Any:
         """Put one value where a destination lives.
@@ -172,7 +193,7 @@ class Extended:
                 is a variable of another strategy.
         """
         self._strategy.require_cross_replica("extended.broadcast_to", "ctx.broadcast(value)")
-        return await broadcast_value(self._strategy, x, destinations)
+        return await broadcast_value(self._strategy, self._replicas, x, destinations)
 
     # ---- updates -------------------------------------------------------------------------
 
@@ -227,26 +248,8 @@ class Extended:
         all_kwargs: Sequence[dict[str, Any]],
         group: bool,
     ) -> Any:
-        """Run `fn` once per component, each with arguments of its own; `update` without checks.
-
-        Raises:
-            TypeError: If `var` is not a variable.
-            ContextError: If the variable belongs to another strategy.
-
-        Cancellation:
-            Leaves the variable as it was.
-        """
-        require_own(var, self._strategy, "update")
-        results = await run_per_component(
-            self._strategy,
-            fn,
-            [(var, *own) for own in all_args],
-            all_kwargs,
-            [(index, None) for index in range(len(var.components))],
-        )
-        if self._strategy.has_plain_values:
-            return results[0] if group else results
-        return Mirrored(results) if group else results
+        """Run `fn` once per component, each with its own arguments; see `values`."""
+        return await update_components(self._strategy, var, fn, all_args, all_kwargs, group)
 
     async def update_non_slot(
         self,
@@ -281,8 +284,19 @@ class Extended:
         Cancellation:
             Leaves all variables as they were.
         """
-        self._strategy.require_cross_replica("extended.update_non_slot", _NON_SLOT_TWIN)
-        return await update_on_devices(self._strategy, devices, fn, args, kwargs, group)
+        self._strategy.require_cross_replica(_NON_SLOT, _NON_SLOT_TWIN)
+        if not callable(fn):
+            raise TypeError(f"{_NON_SLOT} needs a function, got {fn!r} ({type(fn).__name__}).")
+        strategy = self._strategy
+        if strategy.has_plain_values:
+            all_args, all_kwargs = split_arguments(args, kwargs, 1, _NON_SLOT)
+            results = await run_per_component(strategy, fn, all_args, all_kwargs, [(0, None)])
+            return results[0] if group else results
+        known = self.parameter_devices
+        places = [(known.index(device), device) for device in _chosen(devices, known)]
+        all_args, all_kwargs = split_arguments(args, kwargs, len(known), _NON_SLOT)
+        results = await run_per_component(strategy, fn, all_args, all_kwargs, places)
+        return Mirrored(results) if group else results
 
     # ---- variables -----------------------------------------------------------------------
 
@@ -369,3 +383,22 @@ class Extended:
     def require_static_shapes(self) -> bool:
         """Whether shapes have to stay the same from step to step: on cores of a TPUStrategy."""
         return self._strategy.needs_static_shapes
+
+
+def _chosen(devices: Any, known: tuple[Device, ...]) -> tuple[Device, ...]:
+    if isinstance(devices, (str, Device)):
+        devices = (devices,)
+    if not isinstance(devices, (tuple, list)):
+        raise TypeError(
+            f"{_NON_SLOT} runs on devices, got a {type(devices).__name__}. Pass what "
+            "extended.non_slot_devices(var_list) gave, or one device."
+        )
+    chosen = tuple(require_device(device) for device in devices)
+    strangers = [str(device) for device in chosen if device not in known]
+    names = ", ".join(map(str, chosen)) or "no device"
+    if strangers or not chosen or len(set(chosen)) != len(chosen):
+        raise ValueError(
+            f"{_NON_SLOT} got {names}, but runs once on each of some of this strategy's devices "
+            f"({', '.join(map(str, known))}). Pass what extended.non_slot_devices(var_list) gave."
+        )
+    return chosen

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..devices import INLINE_BYTES, run_on_host
 from ..errors import ContextError, OutOfSyncError
-from ..values import Variable
-
-if TYPE_CHECKING:
-    from ._strategy import Strategy
+from ..values import Variable, is_own
+from ._replica_set import ReplicaSet
 
 Array: TypeAlias = Any  # arrays of every dtype
 Named: TypeAlias = tuple[str, tuple[Array, ...]]
@@ -25,14 +23,14 @@ Named: TypeAlias = tuple[str, tuple[Array, ...]]
 _X87_BYTES = 10  # of an extended-precision number; the rest of its 12 or 16 is never written
 
 
-async def check_in_sync(strategy: Strategy, variables: Iterable[Variable]) -> None:
+async def check_in_sync(replicas: ReplicaSet, variables: Iterable[Variable]) -> None:
     """Check that the components of each variable are equal on all replicas, bit by bit.
 
     All components are those of one moment, that of the call. NaN equals a NaN of the same bits;
     0.0 and -0.0 differ. Sync-on-read variables are passed over: theirs are meant to differ.
 
     Args:
-        strategy: The strategy that made them.
+        replicas: The strategy that made them.
         variables: The variables to check, such as `strategy.trainable_variables`.
 
     Raises:
@@ -44,10 +42,10 @@ async def check_in_sync(strategy: Strategy, variables: Iterable[Variable]) -> No
     Cancellation:
         Changes nothing; hashing that has started is waited for.
     """
-    strategy.require_cross_replica(
+    replicas.require_cross_replica(
         "check_in_sync", "ctx.merge_call(merge_fn) and check inside the merge function"
     )
-    held = [(v.name, v.components) for v in _checked(strategy, variables) if v.is_mirrored]
+    held = [(v.name, v.components) for v in _checked(replicas, variables) if v.is_mirrored]
     apart = [(name, parts) for name, parts in held if len(set(map(id, parts))) > 1]
     num_bytes = sum(part.nbytes for _, parts in apart for part in parts)
     if num_bytes < INLINE_BYTES:
@@ -58,7 +56,7 @@ async def check_in_sync(strategy: Strategy, variables: Iterable[Variable]) -> No
         raise error
 
 
-def _checked(strategy: Strategy, variables: Any) -> list[Variable]:
+def _checked(replicas: ReplicaSet, variables: Any) -> list[Variable]:
     if not isinstance(variables, Iterable):
         raise TypeError(
             f"check_in_sync needs a list of variables, got {variables!r} "
@@ -76,9 +74,9 @@ def _checked(strategy: Strategy, variables: Any) -> list[Variable]:
                 f"check_in_sync needs a list of variables, but it holds {variable!r} "
                 f"({type(variable).__name__})."
             )
-        if not strategy.extended.variable_created_in_scope(variable):
+        if not is_own(variable, replicas):
             raise ContextError(
-                f"{variable!r} does not belong to {strategy!r}. Check it through its own strategy."
+                f"{variable!r} does not belong to {replicas!r}. Check it through its own strategy."
             )
     return checked
 

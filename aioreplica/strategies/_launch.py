@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionPort
@@ -15,16 +15,14 @@ from ..errors import ContextError
 from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._lifecycle import Lifecycle
+from ._replica_set import Runner
 from ._run_options import RunOptions
-
-if TYPE_CHECKING:
-    from ._strategy import Strategy
 
 DEFAULT_OPTIONS = RunOptions()
 
 
 async def launch(
-    strategy: Strategy,
+    strategy: Runner,
     lifecycle: Lifecycle,
     fn: Callable[..., Any],
     args: Sequence[Any],
@@ -72,7 +70,7 @@ class Run:
         port: Brings results from device threads to the event loop.
     """
 
-    strategy: Strategy
+    strategy: Runner
     group: ReplicaGroup
     contexts: list[ReplicaContext]
     places: list[Place]
@@ -80,7 +78,7 @@ class Run:
 
     @staticmethod
     def prepare(
-        strategy: Strategy,
+        strategy: Runner,
         lifecycle: Lifecycle,
         fn: Callable[..., Any],
         seed: int | None,
@@ -104,14 +102,15 @@ class Run:
             loop,
             strategy.reducer,
             strategy.recorder,
+            strategy.observers,
             lifecycle.new_step(num_steps),
             getattr(fn, "__qualname__", None) or repr(fn),
             has_plain_values=strategy.has_plain_values,
             is_blocking=is_blocking,
         )
         contexts = [
-            ReplicaContext(strategy, group, seat, device, port, seed or 0, holds_devices)
-            for seat, device in zip(group.seats, strategy.replica_devices, strict=True)
+            ReplicaContext(strategy, group, replica, device, port, seed or 0, holds_devices)
+            for replica, device in zip(group.replicas, strategy.replica_devices, strict=True)
         ]
         return Run(strategy, group, contexts, [Place(strategy, c) for c in contexts], port)
 
@@ -134,7 +133,7 @@ class Run:
         lifecycle.ended(self.group)
 
 
-def _nested_programs_error(strategy: Strategy, fn: Any) -> ContextError:
+def _nested_programs_error(strategy: Runner, fn: Any) -> ContextError:
     return ContextError(
         f"{fn!r} was to run on the devices of {strategy!r} in a merge function of plain replicas, "
         "which hold the devices while they wait for it. Call it in the merge function, or make "

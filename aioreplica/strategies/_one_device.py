@@ -49,12 +49,13 @@ def new_mirrored(strategy: Strategy, value: Any, options: VariableOptions) -> Va
             f"Variable {options.name!r} got synchronization='none', which {strategy!r} does not "
             "support. Use 'auto', 'on_write' or 'on_read'."
         )
-    named = dataclasses.replace(options, name=strategy.variable_table.free_name(options.name))
-    variable: Variable
-    if synchronization is VariableSynchronization.ON_READ:
-        named = dataclasses.replace(named, trainable=False)
-        variable = SyncOnReadVariable(value, named, strategy, strategy.store)
-    else:
-        variable = MirroredVariable(value, named, strategy, strategy.store)
-    strategy.variable_table.add(variable)
-    return variable
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    kind = SyncOnReadVariable if is_on_read else MirroredVariable
+
+    def make(name: str) -> Variable:
+        named = dataclasses.replace(
+            options, name=name, trainable=options.trainable and not is_on_read
+        )
+        return kind(value, named, strategy, strategy.store)
+
+    return strategy.variable_table.add(options.name, make)

@@ -7,7 +7,7 @@ import inspect
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from ..device_loop import (
     Elements,
@@ -23,10 +23,8 @@ from ..values import split_per_replica
 from ._combine import reduce_tree
 from ._launch import Run, is_async
 from ._lifecycle import Lifecycle
+from ._replica_set import Runner
 from ._run_options import RunOptions
-
-if TYPE_CHECKING:
-    from ._strategy import Strategy
 
 
 @final
@@ -99,7 +97,7 @@ def checked_count(name: str, value: Any) -> int:
     return count
 
 
-async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) -> MultiStepContext:
+async def run_steps(strategy: Runner, lifecycle: Lifecycle, plan: LoopPlan) -> MultiStepContext:
     """Run a device loop and combine what it leaves behind."""
     lifecycle.open()
     count = strategy.num_replicas_in_sync
@@ -137,7 +135,7 @@ async def run_steps(strategy: Strategy, lifecycle: Lifecycle, plan: LoopPlan) ->
 
 
 async def _run(
-    strategy: Strategy,
+    strategy: Runner,
     lifecycle: Lifecycle,
     plan: LoopPlan,
     run: Run,
@@ -148,8 +146,7 @@ async def _run(
 ) -> None:
     filler = new_filler(source, elements, infeed, plan.given)
     group = run.group
-    assert group.threads is not None  # a device loop meets on threads
-    group.threads.when_aborted(infeed.abort)
+    group.point.on_abort.append(infeed.abort)
     lifecycle.started(group)
     try:
         filler.start()  # first: if there is no thread for it, no program waits for its elements

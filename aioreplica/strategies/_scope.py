@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, final
+from typing import Generic, TypeVar, final
 
 from ..context import PLACE, Place
 from ..errors import ContextError
 
-if TYPE_CHECKING:
-    from ._strategy import Strategy
+S = TypeVar("S")
 
 
 @final
-class Scope:
+class Scope(Generic[S]):
     """The context manager behind `strategy.scope()`; each `with` needs a new one.
 
     Raises:
@@ -22,12 +21,12 @@ class Scope:
             another context than it was entered in.
     """
 
-    def __init__(self, strategy: Strategy, place: Place) -> None:
+    def __init__(self, strategy: S, place: Place) -> None:
         self._strategy = strategy
         self._place = place
         self._token: Token[Place] | None = None
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> S:
         current = PLACE.get()
         if current.replica is not None or current.update_replica_id is not None:
             raise ContextError(

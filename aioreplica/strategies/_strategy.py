@@ -12,17 +12,14 @@ from ..device_loop import Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
-from ..telemetry import EventLog, Recorder
+from ..telemetry import EventLog, Observer, Observers, Recorder
 from ..typing import ReduceOp
-from ..values import (
-    Variable,
-    VariableStore,
-    default_store,
-)
+from ..values import Variable, VariableStore, default_store
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._device_loops import DeviceLoops
 from ._distribute import Distribution
 from ._extended import Extended
+from ._group_view import GroupView
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch, require_runnable
 from ._lifecycle import Lifecycle, StrategyStatistics
@@ -61,6 +58,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._resolver = resolver
         self._reducer = Reducer(options)
         self._recorder = Recorder()
+        self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
         self._events = EventLog()
         self._scope_place = Place(self)
         self._merge_place = Place(self, in_merge=True)
@@ -123,7 +121,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         require_runnable(fn, args, options)
         return await launch(self, self._lifecycle, fn, args, kwargs, options or DEFAULT_OPTIONS)
 
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Self]:
         """Return a context manager that makes this strategy current.
 
         Raises:
@@ -172,7 +170,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         """
         self.require_cross_replica("gather", "ctx.all_gather(value, axis)")
         self._lifecycle.open()
-        return await gather_tree(value, axis, self.num_replicas_in_sync)
+        return await gather_tree(self, value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return one entry per replica, selected through pytrees.
@@ -203,6 +201,20 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         return len(self._device_names)
 
     @property
+    def members(self) -> None:
+        """None: values are those of all replicas, see `view_of`."""
+        return None
+
+    def view_of(self, members: Sequence[int]) -> Strategy | GroupView:
+        """Return what combines the values of some of the replicas: of a group of a step.
+
+        Args:
+            members: Their ids, ascending; if these are all replicas the strategy itself is
+                returned.
+        """
+        return self if len(members) == len(self._device_names) else GroupView(self, members)
+
+    @property
     def cluster_resolver(self) -> Any:
         """What said which hosts and workers there are; None for a strategy that needs none."""
         return self._resolver
@@ -221,6 +233,11 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     def recorder(self) -> Recorder:
         """The newest merges of all runs."""
         return self._recorder
+
+    @property
+    def observers(self) -> Observers:
+        """Who is told what happens in the runs of this strategy."""
+        return self._observers
 
     @property
     def replica_devices(self) -> tuple[Device | None, ...]:

@@ -2,11 +2,81 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
+from weakref import WeakValueDictionary
 
 from ..values import Snapshot, Variable, VariableOptions, VariableStore, take_snapshot
-from ._variable_table import VariableTable
+
+
+@final
+class VariableTable:
+    """Lists a strategy's living variables in order of creation; no two have one name.
+
+    Variables are held weakly: one that the program has dropped is gone, and its name is free.
+    """
+
+    __slots__ = ("_by_name", "_by_number", "_lock", "_next")
+
+    def __init__(self) -> None:
+        self._by_number: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+        self._by_name: WeakValueDictionary[str, Variable] = WeakValueDictionary()
+        self._next = 0
+        self._lock = threading.Lock()  # device threads make slots and variables too
+
+    def __len__(self) -> int:
+        """How many variables there are."""
+        return len(self._by_number)
+
+    def all(self) -> tuple[Variable, ...]:
+        """Return every variable, in order of creation."""
+        with self._lock:
+            return tuple(self._by_number.values())
+
+    def has(self, name: str) -> bool:
+        """Tell whether a variable has that name."""
+        return name in self._by_name
+
+    def add(self, name: str, make: Callable[[str], Variable]) -> Variable:
+        """Make a variable under `name`, with a number added if it is taken, and list it."""
+        with self._lock:
+            variable = make(self._free(name))
+            self._by_number[self._next] = variable
+            self._by_name[variable.name] = variable
+            self._next += 1
+        return variable
+
+    def require_free(self, name: str, strategy: object) -> None:
+        """Check that a name that was asked for is free.
+
+        In an interactive session a cell that runs again makes its variables again while the old
+        ones still live: there the new one gets the name, and the old one a number.
+
+        Raises:
+            ValueError: If a variable has the name.
+        """
+        with self._lock:
+            old = self._by_name.get(name)
+            if old is None:
+                return
+            if "ps1" not in vars(sys):  # set in interactive sessions only, Jupyter included
+                raise ValueError(
+                    f"There is a variable named {name!r} in {strategy!r} already. Choose another "
+                    "name, or leave it out to get a free one."
+                )
+            old.rename(self._free(name))
+            del self._by_name[name]
+            self._by_name[old.name] = old
+
+    def _free(self, name: str) -> str:
+        free, number = name, 0
+        while free in self._by_name:
+            number += 1
+            free = f"{name}_{number}"
+        return free
 
 
 class VariableOwner(ABC):

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple, final
 
+from ._observer import MergeEntry, ObservedMerge, Visit
+
 SHOWN = 5  # merges that an error lists
-
-Visit = tuple[CodeType, int, float]
-"""One replica's call: the code object and byte offset it was made at, and when it arrived."""
-
-
-_Entry = tuple[float, int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
 
 
 @final
@@ -124,7 +120,7 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"A recorder keeps at least 1 record, got capacity={capacity}.")
         self.now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: deque[_Entry] = deque(maxlen=capacity)
+        self._ring: deque[tuple[float, MergeEntry]] = deque(maxlen=capacity)
 
     def record(
         self,
@@ -149,7 +145,13 @@ class Recorder:
             members: Who met.
             visits: Where each member called from, and when it arrived.
         """
-        self._ring.append((time_s, step, sequence, collective, op, num_bytes, members, visits))
+        entry = (step, sequence, collective, op, num_bytes, members, visits)
+        self._ring.append((time_s, entry))
+
+    def merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
+        """Add a merge that has just ended; one that failed is not kept."""
+        if error is None:
+            self._ring.append((self.now(), merge.entry()))
 
     def records(self) -> tuple[MergeRecord, ...]:
         """Return the kept merges, oldest first."""
@@ -172,8 +174,8 @@ class Recorder:
         return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
 
 
-def _readable(entry: _Entry) -> MergeRecord:
-    time_s, step, sequence, collective, op, num_bytes, members, visits = entry
+def _readable(kept: tuple[float, MergeEntry]) -> MergeRecord:
+    time_s, (step, sequence, collective, op, num_bytes, members, visits) = kept
     sites = [f"{code.co_filename}:{source_line(code, at)}" for code, at, _ in visits]
     first, at, _ = visits[0]
     return MergeRecord(

@@ -1,14 +1,11 @@
 """Distributed values and variables: what a strategy's users hold between and inside steps."""
 
 from .._export import export_public
-from ._blocking import BlockingVariable as BlockingVariable
-from ._buffers import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
-from ._buffers import writable_buffer as writable_buffer
+from ._array_like import ArrayLike as ArrayLike
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
 from ._distributed import new_per_replica as new_per_replica
-from ._done import Done as Done
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._plain import PlainVariable as PlainVariable
@@ -16,17 +13,29 @@ from ._plain import default_store as default_store
 from ._regroup import argument_difference as argument_difference
 from ._regroup import merged_column as merged_column
 from ._regroup import regroup_results as regroup_results
+from ._select import read_at as read_at
 from ._select import split_per_replica as split_per_replica
 from ._snapshot import Snapshot as Snapshot
 from ._snapshot import take_snapshot as take_snapshot
-from ._staging import Staging as Staging
+from ._store import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
+from ._store import Done as Done
 from ._store import VariableStore as VariableStore
+from ._store import writable_buffer as writable_buffer
 from ._sync_on_read import SyncOnReadVariable as SyncOnReadVariable
+from ._update import Staging as Staging
+from ._update import is_own as is_own
+from ._update import require_own as require_own
+from ._update import run_per_component as run_per_component
+from ._update import split_arguments as split_arguments
+from ._update import update_components as update_components
 from ._variable import Variable as Variable
 from ._variable import VariableOptions as VariableOptions
+from ._weak_dict import WeakVariableDict as WeakVariableDict
 from ._weighted import Weighted as Weighted
+from ._writes import BlockingVariable as BlockingVariable
 
 __all__ = [
+    "ArrayLike",
     "BlockingVariable",
     "CAN_COUNT_REFERENCES",
     "DistributedValues",
@@ -42,14 +51,21 @@ __all__ = [
     "Variable",
     "VariableOptions",
     "VariableStore",
+    "WeakVariableDict",
     "Weighted",
     "argument_difference",
     "default_store",
+    "is_own",
     "merged_column",
     "new_per_replica",
+    "read_at",
     "regroup_results",
+    "require_own",
+    "run_per_component",
+    "split_arguments",
     "split_per_replica",
     "take_snapshot",
+    "update_components",
     "writable_buffer",
 ]
 

@@ -137,21 +137,23 @@ class IndexedSlices:
         return f"<IndexedSlices {len(self.indices)} rows | {self.dtype} {self.dense_shape}>"
 
 
-def scatter_add(old: Array, slices: IndexedSlices, sign: int) -> Array:
-    """Return a new array: `old` with the rows added (`sign` 1) or subtracted (-1).
+def scatter(old: Array, slices: IndexedSlices, ufunc: np.ufunc | None) -> Array:
+    """Return a new array: `old` with rows combined into it.
 
-    Rows of the same index are added up first, so every row of `old` is changed once.
+    Args:
+        old: The array.
+        slices: The rows. Those of one index are added up first if they are added or subtracted,
+            else combined one after the other; of those that replace a row the last one counts.
+        ufunc: How a row of `old` and a new one are combined; None replaces it.
 
     Raises:
-        ValueError: If `sign` is neither, the dense shape differs from that of `old`, or the dtype
-            would lose its kind (floats into integers).
+        ValueError: If the dense shape differs from that of `old`, or the dtype would lose its kind
+            (floats into integers, or integers divided).
 
     Example:
-        >>> scatter_add(np.ones(3), IndexedSlices([1.0, 2.0], [2, 2], (3,)), -1)
+        >>> scatter(np.ones(3), IndexedSlices([1.0, 2.0], [2, 2], (3,)), np.subtract)
         array([ 1.,  1., -2.])
     """
-    if sign not in {1, -1}:
-        raise ValueError(f"sign must be 1 or -1, got {sign!r}.")
     if slices.dense_shape != old.shape:
         raise ValueError(
             f"IndexedSlices of dense shape {slices.dense_shape} do not fit an array of shape "
@@ -162,11 +164,19 @@ def scatter_add(old: Array, slices: IndexedSlices, sign: int) -> Array:
             f"IndexedSlices of dtype {slices.dtype} do not fit an array of dtype {old.dtype}. Cast "
             f"their values with .astype({str(old.dtype)!r}) first."
         )
-    once = slices.combined()
-    rows = once.values.astype(old.dtype, copy=False)
+    if ufunc is np.divide and old.dtype.kind in "iu":
+        raise ValueError(f"Rows of dtype {old.dtype} cannot be divided. Use floats.")
     new = np.array(old)
-    combine = np.add if sign == 1 else np.subtract
-    new[once.indices] = combine(old[once.indices], rows)
+    if ufunc is np.add or ufunc is np.subtract:
+        once = slices.combined()
+        rows = once.values.astype(old.dtype, copy=False)
+        new[once.indices] = ufunc(old[once.indices], rows)
+        return new
+    rows = slices.values.astype(old.dtype, copy=False)
+    if ufunc is None:
+        new[slices.indices] = rows
+    else:
+        ufunc.at(new, slices.indices, rows)
     return new
 
 

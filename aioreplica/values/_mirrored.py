@@ -15,9 +15,9 @@ import numpy as np
 
 from ..devices.backends import backend_of
 from ..typing import ReduceOp, VariableAggregation
-from ._distributed import PerReplica
+from ._distributed import PerReplica, new_per_replica
 from ._indexed_slices import IndexedSlices
-from ._store import VariableStore
+from ._store import Components, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
 
@@ -39,7 +39,7 @@ class MirroredVariable(Variable):
 
     def write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
-    ) -> Awaitable[None]:
+    ) -> Awaitable[Array]:
         """Write the aggregate of what all replicas write; a collective."""
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -47,7 +47,14 @@ class MirroredVariable(Variable):
                 "Create it with aggregation='mean', 'sum' or 'only_first_replica', or assign in "
                 "cross-replica context (a merge function)."
             )
-        merging: Awaitable[None] = replica.meet_as(verb, _merge_write, (self, verb, array), frame)
+        is_sum_or_mean = self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
+        if is_sum_or_mean and verb.startswith("scatter"):
+            raise ValueError(
+                f"Variable {self.name!r} has aggregation {self.aggregation.value!r}, by which "
+                f"replicas cannot {verb} it: rows of several replicas are added up only. Create it "
+                "with aggregation='only_first_replica', or write it in a merge function."
+            )
+        merging: Awaitable[Array] = replica.meet_as(verb, _merge_write, (self, verb, array), frame)
         return merging
 
 
@@ -74,8 +81,13 @@ def _joined(aggregation: VariableAggregation, parts: Sequence[IndexedSlices]) ->
 
 def _merge_write(
     _strategy: object, variable: MirroredVariable, verb: str, arrays: PerReplica
-) -> Awaitable[None] | None:
+) -> PerReplica | Awaitable[PerReplica]:
     combined = aggregate(variable.aggregation, arrays.values)
     if variable.dtype.kind in "iu" and not isinstance(combined, IndexedSlices):
         combined = np.rint(combined).astype(variable.dtype)  # a mean of integers, rounded once
-    return variable.combine(verb, combined)
+    new = variable.combine(verb, combined)
+    return new_per_replica(new) if isinstance(new, tuple) else _own_parts(new)
+
+
+async def _own_parts(pending: Awaitable[Components]) -> PerReplica:
+    return new_per_replica(await pending)

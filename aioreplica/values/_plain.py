@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any, final
 
 from ..context import REGISTRY
-from ._store import VariableStore
+from ._store import Components, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
 
@@ -27,16 +27,21 @@ class PlainVariable(Variable):
 
     def write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
-    ) -> Awaitable[None]:
+    ) -> Awaitable[Array]:
         """Write in the default strategy's one replica; a collective, so that it must be awaited."""
-        merging: Awaitable[None] = replica.meet_as(verb, _merge_plain, (self, verb, array), frame)
+        merging: Awaitable[Array] = replica.meet_as(verb, _merge_plain, (self, verb, array), frame)
         return merging
 
 
 def _merge_plain(
     _strategy: object, variable: PlainVariable, verb: str, array: Array
-) -> Awaitable[None] | None:
-    return variable.combine(verb, array)
+) -> Array | Awaitable[Array]:
+    new = variable.combine(verb, array)
+    return new[0] if isinstance(new, tuple) else _first(new)
+
+
+async def _first(pending: Awaitable[Components]) -> Array:
+    return (await pending)[0]
 
 
 def default_store() -> VariableStore:

@@ -13,16 +13,23 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar, final
 
+import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from ._variable import Variable
+from ..errors import ContextError
 
 Components = tuple[npt.NDArray[Any], ...]
+
+# From CPython 3.14 on a reference held by a local variable may not be counted, and without a GIL
+# a count means nothing. There every write allocates.
+CAN_COUNT_REFERENCES = (
+    sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
+)
 
 
 @final
@@ -44,9 +51,53 @@ class Cell(NamedTuple):
     num_writes: int
 
 
+class Stored(Protocol):
+    """What a store needs of a variable; two are one only if they are the same object."""
+
+    cell: Cell
+    store: VariableStore
+
+    @property
+    def components(self) -> Components:
+        """The published components."""
+
+    @property
+    def version(self) -> int:
+        """How many writes it has seen."""
+
+    @property
+    def name(self) -> str:
+        """Its name, for errors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the value."""
+
+
+V = TypeVar("V", bound=Stored)
+
+
+@final
+class Done:
+    """What a write returns where it takes effect at the call; awaiting it gives the new value."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.result
+        yield
+
+
 @final
 class _Waiter(NamedTuple):
-    variable: Variable
+    variable: Stored
     num_writes: int
     future: asyncio.Future[None]
 
@@ -59,17 +110,18 @@ class VariableStore:
         version: Number of the newest published write.
     """
 
-    __slots__ = ("_lock", "_waiters", "version")
+    __slots__ = ("_closed_by", "_lock", "_waiters", "version")
 
     def __init__(self) -> None:
         self.version = 0
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
+        self._closed_by: str | None = None
 
     def write(
         self,
-        changes: Mapping[Variable, Components],
-        bases: Mapping[Variable, Components] | None = None,
+        changes: Mapping[V, Components],
+        bases: Mapping[V, Components] | None = None,
     ) -> int:
         """Publish new components of several variables as one write; from any thread.
 
@@ -95,7 +147,7 @@ class VariableStore:
             self._wake()
         return number
 
-    def take_previous(self, variable: Variable) -> Cell | None:
+    def take_previous(self, variable: Stored) -> Cell | None:
         """Take the older components out of a variable, so that no new reader comes to them.
 
         Returns:
@@ -109,31 +161,74 @@ class VariableStore:
             variable.cell = Cell(*newest, *newest, cell.num_writes)
             return cell
 
-    async def wait_for(self, variable: Variable, num_writes: int) -> int:
+    async def wait_for(self, variable: Stored, num_writes: int) -> int:
         """Wait until a variable has seen `num_writes` writes; return how many it has.
+
+        Raises:
+            ContextError: If it has not, and waiting was ended or is refused.
 
         Cancellation:
             Takes the caller off the list.
         """
-        waiter = _Waiter(variable, num_writes, asyncio.get_running_loop().create_future())
+        future = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(variable, num_writes, future)
         self._waiters.append(waiter)
         try:
             self._wake()
-            await waiter.future
+            await future
         finally:
             self._waiters.remove(waiter)
-        return variable.version
+        version = variable.version
+        if version < num_writes:
+            raise ContextError(
+                f"Variable {variable.name!r} has seen {version} writes, and the wait for "
+                f"{num_writes} was ended because {self._closed_by} was closed."
+            )
+        return version
+
+    def end_waits(self, closed: str) -> None:
+        """Wake everybody who waits, and refuse further waits: `closed` was closed."""
+        self._closed_by = closed
+        self._wake()
+
+    def allow_waits(self) -> None:
+        """Let callers wait again."""
+        self._closed_by = None
 
     def __repr__(self) -> str:
         return f"<VariableStore | version {self.version}, {len(self._waiters)} waiting>"
 
     def _wake(self) -> None:
+        is_closed = self._closed_by is not None
         for waiter in tuple(self._waiters):
-            if waiter.variable.version >= waiter.num_writes and not waiter.future.done():
+            is_due = is_closed or waiter.variable.version >= waiter.num_writes
+            if is_due and not waiter.future.done():
                 try:
                     waiter.future.get_loop().call_soon_threadsafe(_resolve, waiter.future)
-                except RuntimeError:  # its loop is closed: nobody waits there any more
+                except RuntimeError:  # its loop is closed, and the wait with it
                     continue
+
+
+def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
+    """Return an array of the variable's shape and dtype to build its next value in.
+
+    It is the array before the current one if that is provably unheld: first it is taken out of the
+    variable, so that it cannot be read any more; then, if the cell that held it, the tuple in the
+    cell and the array have no reference but ours, it is not held elsewhere. Views and buffers of
+    an array count as references to it.
+    """
+    cell = variable.store.take_previous(variable) if CAN_COUNT_REFERENCES else None
+    if cell is not None:
+        previous = cell.previous
+        is_held = sys.getrefcount(cell) > 2
+        del cell
+        array = previous[0]
+        shares = sum(component is array for component in previous)
+        is_held = is_held or sys.getrefcount(previous) > 2 or shares != len(previous)
+        if not is_held and array.flags.owndata and sys.getrefcount(array) == shares + 2:
+            array.flags.writeable = True
+            return array
+    return np.empty(variable.shape, variable.dtype)
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

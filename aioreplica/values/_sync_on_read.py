@@ -10,10 +10,9 @@ from types import FrameType
 from typing import Any, final
 
 from ..typing import VariableAggregation
-from ._done import Done
 from ._indexed_slices import IndexedSlices
 from ._mirrored import aggregate
-from ._store import Components, VariableStore
+from ._store import Components, Done, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
 
@@ -56,10 +55,24 @@ class SyncOnReadVariable(Variable):
         combined: Array = aggregate(self.aggregation, components)
         return combined
 
-    def shares(self, array: Any) -> Sequence[Any]:
-        """Split a value so that the aggregate of the parts is the value."""
+    def written(self, components: Components) -> Array:
+        """Return the aggregate, or the first component if the variable has no aggregation."""
+        if self.aggregation is VariableAggregation.NONE:
+            return components[0]
+        return self.primary_of(components)
+
+    def shares(self, verb: str, array: Any) -> Sequence[Any]:
+        """Split a value so that the aggregate of the parts is what the write makes of it."""
+        if verb in {"scatter_mul", "scatter_div"}:
+            return (array,) * len(self.cell.components)
+        is_sum_or_mean = self.aggregation in {VariableAggregation.SUM, VariableAggregation.MEAN}
+        if is_sum_or_mean and verb in {"scatter_min", "scatter_max"}:
+            raise ValueError(
+                f"Variable {self.name!r} has aggregation {self.aggregation.value!r}, so {verb} has "
+                "no meaning outside the replicas. Call it in the step, or assign the whole value."
+            )
         if isinstance(array, IndexedSlices):
-            parts = self.shares(array.values)
+            parts = self.shares(verb, array.values)
             return [IndexedSlices(part, array.indices, array.dense_shape) for part in parts]
         count = len(self.cell.components)
         if self.aggregation is not VariableAggregation.SUM:
@@ -71,7 +84,7 @@ class SyncOnReadVariable(Variable):
 
     def write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
-    ) -> Awaitable[None]:
+    ) -> Awaitable[Array]:
         """Write the local component at once: no other replica is asked."""
         replica.check_running()
         replica_id = replica.replica_id_in_sync_group
@@ -80,4 +93,4 @@ class SyncOnReadVariable(Variable):
             new = list(old)
             new[replica_id] = self.combined(verb, old[replica_id], array)
             if self.store.write({self: tuple(new)}, {self: old}):
-                return Done()
+                return Done(new[replica_id])

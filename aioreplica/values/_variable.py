@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, ABCMeta
+from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..context import OVERRIDES, PLACE, Place
 from ..devices import run_on_host
 from ..errors import ContextError
 from ..typing import VariableAggregation, VariableSynchronization
-from ._blocking import BlockingVariable
-from ._buffers import writable_buffer
+from ._array_like import ArrayLike
 from ._distributed import Mirrored, PerReplica
-from ._done import Done
-from ._fitting import fitting_array, initial_array
-from ._indexed_slices import IndexedSlices, scatter_add
-from ._store import Cell, Components, VariableStore
+from ._indexed_slices import IndexedSlices, scatter
+from ._store import Cell, Components, Done, VariableStore, writable_buffer
+from ._writes import BlockingVariable, Writes
 
 Array = npt.NDArray[Any]
 
@@ -41,6 +37,20 @@ else:
     from abc import abstractmethod
 
 
+Constraint = Callable[[Array], Any]
+
+_UFUNCS = {
+    "assign_add": np.add,
+    "assign_sub": np.subtract,
+    "scatter_update": None,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.divide,
+}
+"""How a write combines the old value with what is written."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class VariableOptions:
@@ -50,6 +60,7 @@ class VariableOptions:
     trainable: bool
     aggregation: VariableAggregation
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
+    constraint: Constraint | None = None
 
 
 class _VariableType(ABCMeta):
@@ -61,7 +72,7 @@ class _VariableType(ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
+class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     """A named array that outlives steps and is kept equal on all replicas.
 
     `ar.Variable(initial_value)` in a strategy's scope gives what the strategy makes, such as a
@@ -78,14 +89,19 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
             is not trainable). "none" is for the default strategy only.
         aggregation: How values that several replicas assign (on_read: hold) are combined: "none"
             (an error there), "sum", "mean" or "only_first_replica".
+        constraint: A function of the new value that optimizers apply after each update, such as
+            one that clips it; writes of your own do not call it.
 
-    Variables take part in NumPy expressions (`v + 1`, `v @ m`, `np.exp(v)`) with their value.
+    Variables take part in NumPy expressions (`v + 1`, `v @ m`, `np.exp(v)`) with their value, and
+    compare with it: `v == w` is an array. As keys and in sets they are told apart by identity;
+    `v in a_list` is of little use, see `ArrayLike`. The strategy does not keep them alive: one that
+    the program has dropped is gone, and its name is free.
 
     Raises:
         ContextError: If called inside a replica.
         ValueError: If `synchronization` or `aggregation` is unknown or not supported, or the
             strategy has a variable of that name.
-        TypeError: If the initial value is not numeric.
+        TypeError: If the initial value is not numeric, or `constraint` not callable.
 
     Example:
         >>> w = Variable([1.0, 2.0], name="w")
@@ -108,6 +124,7 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
             dtype: npt.DTypeLike | None = None,
             synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
             aggregation: VariableAggregation | str = VariableAggregation.NONE,
+            constraint: Constraint | None = None,
         ) -> None: ...
 
     def _set_up(
@@ -141,6 +158,15 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
     def synchronization(self) -> VariableSynchronization:
         """When the components are brought together."""
         return self._options.synchronization
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What optimizers apply to a new value; None for nothing."""
+        return self._options.constraint
+
+    def rename(self, name: str) -> None:
+        """Take another name; for the strategy, which keeps names unique."""
+        self._options = replace(self._options, name=name)
 
     @property
     @abstractmethod
@@ -202,10 +228,10 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
     @abstractmethod
     def write_in_replica(  # type: ignore[empty-body]  # abstract
         self, verb: str, array: Array, replica: Any, frame: FrameType
-    ) -> Awaitable[None]:
+    ) -> Awaitable[Array]:
         """Carry out a write of one replica, called at `frame`."""
 
-    def shares(self, array: Array) -> Sequence[Array]:
+    def shares(self, verb: str, array: Any) -> Sequence[Any]:
         """Split a value that is written outside the replicas into one per component."""
         return (array,) * len(self.cell.components)
 
@@ -228,7 +254,10 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
 
     def local_value(self) -> Array:
         """Return what `value` is when no gradient is being taken."""
-        place = PLACE.get()
+        return self.value_at(PLACE.get())
+
+    def value_at(self, place: Place) -> Array:
+        """Return what code that runs at a place reads, whichever thread asks."""
         if place.strategy is self._strategy:
             if place.replica is not None:
                 return self.components[place.replica.replica_id_in_sync_group]
@@ -239,52 +268,33 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
             return place.staging.read(self, 0)  # type: ignore[no-any-return]
         return self.primary_of(self.components)
 
-    def assign(self, value: Any) -> Awaitable[None]:
-        """Replace the value; in a replica, with the aggregate of what all replicas assign.
-
-        Raises:
-            ValueError: If the shape or dtype does not fit; or, inside a replica, if the variable
-                has no aggregation.
-            ContextError: If another strategy is in charge here.
-
-        Cancellation:
-            Leaves the old value or the new one, the same on all replicas.
-        """
-        return self._write("assign", value, sys._getframe(1))
-
-    def assign_add(self, value: Any) -> Awaitable[None]:
-        """Add to the value; otherwise as `assign`."""
-        return self._write("assign_add", value, sys._getframe(1))
-
-    def assign_sub(self, value: Any) -> Awaitable[None]:
-        """Subtract from the value; otherwise as `assign`."""
-        return self._write("assign_sub", value, sys._getframe(1))
-
-    def combine(self, verb: str, value: Any) -> Awaitable[None] | None:
+    def combine(self, verb: str, value: Any) -> Components | Awaitable[Components]:
         """Carry out one write with a value that is the same for all components.
 
         Returns:
-            None if it is done; for large variables what to await, as the work goes to the host.
+            The new components; for large variables what to await for them, as the work goes to
+            the host.
         """
         array = self.fitting(value)
         if self.components[0].nbytes > INLINE_WRITE_BYTES:
             return self._combine_on_host(verb, array)
         while True:
             old = self.components
-            if self.store.write({self: self._new_components(verb, old, array)}, {self: old}):
-                return None
+            new = self._new_components(verb, old, array)
+            if self.store.write({self: new}, {self: old}):
+                return new
 
-    async def _combine_on_host(self, verb: str, array: Array) -> None:
+    async def _combine_on_host(self, verb: str, array: Array) -> Components:
         while True:
             old = self.components
             new = await run_on_host(self._new_components, verb, old, array)
             if self.store.write({self: new}, {self: old}):
-                return  # else somebody has written meanwhile: build on that
+                return new  # else it was written meanwhile: build on that
 
     def _new_components(self, verb: str, old: Components, array: Array) -> Components:
         made: dict[tuple[int, int], Array] = {}
         new = []
-        for component, share in zip(old, self.shares(array), strict=True):
+        for component, share in zip(old, self.shares(verb, array), strict=True):
             key = (id(component), id(share))
             if key not in made:
                 made[key] = self.combined(verb, component, share)
@@ -310,13 +320,14 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
                 f"{place.describe()}. Write it where its own strategy is in charge."
             )
 
-    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[None]:
+    def write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
+        """Carry out a write, called at `frame`."""
         place = PLACE.get()
         self.require_owner_in_charge(place)
         if place.staging is not None:
             new = self.combined(verb, self.local_value(), self.fitting(value))
             place.staging.write(self, place.update_replica_id, new)
-            return Done()
+            return Done(new)
         if place.replica is None:
             return self._write_everywhere(verb, value)
         return self.write_in_replica(verb, self.fitting(value), place.replica, frame)
@@ -325,7 +336,7 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
         """Tell whether this is a plain variable and `strategy` the default one, its owner."""
         return self._strategy is None and bool(strategy.has_plain_values)
 
-    async def _write_everywhere(self, verb: str, value: Any) -> None:
+    async def _write_everywhere(self, verb: str, value: Any) -> Array:
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"Variable {self.name!r} got a PerReplica in cross-replica context. Reduce it "
@@ -338,19 +349,22 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
                     f"Mirrored of {len(value)} values. It belongs to another strategy."
                 )
             value = value[0]
-        pending = self.combine(verb, value)
-        if pending is not None:
-            await pending
+        new = self.combine(verb, value)
+        return self.written(new if isinstance(new, tuple) else await new)
+
+    def written(self, components: Components) -> Array:
+        """Return what a write outside the replicas gives to its caller."""
+        return self.primary_of(components)
 
     def combined(self, verb: str, old: Array, array: Array) -> Array:
         """Return the read-only array that a write makes of one component."""
         if isinstance(array, IndexedSlices):
             return self._scattered(verb, old, array)
         new = writable_buffer(self)
-        if verb == "assign":
+        ufunc = _UFUNCS.get(verb)
+        if ufunc is None:
             np.copyto(new, array)
         else:
-            ufunc = np.add if verb == "assign_add" else np.subtract
             ufunc(old, array, out=new)
         new.flags.writeable = False
         return new
@@ -359,35 +373,35 @@ class Variable(NDArrayOperatorsMixin, ABC, metaclass=_VariableType):
         if verb == "assign":
             raise ValueError(
                 f"Variable {self.name!r} cannot be assigned IndexedSlices, which say nothing about "
-                "the other rows. Use assign_add or assign_sub, or assign slices.to_dense()."
+                "the other rows. Use assign_add, assign_sub or scatter_update, or assign "
+                "slices.to_dense()."
             )
-        new = scatter_add(old, slices, 1 if verb == "assign_add" else -1)
+        new = scatter(old, slices, _UFUNCS[verb])
         new.flags.writeable = False
         return new
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(part, Variable) for part in kwargs.get("out", ())):
-            raise TypeError(
-                f"Variable {self.name!r} cannot be changed in place. Write it with "
-                "`await variable.assign_add(x)`, `assign_sub` or `assign`."
-            )
-        values = [part.value if isinstance(part, Variable) else part for part in inputs]
-        return getattr(ufunc, method)(*values, **kwargs)
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r} cannot be shallow-copied: two objects would share one value. "
+            "copy.deepcopy gives a new variable of the same strategy."
+        )
 
-    # NDArrayOperatorsMixin compares element by element; variables are told apart by identity, so
-    # that they can be members of sets and keys of dicts.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
+    def __deepcopy__(self, memo: dict[int, object]) -> Variable:
+        """Make a variable of the same strategy with the same components and a name of its own."""
+        _require_creation_allowed(PLACE.get())
+        components = self.components
+        create = _new_plain if self._strategy is None else self._strategy.create_variable
+        twin: Variable = create(components[0], self._options)
+        twin.cell = Cell(0, components, 0, components, 0)
+        memo[id(self)] = twin
+        return twin
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.value[index]
-
-    def __len__(self) -> int:
-        return len(self.value)
-
-    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        return np.array(self.value, dtype=dtype, copy=copy)
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"Variable {self.name!r} cannot be pickled: it belongs to a strategy of this process. "
+            "Pickle its name and np.asarray(variable), and write them back with `await "
+            "variable.assign(value)`."
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} | {self.dtype} {self.shape}, v{self.version}>"
@@ -401,33 +415,80 @@ def _create_variable(
     dtype: npt.DTypeLike | None = None,
     synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
     aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    constraint: Constraint | None = None,
 ) -> Variable:
     place = PLACE.get()
+    _require_creation_allowed(place)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"The name of a variable must be a str, got {name!r}.")
+    if constraint is not None and not callable(constraint):
+        raise TypeError(f"The constraint of a variable must be a function, got {constraint!r}.")
+    label = name or "variable"
+    options = VariableOptions(
+        label,
+        trainable,
+        VariableAggregation.parse(aggregation, label),
+        VariableSynchronization.parse(synchronization, label),
+        constraint,
+    )
+    strategy = place.strategy
+    if name is not None and strategy is not None:
+        strategy.variable_table.require_free(name, strategy)
+    value = initial_array(initial_value, label, dtype)
+    create = _new_plain if strategy is None else strategy.create_variable
+    variable: Variable = create(value, options)
+    return variable
+
+
+def _new_plain(value: Array, options: VariableOptions) -> Variable:
+    from ._plain import PlainVariable  # the factory and its product need each other
+
+    return PlainVariable(value, options)
+
+
+def _require_creation_allowed(place: Place) -> None:
     if place.replica is not None or place.update_replica_id is not None:
         raise ContextError(
             f"ar.Variable(...) was called in {place.describe()}. Create variables in "
             "strategy.scope() before the run, or inside it with `await ctx.variable(...)`, in a "
             "plain function ctx.blocking.variable(...)."
         )
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"The name of a variable must be a str, got {name!r}.")
-    label = name or "variable"
-    if name is not None and place.strategy is not None and place.strategy.variable_table.has(name):
-        raise ValueError(
-            f"There is a variable named {name!r} in {place.strategy!r} already. Choose another "
-            "name, or leave it out to get a free one."
-        )
-    options = VariableOptions(
-        label,
-        trainable,
-        VariableAggregation.parse(aggregation, label),
-        VariableSynchronization.parse(synchronization, label),
-    )
-    value = initial_array(initial_value, label, dtype)
-    creator: Callable[[Array, VariableOptions], Variable]
-    if place.strategy is None:
-        from ._plain import PlainVariable  # the factory and its product need each other
 
-        return PlainVariable(value, options)
-    creator = place.strategy.create_variable
-    return creator(value, options)
+
+def initial_array(initial_value: Any, name: str, dtype: npt.DTypeLike | None) -> Array:
+    """Turn an initial value, or a callable that gives one, into an array of our own."""
+    value = initial_value() if callable(initial_value) else initial_value
+    array = np.array(value, dtype=dtype)
+    if array.dtype.kind not in "fiubc" and array.dtype.name != "bfloat16":
+        raise TypeError(f"Variable {name!r} needs numbers, got {value!r} (dtype {array.dtype}).")
+    array.flags.writeable = False
+    return array
+
+
+def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return `value` in the shape and dtype of the variable called `name`.
+
+    Raises:
+        ValueError: If the shape differs, the dtype would lose its kind (floats into integers), or
+            a Python number does not fit.
+    """
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(
+            f"Variable {name!r} has shape {shape}, cannot assign a value of shape {array.shape}."
+        )
+    same_kind = np.can_cast(array.dtype, dtype, "same_kind")
+    is_int = isinstance(value, int) and dtype.kind in "iufc"
+    if not same_kind and not is_int:
+        raise ValueError(
+            f"Variable {name!r} has dtype {dtype}, cannot assign a value of "
+            f"dtype {array.dtype}. Cast it with .astype({str(dtype)!r}) first."
+        )
+    if not same_kind and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"Variable {name!r} of dtype {dtype} holds {limits.min} to "
+                f"{limits.max}, cannot assign {value}."
+            )
+    return array.astype(dtype, copy=False)

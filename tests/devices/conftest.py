@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from aioreplica.devices import CompletionPort, Lane, lane_table, run_on_lane
+from aioreplica.devices import CompletionQueue, Lane, lane_table, run_on_lane
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 10
@@ -84,7 +84,7 @@ def run_on() -> Callable[..., Any]:
     """Run a function on a lane: the one place that knows how the library does it."""
 
     def run_on(lane: Lane, fn: Callable[..., Any], *args: Any) -> Coroutine[Any, Any, Any]:
-        return run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, {})
+        return run_on_lane(lane, CompletionQueue.of_running_loop(), fn, args, {})
 
     return run_on
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aioreplica.devices import (
-    CompletionPort,
+    CompletionQueue,
     Lane,
     Op,
     is_interrupted,
@@ -148,11 +148,12 @@ async def test_an_outcome_in_the_cycle_of_a_cancel(cancel_first: bool, fails: bo
     shelf: Any = Shelf()
     args = (1, 0) if fails else (1, 1)
     task = asyncio.create_task(
-        run_on_lane(shelf, CompletionPort.of_running_loop(), divmod, args, {})
+        run_on_lane(shelf, CompletionQueue.of_running_loop(), divmod, args, {})
     )
     await cycles(2)
 
-    ops[0].perform()
+    assert ops[0].claim()
+    ops[0].run_claimed()
     if cancel_first:
         task.cancel()
     ops[0].resolve()

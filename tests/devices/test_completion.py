@@ -1,4 +1,4 @@
-"""The completion port: few wake-ups, bounded batches, closed and second loops."""
+"""The completion queue: few wake-ups, bounded batches, closed and second loops."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aioreplica.devices import CompletionPort, Lane, Op
+from aioreplica.devices import CompletionQueue, Lane, Op
 
 LIMIT_S = 10
 NUM_OPS = 1000
@@ -30,7 +30,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
 
 def put_many(lane: Lane, num_ops: int) -> list[Op]:
     """Put ops, and block the loop until all of them have run."""
-    port, done = CompletionPort.of_running_loop(), threading.Event()
+    port, done = CompletionQueue.of_running_loop(), threading.Event()
     ops = [Op(port, int, (i,), {}) for i in range(num_ops)]
     for op in ops:
         lane.put(op)
@@ -89,9 +89,9 @@ async def test_completions_are_delivered_in_the_order_ops_ended(lane: Lane) -> N
 
 
 @pytest.mark.asyncio
-async def test_ops_of_many_lanes_share_the_port_of_the_loop() -> None:
+async def test_ops_of_many_lanes_share_the_queue_of_the_loop() -> None:
     lanes = [Lane(f"test:{i}") for i in range(4)]
-    port = CompletionPort.of_running_loop()
+    port = CompletionQueue.of_running_loop()
     ops = []
     for i in range(200):
         op = Op(port, int, (i,), {})
@@ -99,21 +99,21 @@ async def test_ops_of_many_lanes_share_the_port_of_the_loop() -> None:
         lanes[i % 4].put(op)
 
     assert [await op for op in ops] == list(range(200))
-    assert CompletionPort.of_running_loop() is port
+    assert CompletionQueue.of_running_loop() is port
     for lane in lanes:
         lane.stop()
 
 
-def test_a_port_needs_a_running_loop() -> None:
+def test_a_queue_needs_a_running_loop() -> None:
     with pytest.raises(RuntimeError):
-        CompletionPort.of_running_loop()
+        CompletionQueue.of_running_loop()
 
 
-def test_a_second_loop_gets_its_own_port_and_uses_the_same_lane(lane: Lane) -> None:
-    async def main() -> tuple[CompletionPort, threading.Thread]:
-        op = Op(CompletionPort.of_running_loop(), threading.current_thread, (), {})
+def test_a_second_loop_gets_its_own_queue_and_uses_the_same_lane(lane: Lane) -> None:
+    async def main() -> tuple[CompletionQueue, threading.Thread]:
+        op = Op(CompletionQueue.of_running_loop(), threading.current_thread, (), {})
         lane.put(op)
-        return CompletionPort.of_running_loop(), await op
+        return CompletionQueue.of_running_loop(), await op
 
     first, second = asyncio.run(main()), asyncio.run(main())
 
@@ -125,7 +125,7 @@ def test_two_loops_at_once_share_a_lane(lane: Lane) -> None:
     results: dict[str, list[int]] = {}
 
     async def main(name: str) -> None:
-        port = CompletionPort.of_running_loop()
+        port = CompletionQueue.of_running_loop()
         ops = [Op(port, int, (i,), {}) for i in range(200)]
         for op in ops:
             lane.put(op)
@@ -150,10 +150,10 @@ def test_a_loop_that_closes_under_a_running_op_does_no_harm(
         assert gate.wait(LIMIT_S)
 
     async def begin() -> None:
-        lane.put(Op(CompletionPort.of_running_loop(), block, (), {}))
+        lane.put(Op(CompletionQueue.of_running_loop(), block, (), {}))
 
     async def again() -> int:
-        op = Op(CompletionPort.of_running_loop(), int, (3,), {})
+        op = Op(CompletionQueue.of_running_loop(), int, (3,), {})
         lane.put(op)
         return await op
 
@@ -167,7 +167,7 @@ def test_a_loop_that_closes_under_a_running_op_does_no_harm(
 
 def test_a_closed_loop_is_not_kept_alive(lane: Lane) -> None:
     async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
-        op = Op(CompletionPort.of_running_loop(), int, (), {})
+        op = Op(CompletionQueue.of_running_loop(), int, (), {})
         lane.put(op)
         await op
         return weakref.ref(asyncio.get_running_loop())
@@ -185,10 +185,10 @@ async def test_an_op_that_nobody_awaits_is_not_reported(
 ) -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
-    op = Op(CompletionPort.of_running_loop(), int, (1,), {})
+    op = Op(CompletionQueue.of_running_loop(), int, (1,), {})
     lane.put(op)
     del op
-    last = Op(CompletionPort.of_running_loop(), int, (2,), {})
+    last = Op(CompletionQueue.of_running_loop(), int, (2,), {})
     lane.put(last)
 
     assert await last == 2

@@ -1,12 +1,15 @@
-"""Cores: how many there are, and moving threads between them."""
+"""Cores: how many there are; the BLAS budget, divided over the CPU lanes and restored after."""
 
 import os
-import threading
+from collections.abc import Callable
 
+import numpy as np  # its BLAS is what is measured
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
-from aioreplica.devices._cores import find_getcpu, move_away, num_cores
+from aioreplica.devices._cores import BlasBudget, num_cores
 
+NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 has_affinity = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system places threads by itself"
 )
@@ -29,46 +32,79 @@ def test_systems_that_do_not_say_have_the_cores_of_the_machine(
     assert num_cores() == expected
 
 
-@has_affinity
-def test_the_core_of_a_thread_is_one_that_it_may_use() -> None:
-    getcpu = find_getcpu()
-
-    assert getcpu is None or getcpu() in os.sched_getaffinity(0)
+def blas_threads() -> list[int]:
+    assert np.ones(2) @ np.ones(2) == 2.0
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
 
 
-def test_systems_without_affinity_have_no_way_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_setaffinity", raising=False)
+@pytest.mark.parametrize("num_lanes", [1, 2, 8, 1000])
+def test_lanes_share_the_cores(num_lanes: int) -> None:
+    budget, before = BlasBudget(), blas_threads()
 
-    assert find_getcpu() is None
+    budget.set_num_lanes(num_lanes)
+    during = blas_threads()
+    budget.set_num_lanes(0)
 
-
-@has_affinity
-def test_a_thread_is_moved_once_and_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, set[int]]] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: calls.append(args))
-
-    move_away(77, 1)
-
-    assert calls == [(77, {0, 2}), (77, {0, 1, 2})]
+    assert during == [max(1, NUM_CORES // num_lanes)] * len(before)
+    assert blas_threads() == before
 
 
-@has_affinity
-def test_a_thread_that_has_one_core_only_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: calls.append(args))
+def test_the_budget_follows_the_number_of_lanes() -> None:
+    budget, before = BlasBudget(), blas_threads()
+    seen = []
 
-    move_away(77, 3)
+    for num_lanes in (1, 2, 3, 2, 1, 1):
+        budget.set_num_lanes(num_lanes)
+        seen.append((budget.threads_per_lane, blas_threads()))
+    budget.set_num_lanes(0)
 
-    assert calls == []
+    assert all(threads == [per_lane] * len(before) for per_lane, threads in seen)
+    assert blas_threads() == before
+    assert budget.threads_per_lane is None
 
 
-@has_affinity
-def test_a_thread_that_has_ended_is_passed_over() -> None:
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    assert thread.native_id is not None
+def test_a_limit_set_by_the_user_comes_back_and_is_not_raised() -> None:
+    budget = BlasBudget()
+    with threadpool_limits(limits=1, user_api="blas"):
+        budget.set_num_lanes(1)
+        during = blas_threads()
+        budget.set_num_lanes(0)
 
-    move_away(thread.native_id, 0)
+        assert set(blas_threads()) == {1}
+    assert set(during) == {1}
+
+
+@pytest.mark.slow
+def test_strategies_are_counted_and_the_last_one_restores(
+    run_script: Callable[[str], str],
+) -> None:
+    output = run_script("""
+        import asyncio, os
+        import numpy as np
+        from threadpoolctl import threadpool_info
+        import aioreplica as ar
+
+        ar.set_logical_devices("cpu", 4)
+        cores = len(os.sched_getaffinity(0))
+
+        def threads():
+            return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+        def is_shared_by(lanes):
+            return threads() <= {max(1, cores // lanes)}
+
+        async def main():
+            before = threads()
+            one = ar.MirroredStrategy(["cpu:0", "cpu:1"])
+            two = ar.MirroredStrategy(["cpu:1", "cpu:2"])
+            async with one:
+                print(is_shared_by(2))
+                async with two:
+                    print(is_shared_by(3))
+                print(is_shared_by(2))
+            print(threads() == before)
+
+        asyncio.run(main())
+    """)
+
+    assert output == "True\n" * 4

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import aioreplica as ar
-from aioreplica.devices import CompletionPort, Op, lane_table, submit_gang
+from aioreplica.devices import CompletionQueue, Op, lane_table, submit_gang
 
 LIMIT_S = 10
 NUM_GANGS = 300
@@ -15,7 +15,7 @@ NUM_GANGS = 300
 
 @pytest.mark.asyncio
 async def test_a_gang_puts_one_op_on_each_lane(lane_names: tuple[str, str]) -> None:
-    port = CompletionPort.of_running_loop()
+    port = CompletionQueue.of_running_loop()
     ops = [Op(port, threading.current_thread, (), {}) for _ in lane_names]
 
     submit_gang(lane_names, ops)
@@ -26,7 +26,7 @@ async def test_a_gang_puts_one_op_on_each_lane(lane_names: tuple[str, str]) -> N
 
 @pytest.mark.asyncio
 async def test_a_gang_needs_one_op_per_lane(lane_names: tuple[str, str]) -> None:
-    op = Op(CompletionPort.of_running_loop(), int, (), {})
+    op = Op(CompletionQueue.of_running_loop(), int, (), {})
 
     with pytest.raises(ValueError, match=r"shorter|longer"):
         submit_gang(lane_names, [op])
@@ -34,7 +34,7 @@ async def test_a_gang_needs_one_op_per_lane(lane_names: tuple[str, str]) -> None
 
 @pytest.mark.asyncio
 async def test_gangs_of_two_threads_never_interleave(lane_names: tuple[str, str]) -> None:
-    port, start = CompletionPort.of_running_loop(), threading.Barrier(2)
+    port, start = CompletionQueue.of_running_loop(), threading.Barrier(2)
     orders: dict[str, list[str]] = {name: [] for name in lane_names}
     gangs: dict[str, list[list[Op]]] = {
         who: [
@@ -74,7 +74,7 @@ async def test_gangs_that_need_each_others_devices_do_not_lock_up(
     lane_names: tuple[str, str],
 ) -> None:
     """Each gang's ops wait for each other: held crosswise, both gangs would wait for ever."""
-    port = CompletionPort.of_running_loop()
+    port = CompletionQueue.of_running_loop()
     everything: list[Op] = []
     for i in range(50):
         meet = threading.Barrier(2)
@@ -131,7 +131,7 @@ async def test_lanes_end_with_their_last_user() -> None:
     assert table.lane("test:3") is lane
     assert "test:4" not in table.statistics()
 
-    op = Op(CompletionPort.of_running_loop(), threading.current_thread, (), {})
+    op = Op(CompletionQueue.of_running_loop(), threading.current_thread, (), {})
     lane.put(op)
     table.release(names[:1])
     thread = await op
@@ -145,7 +145,7 @@ async def test_ops_queued_at_the_last_release_still_run() -> None:
     table, names = lane_table(), ("test:5",)
     table.acquire(names)
     gate = threading.Event()
-    port = CompletionPort.of_running_loop()
+    port = CompletionQueue.of_running_loop()
     ops = [Op(port, gate.wait, (LIMIT_S,), {}), Op(port, int, (9,), {})]
     for op in ops:
         table.lane("test:5").put(op)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioreplica.devices import CompletionPort, Lane, LaneStatistics, Op
+from aioreplica.devices import CompletionQueue, Lane, LaneStatistics, Op
 
 RunOn = Callable[..., Any]
 LIMIT_S = 10
@@ -27,7 +27,7 @@ class Surprise(BaseException):
 
 
 def put(lane: Lane, fn: Callable[..., Any], *args: Any) -> Op:
-    op = Op(CompletionPort.of_running_loop(), fn, args, {})
+    op = Op(CompletionQueue.of_running_loop(), fn, args, {})
     lane.put(op)
     return op
 
@@ -62,7 +62,7 @@ async def test_ops_of_a_lane_never_overlap(lane: Lane) -> None:
 @pytest.mark.asyncio
 async def test_arguments_and_result_are_passed_through(lane: Lane) -> None:
     value = object()
-    op = Op(CompletionPort.of_running_loop(), lambda *a, **k: (a, k), (value,), {"key": 2})
+    op = Op(CompletionQueue.of_running_loop(), lambda *a, **k: (a, k), (value,), {"key": 2})
     lane.put(op)
 
     args, kwargs = await op

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioreplica.devices import CompletionPort, Op, lane_table, set_lane_options
+from aioreplica.devices import CompletionQueue, Op, lane_table, set_lane_options
 from aioreplica.errors import DeviceError
 
 RunScript = Callable[[str], str]
@@ -40,7 +40,7 @@ async def test_a_lane_that_was_given_back_refuses_ops() -> None:
     lane_table().release(("test:gone",))
 
     with pytest.raises(DeviceError, match="test:gone"):
-        lane.put(Op(CompletionPort.of_running_loop(), int, (), {}))
+        lane.put(Op(CompletionQueue.of_running_loop(), int, (), {}))
 
 
 def test_the_table_finds_the_same_lane_again(lane_names: tuple[str, str]) -> None:
@@ -191,7 +191,7 @@ def lane_of(statistics: dict[str, Any], name: str) -> Any:
 
 @pytest.mark.asyncio
 async def test_statistics_list_lanes_by_name(lane_names: tuple[str, str]) -> None:
-    port = CompletionPort.of_running_loop()
+    port = CompletionQueue.of_running_loop()
     for name in reversed(lane_names):
         op = Op(port, int, (), {})
         lane_table().lane(name).put(op)

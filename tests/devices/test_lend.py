@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from aioreplica.devices import CompletionPort, Lane, Op, OpTracker, lend_lane, run_on_lane
+from aioreplica.devices import CompletionQueue, Lane, Op, OpTracker, lend_lane, run_on_lane
 
 
 def put(lane: Lane, fn: Callable[..., Any], *args: Any, run: OpTracker | None = None) -> Op[Any]:
-    op = run_on_lane(lane, CompletionPort.of_running_loop(), fn, args, {}, run)
+    op = run_on_lane(lane, CompletionQueue.of_running_loop(), fn, args, {}, run)
     op.put()
     return op
 

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 
-from aioreplica.devices import CompletionPort, Lane, Op
+from aioreplica.devices import CompletionQueue, Lane, Op
 
 
 def new_op(fn: Callable[..., Any], *args: Any) -> Op:
-    return Op(CompletionPort.of_running_loop(), fn, args, {})
+    return Op(CompletionQueue.of_running_loop(), fn, args, {})
+
+
+def perform(op: Op) -> bool:
+    """Run an op as a lane's thread does; False if it was withdrawn."""
+    if not op.claim():
+        return False
+    op.run_claimed()
+    return True
 
 
 @pytest.mark.asyncio
@@ -22,7 +30,7 @@ async def test_a_withdrawn_op_is_never_performed() -> None:
 
     assert op.withdraw()
     assert not op.withdraw()
-    assert not op.perform()
+    assert not perform(op)
     assert calls == []
 
 
@@ -31,9 +39,9 @@ async def test_a_performed_op_cannot_be_withdrawn_nor_performed_again() -> None:
     calls: list[int] = []
     op = new_op(calls.append, 1)
 
-    assert op.perform()
+    assert perform(op)
     assert not op.withdraw()
-    assert not op.perform()
+    assert not perform(op)
     assert calls == [1]
 
 
@@ -43,11 +51,11 @@ async def test_withdraw_and_perform_race_has_one_winner() -> None:
         op, start = new_op(int), threading.Barrier(2)
         performed: list[bool] = []
 
-        def perform(op: Op = op, start: Any = start, out: list[bool] = performed) -> None:
+        def serve(op: Op = op, start: Any = start, out: list[bool] = performed) -> None:
             start.wait(5)
-            out.append(op.perform())
+            out.append(perform(op))
 
-        thread = threading.Thread(target=perform)
+        thread = threading.Thread(target=serve)
         thread.start()
         start.wait(5)
         withdrawn = op.withdraw()
@@ -61,14 +69,14 @@ async def test_an_op_measures_its_time() -> None:
     op = new_op(sum, range(1000))
 
     assert op.seconds == 0.0
-    op.perform()
+    perform(op)
     assert op.seconds > 0.0
 
 
 @pytest.mark.asyncio
 async def test_resolving_gives_the_result() -> None:
     op = new_op(divmod, 7, 2)
-    op.perform()
+    perform(op)
     assert not op.is_done
 
     op.resolve()
@@ -81,7 +89,7 @@ async def test_resolving_gives_the_result() -> None:
 async def test_cancelling_a_started_op_nobody_awaits_waits_for_its_end() -> None:
     """As asyncio.gather does with the futures it was given."""
     op = new_op(divmod, 1, 0)
-    op.perform()
+    perform(op)
 
     assert op.cancel()
     assert not op.done()
@@ -93,7 +101,7 @@ async def test_cancelling_a_started_op_nobody_awaits_waits_for_its_end() -> None
 @pytest.mark.asyncio
 @pytest.mark.parametrize("use", ["await", "gather", "create_task", "wait_for"])
 async def test_an_op_on_a_lane_runs_however_it_is_waited_for(lane: Lane, use: str) -> None:
-    op = Op(CompletionPort.of_running_loop(), divmod, (7, 2), {}, lane)
+    op = Op(CompletionQueue.of_running_loop(), divmod, (7, 2), {}, lane)
 
     if use == "await":
         result = await op
@@ -110,7 +118,7 @@ async def test_an_op_on_a_lane_runs_however_it_is_waited_for(lane: Lane, use: st
 @pytest.mark.asyncio
 async def test_an_op_that_is_never_awaited_does_not_run_and_says_so(lane: Lane) -> None:
     calls: list[int] = []
-    op = Op(CompletionPort.of_running_loop(), calls.append, (1,), {}, lane)
+    op = Op(CompletionQueue.of_running_loop(), calls.append, (1,), {}, lane)
 
     with pytest.warns(RuntimeWarning, match="never awaited"):
         del op
@@ -122,7 +130,7 @@ async def test_an_op_that_is_never_awaited_does_not_run_and_says_so(lane: Lane) 
 @pytest.mark.asyncio
 async def test_a_task_cancelled_before_its_first_step_leaves_the_op_alone(lane: Lane) -> None:
     calls: list[int] = []
-    task = asyncio.create_task(Op(CompletionPort.of_running_loop(), calls.append, (1,), {}, lane))
+    task = asyncio.create_task(Op(CompletionQueue.of_running_loop(), calls.append, (1,), {}, lane))
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -136,7 +144,7 @@ async def test_a_task_cancelled_before_its_first_step_leaves_the_op_alone(lane: 
 async def test_a_cancelled_user_of_a_started_op_ends_after_it(
     lane: Lane, gated_op: Any, use: str
 ) -> None:
-    op = Op(CompletionPort.of_running_loop(), gated_op, (), {}, lane)
+    op = Op(CompletionQueue.of_running_loop(), gated_op, (), {}, lane)
     if use == "create_task":
         task: asyncio.Future[Any] = asyncio.create_task(op)
     else:
@@ -159,7 +167,7 @@ async def test_resolving_after_the_await_was_cancelled_is_quiet() -> None:
     reports: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, report: reports.append(report))
     op = new_op(divmod, 1, 0)
-    op.perform()
+    perform(op)
     op.cancel()
 
     op.resolve()

@@ -37,9 +37,9 @@ def test_slots_of_two_optimizers_have_different_names(pair: ar.MirroredStrategy)
     with pair.scope():
         w = ar.Variable(0.0, name="w")
 
-    names = [SlotTable(("m",)).make(w, initial)[0].name for _ in range(2)]
+    slots = [SlotTable(("m",)).make(w, initial)[0] for _ in range(2)]
 
-    assert names == ["w/m", "w/m_1"]
+    assert [slot.name for slot in slots] == ["w/m", "w/m_1"]
 
 
 def test_a_new_variable_belongs_to_the_strategy(pair: ar.MirroredStrategy) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
 
-from aioreplica.replica import Collective, Generation, Meeting, Mismatch, Rendezvous, ReplicaState
-from aioreplica.replica._call import Call, new_call
+from aioreplica.replica import Collective, Generation, Mismatch, Rendezvous, ReplicaState, SyncGroup
+from aioreplica.replica._meeting import Call, new_call
 
 Members = tuple[int, ...]
 Key = tuple[Members, int]  # a group and the number of a call in it
@@ -64,7 +64,7 @@ class Kinds(Collective):
     def difference(self, first: Call, call: Call) -> str | None:
         return None if self.agrees(first, call) else f"{first.argument} is not {call.argument}"
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> list[object]:
+    def perform(self, meeting: SyncGroup, calls: Sequence[Call]) -> list[object]:
         raise AssertionError("the rendezvous decides only")
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, MergeMismatchError
-from aioreplica.replica._failure import Outcome, add_note_once, resolve_failures
+from aioreplica.errors import ContextError, MergeMismatchError, ReplicaCancelledError
+from aioreplica.replica._failure import Failures, add_note_once, resolve_failures
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -79,7 +79,7 @@ def test_a_note_is_added_once() -> None:
 def test_unwinding_is_mentioned_in_replica_order() -> None:
     error = ValueError("x")
 
-    outcome = Outcome(DEVICES[:3], 0, "step")
+    outcome = Failures(DEVICES[:3], 0, "step")
     outcome.cause = error
     outcome.unwound(2, KeyError("late"))
     outcome.unwound(1, error)
@@ -265,8 +265,10 @@ async def test_a_replica_that_ends_cancelled_by_itself_has_failed(
             await cancelled
         await me().barrier()
 
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(ReplicaCancelledError, match="not cancelled") as caught:
         await pair.run(step)
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+    assert caught.value.step == 0
     assert asyncio.current_task().cancelling() == 0
 
 

@@ -508,7 +508,7 @@ async def test_a_handle_never_awaited_is_a_warning_at_its_line(
     assert lines[0] in text
     assert "start_all_reduce #1 (SUM)" in text
     assert "never awaited" in text
-    assert "cancel()" in text
+    assert "discard()" in text
 
 
 @pytest.mark.asyncio

@@ -10,13 +10,12 @@ from aioreplica.errors import ReplicaRow
 from aioreplica.replica import (
     Collective,
     Generation,
-    Meeting,
     Mismatch,
     Rendezvous,
     ReplicaState,
     SyncGroup,
 )
-from aioreplica.replica._call import Call, new_call
+from aioreplica.replica._meeting import Call, new_call
 
 SIZES = (2, 3, 4)
 CLASHES = ("collective", "sequence", "argument", "structure")
@@ -46,7 +45,7 @@ class Numbers(Collective):
             return f"{len(first.args)} and {len(call.args)} values"
         return None
 
-    def perform(self, meeting: Meeting, calls: Sequence[Call]) -> list[object]:
+    def perform(self, meeting: SyncGroup, calls: Sequence[Call]) -> list[object]:
         raise AssertionError("the rendezvous decides only")
 
 

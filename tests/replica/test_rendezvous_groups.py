@@ -8,7 +8,7 @@ from itertools import permutations, product
 import pytest
 
 from aioreplica.replica import Generation, Mismatch, Rendezvous, ReplicaState
-from aioreplica.replica._call import Call, new_call
+from aioreplica.replica._meeting import Call, new_call
 from tests.replica.programs import (
     KINDS,
     Await,

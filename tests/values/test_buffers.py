@@ -12,12 +12,10 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import run_on_host
-from aioreplica.values import _buffers
+from aioreplica.values import CAN_COUNT_REFERENCES
 from aioreplica.values._variable import INLINE_WRITE_BYTES
 
-reuses = pytest.mark.skipif(
-    not _buffers.CAN_COUNT_REFERENCES, reason="references cannot be counted"
-)
+reuses = pytest.mark.skipif(not CAN_COUNT_REFERENCES, reason="references cannot be counted")
 
 SIZE = 4
 
@@ -185,7 +183,7 @@ async def test_steady_writes_allocate_nothing(gang: ar.Strategy) -> None:
 async def test_where_references_cannot_be_counted_every_write_allocates(
     pair: ar.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_buffers, "CAN_COUNT_REFERENCES", False)
+    monkeypatch.setattr("aioreplica.values._store.CAN_COUNT_REFERENCES", False)
     variable = new(pair)
     seen = [newest(variable)]
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import aioreplica as ar
 from aioreplica.tree import leaves
-from aioreplica.values._indexed_slices import scatter_add
 
 
 def naive_dense(slices: ar.IndexedSlices) -> np.ndarray:
@@ -163,47 +162,6 @@ def test_minus_zero_and_nan_are_kept() -> None:
 
     assert np.signbit(slices.combined().values[1])
     assert np.isnan(slices.to_dense()[0])
-
-
-# --- scatter_add ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_scatter_add_gives_a_new_array(sign: int, dtype: str) -> None:
-    old = np.arange(10, dtype=dtype).reshape(5, 2)
-    old.flags.writeable = False
-    slices = ar.IndexedSlices(np.ones((3, 2), "f4"), [4, 0, 4], (5, 2))
-
-    new = scatter_add(old, slices, sign)
-
-    np.testing.assert_array_equal(new, old + sign * naive_dense(slices))
-    assert new.dtype == dtype
-    assert not np.shares_memory(new, old)
-    assert old.tolist() == np.arange(10).reshape(5, 2).tolist()
-
-
-def test_scatter_add_of_no_rows_is_a_copy() -> None:
-    old = np.ones(2)
-
-    new = scatter_add(old, ar.IndexedSlices([], [], (2,)), 1)
-
-    assert new.tolist() == [1.0, 1.0]
-    assert new is not old
-
-
-@pytest.mark.parametrize(
-    ("old", "sign", "text"),
-    [
-        (np.ones(3), 1, r"\(2,\) do not fit an array of shape \(3,\)"),
-        (np.ones(2, int), 1, "astype"),
-        (np.ones(2), 2, "sign"),
-        (np.ones(2), 0, "sign"),
-    ],
-)
-def test_what_scatter_add_refuses(old: np.ndarray, sign: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        scatter_add(old, ar.IndexedSlices([1.0], [0], (2,)), sign)
 
 
 # --- as an object -----------------------------------------------------------------------------

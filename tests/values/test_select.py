@@ -1,5 +1,7 @@
-"""split_per_replica: one replica's part of a pytree."""
+"""split_per_replica and read_at: one replica's part of a pytree."""
 
+import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
-from aioreplica.values import regroup_results, split_per_replica
+from aioreplica.context import PLACE, Place
+from aioreplica.values import read_at, regroup_results, split_per_replica
 
 leaves = st.none() | st.integers() | st.text(max_size=2) | st.floats(allow_nan=False)
 distributed = st.builds(
@@ -82,3 +85,93 @@ def test_the_wrong_number_of_components_is_a_value_error() -> None:
 
     with pytest.raises(ValueError, match=r"Mirrored in kwargs has 3 values.*2 replicas"):
         split_per_replica(tree, 2, "kwargs")
+
+
+async def read_in_step(strategy: ar.Strategy, value: Any) -> list[Any]:
+    """Read a value in every replica, as a collective does at the call."""
+
+    async def step() -> Any:
+        return [read_at(value, PLACE.get(), "all_reduce")]
+
+    results = await strategy.run(step)
+    return [strategy.local_results(results)[i][0] for i in range(strategy.num_replicas_in_sync)]
+
+
+@pytest.mark.asyncio
+async def test_every_kind_is_read_in_its_own_replica(gang: ar.MirroredStrategy) -> None:
+    count = gang.num_replicas_in_sync
+    with gang.scope():
+        on_read = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
+        mirrored = ar.Variable([1.0, 2.0])
+    plain = ar.Variable(7.0)
+
+    async def write() -> None:
+        await on_read.assign(float(my_id() + 1))
+
+    await gang.run(write)
+    rows = [ar.IndexedSlices([float(i)], [i], (count,)) for i in range(count)]
+    tree = {
+        "on_read": on_read,
+        "mirrored": (mirrored, [plain]),
+        "per_replica": ar.PerReplica(range(count)),
+        "same": ar.Mirrored(["x"] * count),
+        "rows": ar.PerReplica(rows),
+        "weighted": ar.Weighted(ar.PerReplica(range(count)), 2),
+        "nested": ar.PerReplica([{"v": on_read}] * count),
+        "leaf": 3,
+    }
+
+    for i, read in enumerate(await read_in_step(gang, tree)):
+        assert read["on_read"] == read["nested"]["v"] == i + 1
+        assert read["mirrored"][0] is mirrored.components[i]
+        assert read["mirrored"][1][0] is plain.components[0]
+        assert (read["per_replica"], read["same"], read["leaf"]) == (i, "x", 3)
+        assert read["rows"] is rows[i]
+        assert (read["weighted"].total, read["weighted"].weight) == (i, 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1.5, np.ones(3), [1, 2], (), {"a": np.ones(2)}, [{"a": (1, None)}, object()],
+     ar.IndexedSlices([1.0], [0], (2,))],
+    ids=["number", "array", "list", "empty", "dict", "tree", "slices"],
+)  # fmt: skip
+def test_what_is_not_distributed_is_returned_itself(value: Any) -> None:
+    assert read_at(value, PLACE.get(), "all_reduce") is value
+
+
+@pytest.mark.parametrize("value", [ar.PerReplica([1, 2, 3]), [ar.Mirrored([1, 2, 3])]])
+def test_reading_needs_one_value_per_replica(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"all_gather got a \w+ of 3 values, but there are 2"):
+        read_at(value, Place(ar.MirroredStrategy(["cpu:0", "cpu:1"])), "all_gather")
+
+
+def test_a_place_is_read_from_any_thread() -> None:
+    strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        total = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
+    total.commit((np.array(1.0), np.array(2.0)))
+    places: list[Place] = []
+
+    async def step() -> None:
+        places.append(PLACE.get())
+
+    async def main() -> None:
+        async with strategy:
+            await strategy.run(step)
+
+    asyncio.run(main())
+    read: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: read.extend(read_at(total, place, "all_reduce") for place in places)
+    )
+    thread.start()
+    thread.join()
+
+    assert read == [1.0, 2.0]
+
+
+def my_id() -> int:
+    context = ar.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group

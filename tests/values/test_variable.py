@@ -128,12 +128,12 @@ def test_names_are_unique_within_a_strategy() -> None:
     strategy = ar.MirroredStrategy(["cpu:0"])
 
     with strategy.scope():
-        ar.Variable(0.0, name="w")
+        named = ar.Variable(0.0, name="w")
         with pytest.raises(ValueError, match="named 'w'"):
             ar.Variable(0.0, name="w")
-        unnamed = [ar.Variable(0.0).name for _ in range(3)]
+        unnamed = [ar.Variable(0.0) for _ in range(3)]
 
-    assert unnamed == ["variable", "variable_1", "variable_2"]
+    assert [v.name for v in [named, *unnamed]] == ["w", "variable", "variable_1", "variable_2"]
     assert len(strategy.variable_table) == 4
 
 

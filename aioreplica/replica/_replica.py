@@ -1,4 +1,4 @@
-"""A replica's seat in its run: the mutable state that the group keeps per replica."""
+"""One replica of one run: the mutable state that its group keeps of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import asyncio
 import warnings
 from collections.abc import Coroutine, Sequence
 from inspect import CORO_CLOSED, getcoroutinestate
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-if TYPE_CHECKING:
-    from ..devices import Op
-    from ._call import Call
-    from ._sync_group import Generation, SyncGroup
+from ..devices import Op
+from ._meeting import Call, SyncGroup
 
 
 @final
-class Seat:
+class Replica:
     """State of one replica in one run.
 
     Attributes:
@@ -28,45 +26,34 @@ class Seat:
         sequence: Number of the replica's latest call among all replicas.
         sequences: The same for groups of some replicas.
         unawaited: Calls whose coroutine has not been started.
-        started: Calls made with a handle that has not been awaited, and their generations.
+        started: Calls made with a handle that has not been awaited, as the keys.
         was_cancelled: Whether the group cancelled it; what it raises then is no failure.
         thread_id: The device thread that a plain function runs on; None elsewhere.
         steps_done: In a device loop, how many of its steps are complete.
         activity: What the replica waits for outside every collective, for tables; else None.
+        is_over: Whether the run has ended, and with it everything that belongs to it.
     """
 
     __slots__ = (
-        "_is_over",
-        "activity",
-        "cancels_before",
-        "op",
-        "replica_id",
-        "sequence",
-        "sequences",
-        "started",
-        "steps_done",
-        "thread_id",
-        "unawaited",
-        "waiting",
-        "was_cancelled",
-        "work",
-    )
+        "activity", "cancels_before", "is_over", "op", "replica_id", "sequence", "sequences",
+        "started", "steps_done", "thread_id", "unawaited", "waiting", "was_cancelled", "work",
+    )  # fmt: skip
 
     def __init__(self, replica_id: int) -> None:
         self.replica_id = replica_id
-        self.work: asyncio.Future[Any] | None = None
+        self.work: asyncio.Future[Any] | None = None  # Any: step functions return everything
         self.op: Op[Any] | None = None
         self.waiting: asyncio.Task[Any] | None = None
         self.cancels_before = 0
         self.sequence = 0
         self.sequences: dict[SyncGroup, int] = {}
         self.unawaited: dict[Call, Coroutine[Any, Any, Any]] = {}
-        self.started: dict[Call, Generation] = {}
+        self.started: dict[Call, None] = {}
         self.was_cancelled = False
         self.thread_id: int | None = None
         self.steps_done = 0
         self.activity: str | None = None
-        self._is_over = False
+        self.is_over = False
 
     def cancel(self) -> None:
         """Cancel the replica where it waits; an op that has started runs to its end."""
@@ -78,11 +65,6 @@ class Seat:
                 self.op.cancel()
             return
         self.work.cancel()
-
-    @property
-    def work_is_over(self) -> bool:
-        """Whether the run has ended, and with it everything that belongs to it."""
-        return self._is_over
 
     def next_in(self, group: SyncGroup) -> int:
         """Number the next call in a group."""
@@ -116,24 +98,37 @@ class Seat:
         """Let go of the ended task and of what was started."""
         self.work = self.op = None
         self.started.clear()
-        self._is_over = True
+        self.is_over = True
 
 
-def warn_never_awaited(seats: Sequence[Seat]) -> None:
-    """Warn of every handle whose result nobody asked for, once per call site.
+def who_withdrew(replicas: Sequence[Replica], woken: Replica) -> Replica:
+    """Return whose cancellation cancelled the future that all waiting tasks share.
+
+    Each of them wakes with a CancelledError. The one whose own count of cancellations has grown is
+    the cause; else one that had been cancelled just before it arrived.
+    """
+    waiting = [(each, each.waiting.cancelling()) for each in replicas if each.waiting is not None]
+    grown = [replica for replica, cancels in waiting if cancels > replica.cancels_before]
+    earlier = [replica for replica, cancels in waiting if cancels]
+    return (grown or earlier or [woken])[0]
+
+
+def warn_never_awaited(replicas: Sequence[Replica]) -> None:
+    """Warn of every handle whose result was not asked for, once per call site.
 
     Warns:
         RuntimeWarning: At the line of the call.
     """
     found: dict[tuple[str, int, str], list[int]] = {}
-    for seat in seats:
-        for call in seat.started:
-            found.setdefault((call.file, call.line, call.describe()), []).append(seat.replica_id)
+    for replica in replicas:
+        for call in replica.started:
+            where = (call.file, call.line, call.describe())
+            found.setdefault(where, []).append(replica.replica_id)
     for (file, line, text), ids in found.items():
         who = f"replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
         warnings.warn_explicit(
             f"The handle of {text}, called at {file}:{line} in {who}, was never awaited, so its "
-            "result is lost. Await it, or call handle.cancel() if it is not wanted.",
+            "result is lost. Await it, or call handle.discard() if it is not wanted.",
             RuntimeWarning,
             file,
             line,

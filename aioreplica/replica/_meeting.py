@@ -1,0 +1,428 @@
+"""What a meeting is made of: who meets, in which collective, and what each replica brought.
+
+A `SyncGroup` is some replicas of a run, or all. A `Call` is what one of them brought to a
+`Collective`. The calls with one number of a group are a `Generation`; when it is complete the
+collective merges them, at once or, if there is something to await, as a `Pending`.
+
+One call is made per collective and replica, one generation per merge, so both are built by plain
+functions, without the frame of an `__init__`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, TypeAlias, final
+
+from ..collectives import CommunicationOptions, Reducer
+from ..context import DEFAULT_PLACE, Place
+from ..telemetry import MergeEntry, source_line
+
+Parts: TypeAlias = Sequence[Any]
+"""One result per replica, in replica order. Any: results of collectives have every type."""
+
+_new = object.__new__
+
+
+@final
+class CallSite(NamedTuple):
+    """Where a call was made; can stand in for the frame, which would keep its variables alive."""
+
+    f_code: CodeType
+    f_lasti: int
+
+    @staticmethod
+    def of(frame: FrameType) -> CallSite:
+        """Remember where a frame is now."""
+        return CallSite(frame.f_code, frame.f_lasti)
+
+
+@final
+@dataclass(slots=True)
+class Pending:
+    """A merge that takes longer: what to await, and how its result becomes parts."""
+
+    awaitable: Awaitable[Any]
+    to_parts: Callable[[Any], Parts]
+
+    def discard(self) -> None:
+        """Close what will never be awaited."""
+        if inspect.iscoroutine(self.awaitable):
+            self.awaitable.close()
+        elif isinstance(self.awaitable, asyncio.Future):
+            self.awaitable.cancel()
+
+
+@final
+class SyncGroup:
+    """Replicas that meet in collectives, in ascending order: all of a run, or some of them.
+
+    Args:
+        members: Their replica ids.
+        device_names: One per member.
+        strategy: Passed to merge functions.
+        merge_place: Where merge functions run.
+        reducer: Does the work on arrays; None where decisions alone are made.
+        step: Number of the run in its strategy.
+        has_plain_values: Whether merge functions get plain values (the default strategy).
+        is_blocking: Whether they meet on their device threads, where all work is done at once.
+        whole: The group of all replicas of the run, of which this is a part; None if it is that.
+
+    Attributes:
+        open: The generations that are not complete, by sequence number.
+        run: The group of all replicas of the run.
+        is_partial: Whether it is a part of the run's replicas, which tables then name.
+        timeout_s: How long members wait for each other unless a call says otherwise, in seconds.
+    """
+
+    __slots__ = (
+        "device_names", "has_plain_values", "is_blocking", "is_partial", "members", "merge_place",
+        "open", "reducer", "run", "step", "strategy", "timeout_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        device_names: Sequence[str] = (),
+        strategy: Any = None,  # Any: the strategies layer lies above this one
+        merge_place: Place = DEFAULT_PLACE,
+        reducer: Reducer | None = None,
+        step: int = 0,
+        *,
+        has_plain_values: bool = False,
+        is_blocking: bool = False,
+        whole: SyncGroup | None = None,
+    ) -> None:
+        self.members = tuple(members)
+        self.device_names = device_names
+        self.strategy = strategy
+        self.merge_place = merge_place
+        self.reducer: Reducer = reducer  # type: ignore[assignment]  # see above
+        self.step = step
+        self.has_plain_values = has_plain_values
+        self.is_blocking = is_blocking
+        self.is_partial = whole is not None
+        self.run = self if whole is None else whole
+        self.open: dict[int, Generation] = {}
+        self.timeout_s = None if reducer is None else reducer.options.timeout_seconds
+
+    def part(self, members: tuple[int, ...]) -> SyncGroup:
+        """Return the group of some of the members."""
+        return SyncGroup(
+            members,
+            [self.device_names[i] for i in members],
+            None if self.strategy is None else self.strategy.view_of(members),
+            self.merge_place,
+            self.reducer,
+            self.step,
+            has_plain_values=self.has_plain_values,
+            is_blocking=self.is_blocking,
+            whole=self.run,
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas meet."""
+        return len(self.members)
+
+    def __repr__(self) -> str:
+        return f"<SyncGroup {self.members} | {len(self.open)} open>"
+
+
+class Collective(ABC):
+    """One kind of collective; stateless, one instance per process.
+
+    Attributes:
+        is_uneven: Whether replicas may bring values of different sizes.
+    """
+
+    __slots__ = ()
+    is_uneven = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name as users call it, such as "all_reduce"."""
+
+    @abstractmethod
+    def detail(self, argument: Any) -> str:
+        """Describe the decisive argument for tables; may be empty."""
+
+    def options(self, argument: Any) -> CommunicationOptions | None:
+        """Return the options of a call, None if it has none of its own."""
+        return None
+
+    def op_name(self, argument: Any) -> str:
+        """Name the operator of a reduction for records; empty for the rest."""
+        return ""
+
+    def num_bytes(self, call: Call) -> int:
+        """Return the size of what one replica brought."""
+        return 0
+
+    @abstractmethod
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell quickly whether two calls of this collective can merge."""
+
+    @abstractmethod
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Say in words why two calls cannot merge; None exactly if they agree."""
+
+    @abstractmethod
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
+        """Merge the calls of all members, at once or, if that takes long, in a task."""
+
+
+@final
+class Call:
+    """What a replica brought to a collective, and from where.
+
+    Its line is looked up when it is wanted: only errors and readers of the record do.
+
+    Attributes:
+        collective: Which collective was called.
+        argument: Its decisive argument: the merge function, or the reduce op.
+        args: Positional arguments of the merge function, or what a collective works on.
+        kwargs: Keyword arguments of the merge function.
+        group: Whom it wants to meet.
+        position: Index of the caller in that group.
+        sequence: Number of the call among those of its replica in that group, from 1.
+        context: Context variables at the await, for the group's first member only.
+        code: The code object that made the call.
+        instruction: Where in it, as a byte offset.
+    """
+
+    __slots__ = (
+        "args", "argument", "code", "collective", "context", "group", "instruction", "kwargs",
+        "position", "sequence",
+    )  # fmt: skip
+
+    collective: Collective
+    argument: Any  # Any: each collective has its own kind of argument
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None
+    group: SyncGroup
+    position: int
+    sequence: int
+    context: Context
+    code: CodeType
+    instruction: int
+
+    @property
+    def replica_id(self) -> int:
+        """Index of the caller among the replicas of the run."""
+        return self.group.members[self.position]
+
+    @property
+    def run(self) -> object:
+        """Identifies the run."""
+        return self.group.run
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that it is to meet."""
+        return self.group.members
+
+    @property
+    def file(self) -> str:
+        """Source file of the call."""
+        return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        """Source line of the call."""
+        return source_line(self.code, self.instruction)
+
+    @property
+    def site(self) -> str:
+        """File and line of the call, with a colon between them."""
+        return f"{self.file}:{self.line}"
+
+    def describe(self) -> str:
+        """Name the collective with its argument and number, such as "all_reduce #3 (SUM)"."""
+        detail = self.collective.detail(self.argument)
+        text = f"{self.collective.name} #{self.sequence}" + (f" ({detail})" if detail else "")
+        return f"{text} in group {self.group.members}" if self.group.is_partial else text
+
+
+def new_call(
+    collective: Collective,
+    argument: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    group: SyncGroup,
+    position: int,
+    sequence: int,
+    frame: FrameType | CallSite,
+) -> Call:
+    """Make the call that a replica made at `frame`."""
+    call = _new(Call)
+    call.collective = collective
+    call.argument = argument
+    call.args = args
+    call.kwargs = kwargs
+    call.group = group
+    call.position = position
+    call.sequence = sequence
+    call.code = frame.f_code
+    call.instruction = frame.f_lasti
+    return call
+
+
+@final
+class Generation:
+    """The calls with one sequence number of a group: one per member, as they arrive.
+
+    Attributes:
+        group: Whose calls.
+        first: The call that arrived first; the others are compared with it.
+        calls: One per member, None for those who are missing.
+        visits: Where each call was made and when it arrived, for the recorder.
+        missing: How many are.
+        is_merged: Whether the members have been released.
+        waiter: The future that all waiting tasks share; it carries no result, only the wake-up.
+        timer: What ends the run if the members do not meet in time, or None.
+        task: Awaits the rest of a pending merge, or None.
+        parts: One result per member, once it is merged.
+        error: What the merge raised, or None.
+        traceback: Where it was raised: each member that raises it again adds its own frames.
+
+    Invariants:
+        * `is_merged` is set after `parts` and `error`.
+    """
+
+    __slots__ = (
+        "calls", "error", "first", "group", "is_merged", "missing", "parts", "task", "timer",
+        "traceback", "visits", "waiter",
+    )  # fmt: skip
+
+    group: SyncGroup
+    first: Call
+    calls: list[Any]  # of Call | None; of Call alone once nobody is missing
+    visits: list[Any]  # of Visit
+    missing: int
+    is_merged: bool
+    waiter: asyncio.Future[None] | None
+    timer: asyncio.TimerHandle | None
+    task: asyncio.Task[Parts] | None
+    parts: Parts
+    error: BaseException | None
+    traceback: TracebackType | None
+
+    @property
+    def step(self) -> int:
+        """Number of the run in its strategy."""
+        return self.group.step
+
+    @property
+    def sequence(self) -> int:
+        """Number of the collective in its group."""
+        return self.first.sequence
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that meet."""
+        return self.group.members
+
+    def describe(self) -> str:
+        """Name the collective with its number and argument."""
+        return self.first.describe()
+
+    def call_of(self, replica_id: int) -> Call:
+        """Return what a member brought, who has arrived."""
+        call: Call = self.calls[self.group.members.index(replica_id)]
+        return call
+
+    def lacks(self, replica_id: int) -> bool:
+        """Tell whether a replica is a member who has not arrived."""
+        members = self.group.members
+        return replica_id in members and self.calls[members.index(replica_id)] is None
+
+    def present_members(self) -> tuple[int, ...]:
+        """Return the members who have arrived."""
+        pairs = zip(self.group.members, self.calls, strict=True)
+        return tuple(member for member, call in pairs if call is not None)
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return the members who have not."""
+        pairs = zip(self.group.members, self.calls, strict=True)
+        return tuple(member for member, call in pairs if call is None)
+
+    def awaited(self) -> None:
+        """Nothing on the event loop is waited for but replicas."""
+
+    def is_given_up(self) -> bool:
+        """Tell whether a task that waited was cancelled, and with it the future that all share."""
+        waiter = self.waiter
+        return waiter is not None and waiter.cancelled()
+
+    def take(self, position: int) -> Any:
+        """Take a member's part out, so that its memory is free as soon as the replica lets go.
+
+        Raises:
+            BaseException: What the merge raised.
+        """
+        if self.error is not None:
+            self.raise_error()
+        parts = self.parts
+        part = parts[position]
+        if type(parts) is list:
+            parts[position] = None
+        return part
+
+    def look(self, position: int) -> Any:
+        """Return a member's part, or raise what the merge raised; as often as wanted."""
+        if self.error is not None:
+            self.raise_error()
+        return self.parts[position]
+
+    def raise_error(self) -> None:
+        """Raise what the merge raised, with the frames of the merge itself."""
+        error = self.error
+        if isinstance(error, StopIteration):  # would look like the end of a coroutine
+            raise RuntimeError(f"A merge raised {error!r}.") from error
+        if error is not None:
+            raise error.with_traceback(self.traceback)
+
+    def entry(self) -> MergeEntry:
+        """Return the record of the merge: numbers and strings only."""
+        calls = self.calls
+        first: Call = calls[0]
+        collective = first.collective
+        if collective.is_uneven:
+            sizes = tuple(map(collective.num_bytes, calls))
+        else:
+            sizes = (collective.num_bytes(first),)
+        group = self.group
+        return (group.step, first.sequence, collective.name, collective.op_name(first.argument),
+                sizes, group.members, self.visits)  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"<Generation {self.first.describe()} | {self.missing} missing>"
+
+
+def new_generation(group: SyncGroup, first: Call) -> Generation:
+    """Open the generation of a call that is the first of its number to arrive."""
+    generation = _new(Generation)
+    generation.group = group
+    generation.first = first
+    size = len(group.members)
+    generation.calls = [None] * size
+    generation.visits = [None] * size
+    generation.missing = size
+    generation.is_merged = False
+    generation.waiter = generation.timer = generation.task = generation.error = None
+    group.open[first.sequence] = generation
+    return generation
+
+
+@lru_cache(maxsize=256)
+def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
+    """Return the one collective of a kind that tables show as `name`."""
+    return kind(name)

@@ -1,0 +1,60 @@
+"""What the parts of this package know of a strategy, or of the group of its replicas they serve."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..collectives import Reducer
+from ..context import CurrentStrategy, Place
+from ..devices import Device
+from ..telemetry import EventLog, Recorder
+
+
+class ReplicaSet(CurrentStrategy, Protocol):
+    """Replicas whose values are combined outside them: all of a strategy, or a group."""
+
+    @property
+    def reducer(self) -> Reducer:
+        """What does the work of collectives on arrays."""
+
+    @property
+    def members(self) -> tuple[int, ...] | None:
+        """Their ids in the strategy, ascending; None for all."""
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """One device name per replica; "-" under the default strategy."""
+
+    def require_cross_replica(self, what: str, twin: str | None) -> None:
+        """Check that a cross-replica method is called where the strategy may be in charge."""
+
+    def open(self) -> None:
+        """Bind the strategy to the running loop, at the first use."""
+
+
+class Runner(ReplicaSet, Protocol):
+    """A strategy as those see it who start its replicas."""
+
+    @property
+    def recorder(self) -> Recorder:
+        """The newest merges of all runs."""
+
+    @property
+    def events(self) -> EventLog:
+        """What device loops reported."""
+
+    @property
+    def replica_devices(self) -> tuple[Device | None, ...]:
+        """One device per replica; None under the default strategy."""
+
+    @property
+    def merge_place(self) -> Place:
+        """Where merge functions of this strategy run."""
+
+    @property
+    def blocking_merge_place(self) -> Place:
+        """The same for merge functions that device threads wait for."""
+
+    @property
+    def host_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The replica ids of each host."""

@@ -1,0 +1,283 @@
+"""The observer protocol: the one way to be told what happens in runs.
+
+An `Observer` names the kinds of events it wants by giving a function for each; `Observers` holds
+those of one strategy, one slot per kind. Where nobody wants a kind its slot is None, so telling
+costs one test:
+
+    if (tell := observers.call_made) is not None:
+        tell(call)
+
+Events are live objects, described by the protocols below. They are read at once or let go: an
+observer that keeps one keeps the arrays of a step alive.
+"""
+
+from __future__ import annotations
+
+import logging
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from types import CodeType
+from typing import Protocol, TypeAlias, final
+from weakref import WeakSet
+
+from ..context import REGISTRY
+
+Visit: TypeAlias = tuple[CodeType, int, float]
+"""One replica's call: the code object and byte offset it was made at, and when it arrived."""
+
+MergeEntry: TypeAlias = tuple[int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
+"""A merge as it is recorded: step, sequence, collective, operator, sizes, members and visits."""
+
+
+class ObservedCall(Protocol):
+    """One replica's call of a collective."""
+
+    @property
+    def replica_id(self) -> int:
+        """Index of the caller among the replicas of the run."""
+
+    @property
+    def sequence(self) -> int:
+        """Number of the call among those of its replica in its group, from 1."""
+
+    @property
+    def run(self) -> object:
+        """Identifies the run, together with `members` the group that the call is numbered in."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that it is to meet, ascending."""
+
+    @property
+    def file(self) -> str:
+        """Source file of the call."""
+
+    @property
+    def line(self) -> int:
+        """Source line of the call."""
+
+    @property
+    def site(self) -> str:
+        """File and line of the call, with a colon between them."""
+
+    def describe(self) -> str:
+        """Name the collective with its number and argument, such as "all_reduce #3 (SUM)"."""
+
+
+class ObservedMerge(Protocol):
+    """One generation of calls that meet."""
+
+    @property
+    def step(self) -> int:
+        """Number of the run in its strategy."""
+
+    @property
+    def sequence(self) -> int:
+        """Number of the collective in its group, from 1."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that meet, ascending."""
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return the replicas that have not arrived."""
+
+    def describe(self) -> str:
+        """Name the collective with its number and argument."""
+
+    def entry(self) -> MergeEntry:
+        """Return what is recorded of it, once it has ended."""
+
+
+class ObservedWait(Protocol):
+    """What a task or a device thread of a replica waits for, inside the library."""
+
+    def describe(self) -> str:
+        """Say what is waited for, such as "all_reduce #3 (SUM)" or "the infeed"."""
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return the replicas whose arrival is waited for; empty for other waits."""
+
+    def awaited(self) -> Future[object] | None:
+        """Return the task on the event loop that is waited for; None for other waits."""
+
+
+class ObservedRun(Protocol):
+    """One run of a step function."""
+
+    @property
+    def step(self) -> int:
+        """Number of the run in its strategy."""
+
+    @property
+    def works(self) -> Sequence[Future[object] | None]:
+        """One task (or op of a plain function) per replica; None before it starts."""
+
+
+class ObservedOp(Protocol):
+    """A call on its way through a device's lane."""
+
+    @property
+    def fn_name(self) -> str:
+        """Name of the function that the op runs."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it ran; 0 before its end."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """What an observer wants to be told: a function for each kind, None for the others.
+
+    Functions are called where the event happens, on the event loop or on a device thread, and must
+    return quickly. What they raise is logged and does not reach the run.
+
+    Attributes:
+        run_began: A run has started its replicas.
+        run_ended: A run is over.
+        call_made: A replica has called a collective.
+        wait_began: The current task, or the current device thread, begins to wait.
+        wait_ended: It waits no longer, for whatever reason.
+        merge_began: All members have arrived.
+        merge_ended: The result is handed out; with the error if the merge failed, else None.
+        op_queued: An op was put on a lane, together with the lane's name.
+        op_started: A lane's thread begins an op.
+        op_ended: It has ended the op.
+        write_published: Variables have new values: the number of the write.
+        fault: A run ends early: its step, and why.
+    """
+
+    run_began: Callable[[ObservedRun], None] | None = None
+    run_ended: Callable[[ObservedRun], None] | None = None
+    call_made: Callable[[ObservedCall], None] | None = None
+    wait_began: Callable[[ObservedWait], None] | None = None
+    wait_ended: Callable[[ObservedWait], None] | None = None
+    merge_began: Callable[[ObservedMerge], None] | None = None
+    merge_ended: Callable[[ObservedMerge, BaseException | None], None] | None = None
+    op_queued: Callable[[ObservedOp, str], None] | None = None
+    op_started: Callable[[ObservedOp, str], None] | None = None
+    op_ended: Callable[[ObservedOp, str], None] | None = None
+    write_published: Callable[[int], None] | None = None
+    fault: Callable[[int, BaseException], None] | None = None
+
+
+KINDS = tuple(field.name for field in fields(Observer))
+
+
+@final
+class Observers:
+    """Those who are told what happens in the runs of one strategy.
+
+    Args:
+        own: The strategy's own observer, which is told first.
+
+    Every kind is an attribute: None where nobody wants it, else a function that tells all who do,
+    in the order in which they were added.
+
+    Example:
+        >>> observers, seen = Observers(), []
+        >>> remove = observers.add(Observer(write_published=seen.append))
+        >>> observers.call_made is None
+        True
+        >>> observers.write_published(3)
+        >>> remove()
+        >>> observers.write_published is None, seen
+        (True, [3])
+    """
+
+    __slots__ = (*KINDS, "__weakref__", "_added", "_own")
+
+    run_began: Callable[[ObservedRun], None] | None
+    run_ended: Callable[[ObservedRun], None] | None
+    call_made: Callable[[ObservedCall], None] | None
+    wait_began: Callable[[ObservedWait], None] | None
+    wait_ended: Callable[[ObservedWait], None] | None
+    merge_began: Callable[[ObservedMerge], None] | None
+    merge_ended: Callable[[ObservedMerge, BaseException | None], None] | None
+    op_queued: Callable[[ObservedOp, str], None] | None
+    op_started: Callable[[ObservedOp, str], None] | None
+    op_ended: Callable[[ObservedOp, str], None] | None
+    write_published: Callable[[int], None] | None
+    fault: Callable[[int, BaseException], None] | None
+
+    def __init__(self, own: Observer | None = None) -> None:
+        self._own = own
+        self._added = list(_everywhere().observers)
+        _everywhere().strategies.add(self)
+        self._tell()
+
+    def add(self, observer: Observer) -> Callable[[], None]:
+        """Tell an observer from now on; call what is returned to stop that."""
+        self._added.append(observer)
+        self._tell()
+
+        return partial(self.remove, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Stop telling an observer; idempotent."""
+        self._added = [each for each in self._added if each is not observer]
+        self._tell()
+
+    def _tell(self) -> None:
+        for kind in KINDS:
+            own = getattr(self._own, kind, None)
+            told = [tell for each in self._added if (tell := getattr(each, kind)) is not None]
+            setattr(self, kind, _all_of(kind, own, told) if told else own)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(kind for kind in KINDS if getattr(self, kind) is not None)
+        return f"<Observers | {len(self._added)} want {kinds or 'nothing'}>"
+
+
+def observe_everywhere(observer: Observer) -> Callable[[], None]:
+    """Add an observer to every strategy of the process, those to come included.
+
+    Call what is returned to stop that. Events of all event loops and threads are told.
+    """
+    everywhere = _everywhere()
+    everywhere.observers.append(observer)
+    for each in tuple(everywhere.strategies):
+        each.add(observer)
+
+    def remove() -> None:
+        everywhere.observers[:] = [each for each in everywhere.observers if each is not observer]
+        for each in tuple(everywhere.strategies):
+            each.remove(observer)
+
+    return remove
+
+
+@final
+class _Everywhere:
+    """What is told to the observers of all strategies of the process."""
+
+    def __init__(self) -> None:
+        self.observers: list[Observer] = []
+        self.strategies: WeakSet[Observers] = WeakSet()
+
+
+def _everywhere() -> _Everywhere:
+    return REGISTRY.once("observers", _Everywhere)
+
+
+def _all_of(
+    kind: str, own: Callable[..., None] | None, told: Sequence[Callable[..., None]]
+) -> Callable[..., None]:
+    """Return one function that tells all; what others than the strategy's own raise is logged."""
+
+    def tell_all(*event: object) -> None:
+        if own is not None:
+            own(*event)
+        for tell in told:
+            try:
+                tell(*event)
+            except Exception:
+                logging.getLogger("aioreplica.telemetry").exception(
+                    "An observer of %s failed.", kind
+                )
+
+    return tell_all

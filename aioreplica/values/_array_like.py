@@ -1,0 +1,82 @@
+"""What makes a variable behave like its value in expressions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+
+class ArrayLike(NDArrayOperatorsMixin, ABC):
+    """Something with a `value` that takes part in NumPy expressions with it.
+
+    Comparisons are elementwise, as of arrays: `v == w` is an array of booleans; only `v == None`
+    is False. The hash is that of the object, so that sets and dicts tell such objects apart by
+    identity. `v in a_list` is of little use: Python compares with `==` and asks the result for its
+    truth value, which an array of several elements does not have. Use
+    `any(v is w for w in a_list)`, or a set.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def value(self) -> Any:
+        """The array."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name for errors."""
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        for part in kwargs.get("out", ()):
+            if isinstance(part, ArrayLike):
+                raise TypeError(
+                    f"Variable {part.name!r} cannot be changed in place. Write it with "
+                    "`await variable.assign_add(x)`, `assign_sub` or `assign`."
+                )
+        return getattr(ufunc, method)(*map(_value_of, inputs), **kwargs)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> Any:
+        return NotImplemented if other is None else self.value == _value_of(other)
+
+    def __ne__(self, other: object) -> Any:
+        return NotImplemented if other is None else self.value != _value_of(other)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __complex__(self) -> complex:
+        return complex(self.value)
+
+    def __format__(self, spec: str) -> str:
+        if not spec and np.ndim(self.value):
+            return str(self)
+        return format(self.value, spec)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value[index]
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        return np.array(self.value, dtype=dtype, copy=copy)
+
+
+def _value_of(part: Any) -> Any:
+    return part.value if isinstance(part, ArrayLike) else part
