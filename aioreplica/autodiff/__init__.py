@@ -1,4 +1,4 @@
-"""Gradients: one adapter for each library that differentiates, and losses that read variables."""
+"""Gradients: adapters of libraries that differentiate, losses that read variables, models."""
 
 from .._export import export_public
 from ._adapter import Adapter as Adapter
@@ -9,11 +9,16 @@ from ._collectives import broadcast as broadcast
 from ._collectives import reduce_scatter as reduce_scatter
 from ._find import find_adapter as find_adapter
 from ._linear import LinearCollective as LinearCollective
+from ._models import jax_key as jax_key
+from ._models import jax_variables as jax_variables
+from ._models import torch_generator as torch_generator
+from ._models import torch_module as torch_module
 from ._outside import OutsideAdapter as OutsideAdapter
 from ._outside import find_outside_adapter as find_outside_adapter
 from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables
+from ._variables import embedding_lookup as embedding_lookup
 
 __all__ = [
     "Adapter",
@@ -25,9 +30,14 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "differentiate_variables",
+    "embedding_lookup",
     "find_adapter",
-    "reduce_scatter",
     "find_outside_adapter",
+    "jax_key",
+    "jax_variables",
+    "reduce_scatter",
+    "torch_generator",
+    "torch_module",
     "value_and_grad",
 ]
 

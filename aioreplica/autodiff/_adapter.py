@@ -1,7 +1,7 @@
 """The contract of a differentiation adapter, and what a loss may return.
 
-Inputs are named while the function runs, not before: a loss that reads variables finds out only
-then which ones it needs, and one pass is enough.
+Inputs are named while the function runs, not before: which variables a loss reads is known only
+then, and one pass is enough.
 """
 
 from __future__ import annotations
@@ -28,21 +28,27 @@ class Adapter(ABC):
         """Name of the backend, such as "autograd"."""
 
     @abstractmethod
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Run `fn` once, then go back through it.
 
         Args:
             fn: Called as `fn(watch)`; `watch(array)` gives the stand-in that the gradient is taken
                 with respect to. Returns a scalar or a `Weighted` with a scalar total.
+            has_aux: Whether `fn` returns a pair of that and of any pytree, which is not
+                differentiated.
 
         Returns:
             What `fn` returned, without a trace; and one gradient per watched array, in order of
             watching and of the same library and dtype. An array that the result does not depend on
             has a gradient of zeros. The value is NumPy's unless an array of the library was
-            watched.
+            watched; the auxiliary output has the library's arrays. A sparse gradient of a watched
+            NumPy array is an `IndexedSlices`.
 
         Raises:
-            TypeError: If a watched array is not of floating point, or the result is no number.
+            TypeError: If a watched array is not of floating point, the result is no number, or it
+                is no pair where one is due.
             ValueError: If the result is not a scalar.
 
         Shapes:
@@ -50,8 +56,31 @@ class Adapter(ABC):
         """
 
     @abstractmethod
+    def constant(self, array: Any) -> Any:
+        """Return an array as the library's own, without a gradient.
+
+        Writing into the result does not change `array`.
+        """
+
+    @abstractmethod
     def perform(self, collective: LinearCollective, value: Any) -> Any:
         """Send a traced array through a collective, so that gradients go back through it."""
+
+
+def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """Take what a differentiated function returned apart: the loss, and its auxiliary output.
+
+    Raises:
+        TypeError: If `has_aux` and it is no pair.
+    """
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"With has_aux=True a loss returns (loss, aux), got {result!r} "
+            f"({type(result).__name__})."
+        )
+    return result
 
 
 def require_floating(array: Any) -> None:

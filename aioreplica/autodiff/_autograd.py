@@ -8,6 +8,7 @@ costs anything. Threads do not disturb each other, see `_autograd_traces.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -15,8 +16,9 @@ from autograd import make_vjp
 from autograd.extend import defjvp, defvjp, primitive, vspace
 from autograd.tracer import getval, isbox
 
+from ..tree import map_leaves
 from ..values import Weighted
-from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._autograd_traces import separate_threads
 from ._linear import LinearCollective
 
@@ -36,10 +38,13 @@ class AutogradAdapter(Adapter):
         """The backend's name."""
         return "autograd"
 
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
         weights: list[Any] = []
+        extra: list[Any] = []
 
         def traced(root: Any) -> Any:
             def watch(array: Any) -> Any:
@@ -47,7 +52,8 @@ class AutogradAdapter(Adapter):
                 inputs.append(watched)
                 return _enter(root, watched)
 
-            total = fn(watch)
+            total, aux = split_aux(fn(watch), has_aux)
+            extra.append(map_leaves(partial(_untraced, root), aux))
             if isinstance(total, Weighted):
                 weights.append(getval(total.weight))
                 total = total.total
@@ -57,7 +63,12 @@ class AutogradAdapter(Adapter):
         pullback, total = make_vjp(traced)(0.0)
         pullback(vspace(total).ones())
         value = Weighted(total, weights[0]) if weights else total
-        return value, [watched.gradient() for watched in inputs]
+        gradients = [watched.gradient() for watched in inputs]
+        return (value, extra[0]) if has_aux else value, gradients
+
+    def constant(self, array: Any) -> Any:
+        """Return the array: what autograd does not trace is constant."""
+        return array
 
     def perform(self, collective: LinearCollective, value: Any) -> Any:
         """Send a box through a collective."""
@@ -87,6 +98,11 @@ class _Input:
         if isbox(self._gradient):
             return self._gradient
         return np.asarray(self._gradient, dtype=getval(self.array).dtype)
+
+
+def _untraced(root: Any, leaf: Any) -> Any:
+    """Take a leaf out of the trace that `root` belongs to."""
+    return leaf._value if isbox(leaf) and leaf._trace == root._trace else leaf
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types

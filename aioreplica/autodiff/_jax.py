@@ -7,7 +7,7 @@ not disturb each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..tree import flatten, unflatten
 from ..values import Weighted
-from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._linear import LinearCollective
 
 
@@ -33,13 +34,15 @@ class JaxAdapter(Adapter):
         """The backend's name."""
         return "jax"
 
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
-        weights: list[Any] = []
+        extra: list[_Extra] = []
         was_compiling = _is_compiling()
 
-        def traced(root: Any) -> Any:
+        def traced(root: Any) -> tuple[Any, list[Any]]:
             def watch(array: Any) -> Any:
                 if _is_compiling() and not was_compiling:
                     raise TypeError(_COMPILED)
@@ -47,25 +50,57 @@ class JaxAdapter(Adapter):
                 inputs.append(watched)
                 return _enter(watched, root, watched.start())
 
-            total = fn(watch)
+            total, aux = split_aux(fn(watch), has_aux)
+            weight = None
             if isinstance(total, Weighted):
-                weights.append(total.weight)
-                total = total.total
+                total, weight = total.total, total.weight
             require_scalar_loss(total)
             total = jnp.asarray(total, dtype=None if _is_floating(total) else root.dtype)
-            return total + root.astype(total.dtype)  # traced even if it depends on no input
+            extra.append(_Extra((weight, aux)))
+            # traced even if it depends on no input
+            return total + root.astype(total.dtype), extra[0].arrays
 
-        total, pullback = jax.vjp(traced, jnp.zeros(()))
+        total, pullback, arrays = jax.vjp(traced, jnp.zeros(()), has_aux=True)
         pullback(jnp.ones_like(total))
         is_numpy = not any(isinstance(watched.array, jax.Array) for watched in inputs)
         value = _number(total, is_numpy)
-        if weights:
-            value = Weighted(value, _number(weights[0], is_numpy))
-        return value, [watched.gradient() for watched in inputs]
+        weight, aux = extra[0].of(arrays)
+        if weight is not None:
+            value = Weighted(value, _number(weight, is_numpy))
+        gradients = [watched.gradient() for watched in inputs]
+        return (value, aux) if has_aux else value, gradients
+
+    def constant(self, array: Any) -> Any:
+        """Return an array of jax.
+
+        Raises:
+            TypeError: Inside a function that jax compiles, which would keep it for ever.
+        """
+        require_not_compiling()
+        return as_jax(array)
 
     def perform(self, collective: LinearCollective, value: Any) -> Any:
         """Send an array or a tracer of one through a collective."""
         return _perform(collective, value)
+
+
+@final
+class _Extra:
+    """What a function returned besides its value: jax takes the arrays out of the trace."""
+
+    __slots__ = ("_inner", "_leaves", "_positions", "_spec", "arrays")
+
+    def __init__(self, tree: Any) -> None:
+        ours, self._spec = flatten(tree)  # and in its leaves what only jax can open
+        self._leaves, self._inner = jax.tree_util.tree_flatten(ours)
+        self._positions = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)]
+        self.arrays = [self._leaves[i] for i in self._positions]
+
+    def of(self, arrays: Sequence[Any]) -> Any:
+        """Return the tree with other arrays in their places."""
+        for i, array in zip(self._positions, arrays, strict=True):
+            self._leaves[i] = array
+        return unflatten(self._spec, jax.tree_util.tree_unflatten(self._inner, self._leaves))
 
 
 @final
@@ -81,10 +116,7 @@ class _Input:
 
     def start(self) -> Any:
         """Return the array as jax computes with it: of 32 bits unless it may use 64."""
-        if isinstance(self.array, jax.Array):
-            return self.array
-        array = np.asarray(self.array)
-        return jnp.asarray(array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False))
+        return as_jax(self.array)
 
     def receive(self, gradient: Any) -> None:
         """Add what one part of the backward pass brings."""
@@ -98,6 +130,14 @@ class _Input:
         if isinstance(self.array, jax.Array) or isinstance(self._gradient, jax.core.Tracer):
             return self._gradient
         return np.asarray(self._gradient, dtype=np.asarray(self.array).dtype)
+
+
+def as_jax(array: Any) -> Any:
+    """Return an array of jax, of 32 bits unless jax may use 64."""
+    if isinstance(array, jax.Array):
+        return array
+    found = np.asarray(array)
+    return jnp.asarray(found.astype(jax.dtypes.canonicalize_dtype(found.dtype), copy=False))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,6 +177,16 @@ def _perform_backward(collective: LinearCollective, _residual: None, gradient: A
 
 
 _perform.defvjp(_perform_forward, _perform_backward)
+
+
+def require_not_compiling() -> None:
+    """Check that numbers can be read here.
+
+    Raises:
+        TypeError: Inside a function that jax compiles.
+    """
+    if _is_compiling():
+        raise TypeError(_COMPILED)
 
 
 def _is_compiling() -> bool:

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ..context import DIFFERENTIATING
-from ..values import Weighted
-from ._adapter import Adapter, Watch, require_floating, require_scalar_loss
+from ..tree import map_leaves
+from ..values import IndexedSlices, Weighted
+from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._linear import LinearCollective
 
 
@@ -27,7 +28,9 @@ class TorchAdapter(Adapter):
         """The backend's name."""
         return "torch"
 
-    def differentiate(self, fn: Callable[[Watch], Any]) -> tuple[Any, list[Any]]:
+    def differentiate(
+        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
+    ) -> tuple[Any, list[Any]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_Input] = []
 
@@ -40,7 +43,7 @@ class TorchAdapter(Adapter):
         token = DIFFERENTIATING.set(True)
         try:
             with torch.inference_mode(mode=False), torch.enable_grad():
-                result = fn(watch)
+                result, aux = split_aux(fn(watch), has_aux)
                 total = result.total if isinstance(result, Weighted) else result
                 require_scalar_loss(total)
                 keep = is_inner or any(watched.is_traced for watched in inputs)
@@ -51,8 +54,14 @@ class TorchAdapter(Adapter):
         value = _number(total, keep, is_numpy)
         if isinstance(result, Weighted):
             value = Weighted(value, _number(result.weight, False, is_numpy))
+        if has_aux:
+            value = (value, aux if keep else map_leaves(_untraced, aux))
         pairs = zip(gradients, inputs, strict=True)
         return value, [watched.of_its_kind(gradient, keep) for gradient, watched in pairs]
+
+    def constant(self, array: Any) -> Any:
+        """Return a tensor of its own: torch knows no read-only ones."""
+        return array if isinstance(array, torch.Tensor) else torch.tensor(array)
 
     def perform(self, collective: LinearCollective, value: Any) -> Any:
         """Send a tensor through a collective."""
@@ -87,7 +96,22 @@ class _Input:
             return gradient if keep else gradient.detach()
         if keep and gradient.requires_grad:
             return gradient
-        return gradient.detach().numpy().astype(np.asarray(self.array).dtype, copy=False)
+        dtype = np.asarray(self.array).dtype
+        if gradient.is_sparse:
+            return _slices(gradient.detach(), dtype)
+        return gradient.detach().numpy().astype(dtype, copy=False)
+
+
+def _slices(gradient: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a sparse gradient as rows; as an array if it is sparse along several axes."""
+    if gradient.sparse_dim() != 1:
+        return gradient.to_dense().numpy().astype(dtype, copy=False)
+    rows = gradient._values().numpy().astype(dtype, copy=False)
+    return IndexedSlices(rows, gradient._indices()[0].numpy(), tuple(gradient.shape))
+
+
+def _untraced(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _gradients(total: Any, tensors: list[Any], keep: bool) -> list[Any]:

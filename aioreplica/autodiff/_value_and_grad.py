@@ -9,7 +9,7 @@ from ._find import find_adapter
 
 
 def value_and_grad(
-    fn: Callable[[Any], Any], backend: str = "autograd"
+    fn: Callable[[Any], Any], backend: str = "autograd", *, has_aux: bool = False
 ) -> Callable[[Sequence[Any]], tuple[Any, list[Any]]]:
     """Make a function that returns the value of `fn` and its gradients.
 
@@ -18,17 +18,20 @@ def value_and_grad(
             whose total is differentiated and whose weight is not. Write it with the backend's own
             functions, such as `autograd.numpy`.
         backend: The library that differentiates: "autograd", "torch" or "jax".
+        has_aux: Whether `fn` returns a pair `(value, aux)`: any pytree may go with the value,
+            and is not differentiated.
 
     Returns:
-        A function of the same list that gives `(value, gradients)`. Arrays may be NumPy's or the
-        backend's own, and each gradient is of the kind of its array; so is the value, NumPy's if
-        all arrays are.
+        A function of the same list that gives `(value, gradients)`; with `has_aux` it gives
+        `((value, aux), gradients)`, where `aux` holds the backend's arrays without a trace. Arrays
+        may be NumPy's or the backend's own, and each gradient is of the kind of its array; so is
+        the value, NumPy's if all arrays are.
 
     Raises:
         ValueError: If `backend` is unknown.
         ImportError: If its library is not installed.
         TypeError: From the returned function: if an array is not of floating point, or `fn` does
-            not return a number.
+            not return a number, or with `has_aux` no pair.
         ValueError: From the returned function: if `fn` does not return a scalar.
 
     Shapes:
@@ -45,6 +48,8 @@ def value_and_grad(
 
     def call(arrays: Sequence[Any]) -> tuple[Any, list[Any]]:
         container = tuple if isinstance(arrays, tuple) else list
-        return adapter.differentiate(lambda watch: fn(container(map(watch, arrays))))
+        return adapter.differentiate(
+            lambda watch: fn(container(map(watch, arrays))), has_aux=has_aux
+        )
 
     return call

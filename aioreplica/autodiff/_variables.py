@@ -8,13 +8,54 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, TypeVar, final
+
+import numpy as np
+import numpy.typing as npt
 
 from ..context import OVERRIDES
-from ..values import Variable
+from ..devices.backends import backend_of
+from ..values import IndexedSlices, Variable
 from ._adapter import Watch
 from ._find import find_adapter
+
+Pairs = list[tuple[Any, Variable]]  # Any: None, an array or IndexedSlices
+
+
+class Held(Protocol):
+    """What a model needs until the gradients of a loss are there."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+
+
+@final
+class ModelVariables(tuple[Variable, ...]):
+    """The variables of a model written in one library; a tuple that knows which.
+
+    `minimize(loss, model.variables)` differentiates with that library unless it names another.
+    Sums of two such tuples of one library are such tuples too.
+
+    Attributes:
+        backend: Name of the library's adapter.
+    """
+
+    backend: str
+
+    def __new__(cls, variables: Sequence[Variable], backend: str) -> ModelVariables:
+        """Make a tuple of variables."""
+        made = super().__new__(cls, variables)
+        made.backend = backend
+        return made
+
+    def __add__(self, other: Any) -> Any:
+        joined = tuple(self) + tuple(other)
+        if isinstance(other, ModelVariables) and other.backend == self.backend:
+            return ModelVariables(joined, self.backend)
+        return joined
 
 
 @final
@@ -25,26 +66,37 @@ class VariableReads:
         chosen: The variables to trace; None traces every trainable floating-point one.
 
     Invariants:
-        * A variable is traced once; its position in `variables` is that of its gradient.
-        * Other variables read as they do outside the loss: for the gradient they are constants.
+        * A variable is traced once, and so are the rows of each lookup.
+        * Other variables are constants of the library that differentiates.
     """
 
-    __slots__ = ("_chosen", "_outer", "_traced", "_watch")
+    __slots__ = ("_chosen", "_constant", "_constants", "_held", "_outer", "_traced",
+                 "_watch", "_watched")  # fmt: skip
 
     def __init__(self, chosen: Sequence[Variable] | None = None) -> None:
         self._chosen = None if chosen is None else frozenset(chosen)
         self._traced: dict[Variable, Any] = {}
+        self._constants: dict[Variable, Any] = {}
+        self._watched: list[tuple[Variable, npt.NDArray[np.intp] | None]] = []
+        self._held: dict[object, Held] = {}
         self._watch: Watch | None = None
+        self._constant: Watch | None = None
         self._outer: Any = None  # Any: whatever stood in for variables before
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The traced variables, in order of their first read."""
-        return tuple(self._traced)
+        return tuple(dict.fromkeys(variable for variable, _ in self._watched))
 
-    def trace(self, loss: Callable[[], Any], watch: Watch) -> Any:
-        """Run a loss with this object standing in for its variables; `watch` traces an array."""
-        self._watch, self._outer = watch, OVERRIDES.get()
+    def trace(self, loss: Callable[[], Any], watch: Watch, constant: Watch | None = None) -> Any:
+        """Run a loss with this object standing in for its variables.
+
+        Args:
+            loss: Takes no arguments.
+            watch: Traces an array.
+            constant: Makes an array one of the library, without a gradient; None leaves it.
+        """
+        self._watch, self._constant, self._outer = watch, constant, OVERRIDES.get()
         token = OVERRIDES.set(self)
         try:
             return loss()
@@ -55,11 +107,52 @@ class VariableReads:
         """Return what `variable.value` is inside the loss."""
         if variable in self._traced:
             return self._traced[variable]
+        if variable in self._constants:
+            return self._constants[variable]
         value = variable.local_value() if self._outer is None else self._outer.read(variable)
         if self._watch is None or not self._is_chosen(variable):
+            if self._constant is not None:
+                value = self._constants[variable] = self._constant(value)
             return value
         self._traced[variable] = traced = self._watch(value)
+        self._watched.append((variable, None))
         return traced
+
+    def read_rows(self, variable: Variable, indices: npt.NDArray[np.intp]) -> Any:
+        """Return some rows of a variable; their gradient will be that of these rows only."""
+        if self._outer is None:
+            rows = variable.local_value()[indices]
+        else:
+            rows = self._outer.read_rows(variable, indices)
+        if self._watch is None or not self._is_chosen(variable):
+            return rows if self._constant is None else self._constant(rows)
+        traced = self._watch(rows)
+        self._watched.append((variable, indices))
+        return traced
+
+    def hold(self, owner: object, take: Callable[[], HeldT]) -> HeldT:
+        """Return what `owner` holds for this loss; the first time it takes that."""
+        held = self._held.get(owner)
+        if held is None:
+            held = self._held[owner] = take()
+        return held  # type: ignore[return-value]  # each owner takes one kind
+
+    def release(self) -> None:
+        """Give back what models hold: the gradients are there."""
+        while self._held:
+            self._held.popitem()[1].release()
+
+    def gradients(self, watched: Sequence[Any]) -> dict[Variable, Any]:
+        """Return a gradient per variable, from one for each array in order of watching.
+
+        Raises:
+            TypeError: If rows of a lookup have a gradient that is differentiated again.
+        """
+        found: dict[Variable, list[Any]] = {variable: [] for variable in self.variables}
+        for (variable, indices), gradient in zip(self._watched, watched, strict=True):
+            part = gradient if indices is None else _slices(variable, indices, gradient)
+            found[variable].append(part)
+        return {variable: _joined(parts) for variable, parts in found.items()}
 
     def _is_chosen(self, variable: Variable) -> bool:
         if self._chosen is not None:
@@ -67,29 +160,36 @@ class VariableReads:
         return variable.trainable and variable.dtype.kind == "f"
 
     def __repr__(self) -> str:
-        return f"<VariableReads | {len(self._traced)} traced>"
+        return f"<VariableReads | {len(self.variables)} traced>"
 
 
 def differentiate_variables(
     loss: Callable[[], Any],
     variables: Sequence[Variable] | None = None,
     backend: str = "autograd",
-) -> tuple[Any, list[tuple[Any, Variable]]]:
+    *,
+    has_aux: bool = False,
+) -> tuple[Any, Pairs]:
     """Run a loss once and return its value and its gradients.
 
     Args:
         loss: Takes no arguments and returns a scalar or a `Weighted(total, weight)`; what it reads
             through `variable.value` counts.
         variables: Those to differentiate with respect to; None means the trainable
-            floating-point ones that the loss reads.
-        backend: The library that differentiates: "autograd", "torch" or "jax".
+            floating-point ones that the loss reads. Others are constants of the backend's library.
+        backend: The library that differentiates: "autograd", "torch" or "jax". The variables of a
+            `torch_module` or of `jax_variables` bring theirs, in place of the default.
+        has_aux: Whether the loss returns a pair `(loss, aux)`; `aux` is any pytree, and is not
+            differentiated.
 
     Returns:
-        The value of the loss, and `(gradient, variable)` pairs: in the order of `variables`, with
-        None as the gradient of one that was not read; or in the order of reading.
+        The value of the loss, or `(value, aux)`; and `(gradient, variable)` pairs: in the order of
+        `variables`, with None as the gradient of one that was not read; or in the order of reading.
+        A variable of which only rows were looked up has IndexedSlices.
 
     Raises:
-        TypeError: If a variable is not of floating point, or the loss returns no number.
+        TypeError: If a variable is not of floating point, or the loss returns no number, or no
+            pair with `has_aux`.
         ValueError: If the loss does not return a scalar, or `backend` is unknown.
         ImportError: If the library is not installed.
 
@@ -100,8 +200,93 @@ def differentiate_variables(
         >>> print(value, pairs[0][0], pairs[0][1].name)
         9.0 6.0 w
     """
-    reads = VariableReads(variables)
-    value, gradients = find_adapter(backend).differentiate(partial(reads.trace, loss))
-    found = dict(zip(reads.variables, gradients, strict=True))
+    if backend == "autograd" and isinstance(variables, ModelVariables):
+        backend = variables.backend
+    reads, adapter = VariableReads(variables), find_adapter(backend)
+    try:
+        value, gradients = adapter.differentiate(
+            lambda watch: reads.trace(loss, watch, adapter.constant), has_aux=has_aux
+        )
+    finally:
+        reads.release()
+    found = reads.gradients(gradients)
     chosen = found if variables is None else variables
     return value, [(found.get(variable), variable) for variable in chosen]
+
+
+def embedding_lookup(variable: Variable, indices: Any) -> Any:
+    """Return rows of a variable; in a loss their gradient is an `IndexedSlices`.
+
+    The table itself is neither copied nor traced, so a lookup costs what its rows cost, in each of
+    the libraries. A loss that reads `variable.value` as well has a dense gradient of both.
+
+    Args:
+        variable: The table, such as one embedding per row.
+        indices: Integers, of any shape and any library; one may come more than once.
+
+    Returns:
+        In a loss an array of the library that differentiates, elsewhere a NumPy array.
+
+    Raises:
+        TypeError: If it is no variable, or the indices are no integers.
+        ValueError: If an index is negative or too large.
+
+    Shapes:
+        variable: (num_rows, *row). Result: (*indices.shape, *row).
+
+    Example:
+        >>> import autograd.numpy as np
+        >>> from aioreplica import Variable
+        >>> table = Variable(np.ones((4, 2)), name="table")
+        >>> loss = lambda: np.sum(embedding_lookup(table, [3, 0, 3]))
+        >>> _, [(gradient, _)] = differentiate_variables(loss)
+        >>> gradient.indices
+        array([3, 0, 3])
+
+    Source:
+        tf.nn.embedding_lookup.
+    """
+    if not isinstance(variable, Variable):
+        raise TypeError(
+            f"embedding_lookup takes a variable, got {type(variable).__name__}. Index an array "
+            "directly: table[indices]."
+        )
+    found = np.asarray(backend_of(indices).get(indices))
+    if found.size == 0 and found.dtype.kind == "f" and isinstance(indices, (list, tuple)):
+        found = found.astype(np.intp)  # an empty list has no dtype of its own
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"embedding_lookup takes integer indices, got dtype {found.dtype}.")
+    if variable.shape == ():
+        raise ValueError(f"Variable {variable.name!r} is a scalar and has no rows.")
+    num_rows = variable.shape[0]
+    if found.size and not (int(found.min()) >= 0 and int(found.max()) < num_rows):
+        low, high = int(found.min()), int(found.max())
+        raise ValueError(
+            f"Index {low if low < 0 else high} is out of range: variable {variable.name!r} has "
+            f"rows 0 to {num_rows - 1}."
+        )
+    rows = found.astype(np.intp)  # a copy: the gradient needs it later
+    reads = OVERRIDES.get()
+    return variable.local_value()[rows] if reads is None else reads.read_rows(variable, rows)
+
+
+def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Any) -> IndexedSlices:
+    if not isinstance(gradient, (np.ndarray, np.generic)):
+        raise TypeError(
+            f"The rows of {variable.name!r} that embedding_lookup gave have a gradient that is "
+            "differentiated again, which IndexedSlices cannot carry. Index `variable.value` there."
+        )
+    rows = gradient.reshape(indices.size, *variable.shape[1:])
+    return IndexedSlices(rows, indices.reshape(-1), variable.shape)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Add up the gradients of the reads of one variable."""
+    if len(parts) == 1:
+        return parts[0]
+    slices = [part for part in parts if isinstance(part, IndexedSlices)]
+    dense = [part for part in parts if not isinstance(part, IndexedSlices)]
+    values = np.concatenate([part.values for part in slices])
+    indices = np.concatenate([part.indices for part in slices])
+    joined = IndexedSlices(values, indices, slices[0].dense_shape)
+    return dense[0] + joined.to_dense() if dense else joined

@@ -200,3 +200,190 @@ async def test_the_optimizer_differentiates_with_any_library(
 
     assert losses[0] == 4.0
     assert losses == sorted(losses, reverse=True)
+
+
+def kind_of(lib: Library) -> type:
+    """Return the type of arrays that carry no gradient in a loss."""
+    return np.ndarray if lib.name == "autograd" else type(lib.array([1.0]))
+
+
+def test_variables_that_are_not_differentiated_are_the_librarys_arrays(lib: Library) -> None:
+    w, left_out = ar.Variable([1.0, 2.0]), ar.Variable([3.0, 4.0])
+    fixed, counter = ar.Variable([5.0, 6.0], trainable=False), ar.Variable([1, 2])
+    seen = []
+
+    def loss() -> Any:
+        seen.extend([left_out.value, fixed.value, counter.value, left_out.value])
+        return lib.sum(w.value * left_out.value * fixed.value * counter.value)
+
+    value, pairs = differentiate_variables(loss, [w], lib.name)
+
+    assert float(value) == 15.0 + 96.0
+    assert [type(array) for array in seen] == [kind_of(lib)] * 4
+    assert not any(getattr(array, "requires_grad", False) for array in seen)
+    assert seen[0] is seen[3]
+    assert [gradient.tolist() for gradient, _ in pairs] == [[15.0, 48.0]]
+
+
+def test_constants_of_a_loss_inside_a_loss_keep_the_outer_trace(lib: Library) -> None:
+    w, b = ar.Variable(3.0), ar.Variable(2.0)
+
+    def slope() -> Any:
+        return differentiate_variables(lambda: w.value**2 * b.value**2, [w], lib.name)[1][0][0]
+
+    value, [(gradient, _)] = differentiate_variables(slope, [b], lib.name)
+
+    assert (float(value), float(gradient)) == (24.0, 24.0)
+
+
+def test_aux_goes_with_the_value_and_has_no_trace(lib: Library) -> None:
+    def fn(xs: Any) -> Any:
+        hidden = lib.sin(xs[0])
+        return lib.sum(hidden), {
+            "hidden": hidden,
+            "name": "sine",
+            "parts": [ar.Weighted(hidden, 2)],
+        }
+
+    (value, aux), (gradient,) = value_and_grad(fn, lib.name, has_aux=True)([np.array([0.5])])
+
+    np.testing.assert_allclose(value, np.sin(0.5), rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.cos([0.5]), rtol=1e-6)
+    assert type(aux["hidden"]) is kind_of(lib)
+    assert not getattr(aux["hidden"], "requires_grad", False)
+    np.testing.assert_allclose(aux["hidden"], np.sin([0.5]), rtol=1e-6)
+    np.testing.assert_allclose(aux["parts"][0].total, np.sin([0.5]), rtol=1e-6)
+    assert aux["name"] == "sine"
+
+
+def test_aux_of_an_inner_call_is_part_of_the_outer_one(lib: Library) -> None:
+    def outer(xs: Any) -> Any:
+        inner = value_and_grad(lambda ys: (ys[0] ** 2, ys[0] * xs[0]), lib.name, has_aux=True)
+        (_, aux), _ = inner([np.array(5.0)])
+        return aux
+
+    value, (gradient,) = value_and_grad(outer, lib.name)([np.array(2.0)])
+
+    assert (float(value), float(gradient)) == (10.0, 5.0)
+
+
+def test_aux_needs_a_pair(lib: Library) -> None:
+    with pytest.raises(TypeError, match=r"With has_aux=True a loss returns \(loss, aux\)"):
+        value_and_grad(lambda xs: xs[0], lib.name, has_aux=True)([np.array(1.0)])
+
+
+def test_a_loss_that_reads_variables_may_have_aux(lib: Library) -> None:
+    w = ar.Variable(3.0)
+
+    (value, aux), [(gradient, _)] = differentiate_variables(
+        lambda: (w.value**2, w.value + 1.0), backend=lib.name, has_aux=True
+    )
+
+    assert (float(value), float(aux), float(gradient)) == (9.0, 4.0, 6.0)
+
+
+# ---- lookups -----------------------------------------------------------------------------
+
+
+def test_a_lookup_has_a_sparse_gradient(lib: Library) -> None:
+    table = ar.Variable(np.arange(8.0).reshape(4, 2), name="table")
+    ids = np.array([[3, 0], [3, 1]])
+
+    def loss() -> Any:
+        rows = ar.autodiff.embedding_lookup(table, ids)
+        assert tuple(rows.shape) == (2, 2, 2)
+        return lib.sum(rows**2)
+
+    value, [(gradient, variable)] = differentiate_variables(loss, [table], lib.name)
+
+    assert variable is table
+    assert float(value) == float((table.value[ids] ** 2).sum())
+    assert type(gradient) is ar.IndexedSlices
+    assert gradient.indices.tolist() == [3, 0, 3, 1]
+    np.testing.assert_array_equal(gradient.values, 2 * table.value[[3, 0, 3, 1]])
+
+
+def test_lookups_of_one_variable_are_joined_and_added_to_a_dense_read(lib: Library) -> None:
+    table = ar.Variable(np.ones((3, 1)))
+
+    def sparse() -> Any:
+        found = [ar.autodiff.embedding_lookup(table, ids) for ids in ([0], [2, 2])]
+        return lib.sum(found[0]) + 3.0 * lib.sum(found[1])
+
+    _, [(joined, _)] = differentiate_variables(sparse, backend=lib.name)
+    _, [(both, _)] = differentiate_variables(
+        lambda: sparse() + lib.sum(table.value), backend=lib.name
+    )
+
+    assert (joined.indices.tolist(), joined.values.ravel().tolist()) == ([0, 2, 2], [1.0, 3.0, 3.0])
+    np.testing.assert_array_equal(both, [[2.0], [1.0], [7.0]])
+
+
+def test_a_lookup_of_a_constant_and_of_nothing(lib: Library) -> None:
+    table, w = ar.Variable(np.ones((3, 2))), ar.Variable(2.0)
+
+    def loss() -> Any:
+        rows = ar.autodiff.embedding_lookup(table, [1])
+        assert type(rows) is kind_of(lib)
+        return lib.sum(rows) * w.value
+
+    _, pairs = differentiate_variables(loss, [w], lib.name)
+    _, [(empty, _)] = differentiate_variables(
+        lambda: lib.sum(ar.autodiff.embedding_lookup(table, [])), [table], lib.name
+    )
+
+    assert [float(gradient) for gradient, _ in pairs] == [2.0]
+    assert (len(empty.indices), empty.dense_shape) == (0, (3, 2))
+
+
+def test_indices_of_the_library_will_do(lib: Library) -> None:
+    table = ar.Variable(np.arange(3.0))
+
+    assert ar.autodiff.embedding_lookup(table, lib.array([2, 0])).tolist() == [2.0, 0.0]
+
+
+def test_a_lookup_differentiated_twice_is_refused(lib: Library) -> None:
+    table = ar.Variable(np.ones(3))
+
+    def slope() -> Any:
+        def inner() -> Any:
+            return lib.sum(ar.autodiff.embedding_lookup(table, [0]) ** 3)
+
+        return differentiate_variables(inner, [table], lib.name)[1][0][0].values.sum()
+
+    with pytest.raises(TypeError, match="differentiated again"):
+        differentiate_variables(slope, [table], lib.name)
+
+
+@pytest.mark.parametrize(
+    ("table", "indices", "error", "text"),
+    [
+        (ar.Variable(np.ones(3)), [0, 3], ValueError, "Index 3 is out of range.*rows 0 to 2"),
+        (ar.Variable(np.ones(3)), [-1, 0], ValueError, "Index -1 is out of range"),
+        (ar.Variable(np.ones(3)), [0.0], TypeError, "integer indices, got dtype float64"),
+        (ar.Variable(1.0), [0], ValueError, "is a scalar and has no rows"),
+        (np.ones(3), [0], TypeError, "takes a variable, got ndarray"),
+    ],
+)
+def test_lookups_check_what_they_get(table: Any, indices: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        ar.autodiff.embedding_lookup(table, indices)
+
+
+@pytest.mark.asyncio
+async def test_the_optimizer_updates_the_rows_that_replicas_looked_up(
+    lib: Library, pair: ar.MirroredStrategy
+) -> None:
+    with pair.scope():
+        table, sgd = ar.Variable(np.ones((4, 1)), name="table"), ar.optimizers.SGD(0.5)
+
+    async def step(ids: Any) -> None:
+        def loss() -> Any:
+            rows = ar.autodiff.embedding_lookup(table, ids)
+            return ar.Weighted(lib.sum(rows), len(ids))
+
+        await sgd.minimize(loss, [table], backend=lib.name)
+
+    await pair.run(step, args=(ar.PerReplica([np.array([0, 2, 2]), np.array([2])]),))
+
+    np.testing.assert_allclose(table.value.ravel(), [1 - 0.5 / 4, 1.0, 1 - 1.5 / 4, 1.0])

@@ -1,0 +1,457 @@
+"""torch modules whose parameters and buffers are variables, called by all replicas at once.
+
+A module keeps its tensors in dicts of its own, so two threads cannot call one module with different
+tensors. Each call takes a shell instead: a copy of the module whose tensors are put in before. In
+a loss one shell is kept until the gradients are there, because what torch runs again on the way
+back (`torch.utils.checkpoint`) looks into the module once more.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ..context import OVERRIDES, PLACE
+from ..replica import ReplicaContext
+from ..tree import map_leaves
+from ..values import Variable
+from ._local_state import new_state, require_outside_replicas, write_state
+from ._torch_random import SeededDraws, may_draw
+from ._variables import ModelVariables
+
+Array = npt.NDArray[Any]
+
+MAX_STEPS = 64
+"""Of how many overlapping steps a replica's random streams are kept."""
+
+
+@final
+class TorchModule:
+    """A module whose parameters and buffers are variables; made by `torch_module`.
+
+    Calling it calls the module with the values that its variables have here, and gives what the
+    module gives. NumPy arrays among the arguments become tensors of their own. Buffers that a call
+    changes, such as running statistics, are written to their variables when it returns.
+
+    Args:
+        module: The module.
+        name: First part of the variables' names; None chooses one.
+
+    Attributes:
+        name: First part of the variables' names.
+        variables: One per parameter that requires a gradient, in the module's order; a tied
+            parameter is one.
+        frozen: One per other parameter: not trainable.
+        buffers: One per buffer: not trainable, and every replica writes its own. Elsewhere the
+            mean over the replicas is read, of integers and the like what the first replica has.
+    """
+
+    def __init__(self, module: nn.Module, name: str | None) -> None:
+        _require_module(module)
+        require_outside_replicas("torch_module")
+        parameters = dict(module.named_parameters())
+        buffers = dict(module.named_buffers())
+        arrays = {key: _checked_array(key, t) for key, t in [*parameters.items(), *buffers.items()]}
+        self.name = _free_name(type(module).__name__, arrays) if name is None else name
+        self._parameters: dict[str, Variable] = {}
+        self._buffers: dict[str, Variable] = {}
+        for key, tensor in parameters.items():
+            label, trains = f"{self.name}/{key}", tensor.requires_grad
+            self._parameters[key] = Variable(arrays[key], name=label, trainable=trains)
+        for key in buffers:
+            self._buffers[key] = new_state(arrays[key], f"{self.name}/{key}")
+        members = self._parameters.values()
+        self.variables = ModelVariables([v for v in members if v.trainable], "torch")
+        self.frozen = ModelVariables([v for v in members if not v.trainable], "torch")
+        self.buffers = ModelVariables(list(self._buffers.values()), "torch")
+        self._pristine = _Shell.of(module, {**parameters, **buffers})
+        self._draws = _Draws(f"{self.name}/random") if may_draw(module) else None
+        self._idle: dict[int | None, list[_Shell]] = {}
+        self._modes: tuple[bool, ...] = tuple(part.training for part in module.modules())
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module.
+
+        Raises:
+            TypeError: If it is called in a loss that another library differentiates.
+            RuntimeError: If the module changes a parameter in place.
+            Exception: What the module raises.
+
+        Cancellation:
+            None between its operations: it runs to its end.
+        """
+        return self._call("__call__", args, kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call another method of the module, such as "encode", in the same way."""
+        return self._call(method, args, kwargs)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self._modes[0]
+
+    def train(self, mode: bool = True) -> TorchModule:
+        """Set the training mode of the whole module, for all replicas; return this object.
+
+        Raises:
+            ContextError: Inside a replica: others may be calling it meanwhile.
+        """
+        require_outside_replicas("train() of a torch_module")
+        self._modes = (bool(mode),) * len(self._modes)
+        return self
+
+    def eval(self) -> TorchModule:
+        """Set the evaluation mode, as `train(False)`."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the module's `state_dict` would be, with tensors of their own."""
+        with self._borrowed() as shell:
+            self._bind_values(shell)
+            state: dict[str, Any] = shell.module.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
+        """Set the variables from what `state_dict` of a module returned, as one write.
+
+        Returns:
+            What torch's `load_state_dict` returns: missing and unexpected keys.
+
+        Raises:
+            RuntimeError: From torch: if keys or shapes do not fit; nothing has changed then.
+            ContextError: Inside a replica.
+        """
+        require_outside_replicas("load_state_dict of a torch_module")
+        with self._borrowed() as shell:
+            self._bind_values(shell)
+            result = shell.module.load_state_dict(state, strict=strict)
+            named = {**self._parameters, **self._buffers}
+            write_state({v: shell.tensor(key).numpy(force=True) for key, v in named.items()})
+        return result
+
+    def copy_to(self, module: nn.Module) -> None:
+        """Copy the values of the variables into a module with parameters of the same names.
+
+        Raises:
+            ValueError: If a name is missing there or has another shape; nothing is copied then.
+        """
+        targets = [*module.named_parameters(remove_duplicate=False),
+                   *module.named_buffers(remove_duplicate=False)]  # fmt: skip
+        pairs = []
+        found = dict(targets)
+        for key, variable in self._by_every_name():
+            value = variable.local_value()
+            if key not in found or tuple(found[key].shape) != value.shape:
+                there = f"has shape {tuple(found[key].shape)}" if key in found else "is missing"
+                raise ValueError(
+                    f"{type(module).__name__} does not fit: {key!r} {there}, and the variable has "
+                    f"shape {value.shape}. Pass a module of the same kind as the first."
+                )
+            pairs.append((found[key], value))
+        with torch.no_grad():
+            for target, value in pairs:
+                target.copy_(torch.tensor(value))
+
+    def __repr__(self) -> str:
+        mode = "training" if self.training else "evaluation"
+        counts = f"{len(self._parameters)} parameters, {len(self._buffers)} buffers"
+        return f"<TorchModule {self.name} | {counts}, {mode}>"
+
+    # ---- one call ------------------------------------------------------------------------
+
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reads = OVERRIDES.get()
+        if reads is None:
+            with self._borrowed() as shell:
+                self._bind_parameters(shell)
+                return self._call_shell(shell, method, args, kwargs)
+        lease = reads.hold(self, self._new_lease)
+        return self._call_shell(lease.shell, method, args, kwargs)
+
+    def _new_lease(self) -> _Lease:
+        key, shell = self._take()
+        try:
+            self._bind_parameters(shell)
+        except BaseException:
+            self._give_back(key, shell)
+            raise
+        return _Lease(shell, lambda: self._give_back(key, shell))
+
+    def _call_shell(
+        self, shell: _Shell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        state = {key: variable.local_value() for key, variable in self._buffers.items()}
+        shell.bind({key: _tensor(value) for key, value in state.items()})
+        before = shell.versions()
+        args, kwargs = map_leaves(_as_tensor, (args, kwargs))
+        with self._seeded():
+            result = getattr(shell.module, method)(*args, **kwargs)
+        after = shell.versions()
+        changed = [key for key in after if not after[key].is_same(before[key])]
+        for key in changed:
+            if key in self._parameters:
+                raise RuntimeError(
+                    f"{type(shell.module).__name__} changed its parameter {key!r} in place, which "
+                    "would be lost: parameters change through the optimizer. An embedding does so "
+                    "with max_norm; renormalize with load_state_dict between steps."
+                )
+        if changed or any(self._modes):
+            self._write_buffers(shell, state)
+        return result
+
+    def _write_buffers(self, shell: _Shell, before: Mapping[str, Array]) -> None:
+        """Write the buffers that differ; torch does not count every write into them."""
+        new = {key: shell.tensor(key).numpy(force=True) for key in before}
+        write_state(
+            {
+                self._buffers[key]: array
+                for key, array in new.items()
+                if array.shape != before[key].shape or array.tobytes() != before[key].tobytes()
+            }
+        )
+
+    def _bind_parameters(self, shell: _Shell) -> None:
+        """Put in what the variables are here: traced in a loss."""
+        values = {}
+        for key, variable in self._parameters.items():
+            value = variable.value
+            if not isinstance(value, (np.ndarray, torch.Tensor)):
+                raise TypeError(
+                    f"{self!r} was called in a loss that another library than torch "
+                    "differentiates. Pass model.variables as var_list, or backend='torch'."
+                )
+            values[key] = _tensor(value)
+        shell.bind(values)
+
+    def _bind_values(self, shell: _Shell) -> None:
+        named = {**self._parameters, **self._buffers}
+        shell.bind({key: _tensor(v.local_value()) for key, v in named.items()})
+
+    def _seeded(self) -> AbstractContextManager[object]:
+        replica = PLACE.get().replica
+        if self._draws is None or not isinstance(replica, ReplicaContext):
+            return nullcontext()
+        return SeededDraws(self._draws.seeds_of(replica))
+
+    # ---- shells --------------------------------------------------------------------------
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[_Shell]:
+        key, shell = self._take()
+        try:
+            yield shell
+        finally:
+            self._give_back(key, shell)
+
+    def _take(self) -> tuple[int | None, _Shell]:
+        """Take a shell that is not in use; a replica's plain attributes are its own."""
+        replica = PLACE.get().replica
+        key = None if replica is None else replica.replica_id_in_sync_group
+        with self._lock:
+            idle = self._idle.setdefault(key, [])
+            shell = idle.pop() if idle else None
+        if shell is None:
+            shell = self._pristine.copy()
+        shell.set_modes(self._modes)
+        return key, shell
+
+    def _give_back(self, key: int | None, shell: _Shell) -> None:
+        shell.clear()
+        with self._lock:
+            self._idle[key].append(shell)
+
+    def _by_every_name(self) -> Iterator[tuple[str, Variable]]:
+        for key, others in self._pristine.names.items():
+            held = self._parameters if key in self._parameters else self._buffers
+            variable = held[key]
+            yield from ((other, variable) for other in others)
+
+
+@final
+class _Lease:
+    """A shell that one loss holds until its gradients are there."""
+
+    __slots__ = ("_give_back", "shell")
+
+    def __init__(self, shell: _Shell, give_back: Callable[[], None]) -> None:
+        self.shell = shell
+        self._give_back = give_back
+
+    def release(self) -> None:
+        """Give the shell back."""
+        self._give_back()
+
+
+@final
+class _Shell:
+    """A copy of a module without tensors, and the places where they go.
+
+    Args:
+        module: The copy; each of its tensors is an empty one.
+        empty: Those by name.
+    """
+
+    def __init__(self, module: nn.Module, empty: dict[str, Any]) -> None:
+        self.module = module
+        self._empty = empty
+        keys = {id(tensor): key for key, tensor in empty.items()}
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        self.names: dict[str, list[str]] = {key: [] for key in empty}
+        self._modes: tuple[bool, ...] = ()
+        for path, part in module.named_modules(remove_duplicate=False):
+            for tensors in (part._parameters, part._buffers):
+                for label, tensor in tensors.items():
+                    if tensor is not None:
+                        key = keys[id(tensor)]
+                        self._places.append((tensors, label, key))
+                        self.names[key].append(f"{path}.{label}" if path else label)
+
+    @classmethod
+    def of(cls, module: nn.Module, tensors: Mapping[str, Any]) -> _Shell:
+        """Copy a module, tensors excepted; tied ones are the same one in the copy."""
+        empty = {key: _emptied(tensor) for key, tensor in tensors.items()}
+        memo = {id(tensors[key]): empty[key] for key in tensors}
+        return cls(copy.deepcopy(module, memo), empty)
+
+    def copy(self) -> _Shell:
+        """Return another one."""
+        return self.of(self.module, self._empty)
+
+    def bind(self, tensors: Mapping[str, Any]) -> None:
+        """Put tensors in their places."""
+        for place, label, key in self._places:
+            if key in tensors:
+                place[label] = tensors[key]
+
+    def clear(self) -> None:
+        """Take the tensors out."""
+        self.bind(self._empty)
+
+    def tensor(self, key: str) -> Any:
+        """Return the tensor of that name."""
+        return next(place[label] for place, label, found in self._places if found == key)
+
+    def versions(self) -> dict[str, _Version]:
+        """Return what tells whether a tensor was changed or replaced."""
+        return {key: _Version(place[label]) for place, label, key in self._places}
+
+    def set_modes(self, modes: tuple[bool, ...]) -> None:
+        """Set the training mode of each part."""
+        if modes is not self._modes:
+            for part, mode in zip(self.module.modules(), modes, strict=True):
+                part.training = mode
+            self._modes = modes
+
+
+@final
+class _Version:
+    """A tensor as it is at one time."""
+
+    __slots__ = ("_count", "_tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        # one made in inference mode counts no writes, and was none of ours
+        self._count: int = -1 if tensor is None or tensor.is_inference() else tensor._version
+
+    def is_same(self, earlier: _Version) -> bool:
+        """Tell whether it is the same tensor, not written meanwhile."""
+        return self._tensor is earlier._tensor and self._count == earlier._count
+
+
+@final
+class _Draws:
+    """Seeds for the calls that draw random numbers, in order, for each replica and step.
+
+    A step is told by the first number of its stream: the stream is keyed by it.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._open: dict[int, OrderedDict[int, np.random.Generator]] = {}
+
+    def seeds_of(self, replica: ReplicaContext) -> Callable[[], int]:
+        """Return the function that gives the next seed of a replica's step."""
+        return lambda: self._next_seed(replica)
+
+    def _next_seed(self, replica: ReplicaContext) -> int:
+        rng = replica.rng(self._stream)
+        first = int(rng.integers(2**63))
+        with self._lock:
+            steps = self._open.setdefault(replica.replica_id_in_sync_group, OrderedDict())
+            known = steps.get(first)
+            if known is not None:
+                return int(known.integers(2**63))
+            steps[first] = rng
+            if len(steps) > MAX_STEPS:
+                steps.popitem(last=False)
+            return first
+
+
+def _require_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"torch_module takes a torch.nn.Module, got {module!r} ({type(module).__name__})."
+        )
+    if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules:
+        raise TypeError(
+            f"torch_module takes a module before it is compiled, got {type(module).__name__}. Pass "
+            "the module that it was compiled from."
+        )
+
+
+def _checked_array(key: str, tensor: Any) -> Array:
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        raise ValueError(
+            f"{key!r} has no shape yet: its module is lazy. Call the module once with a batch."
+        )
+    if tensor.dtype is torch.bfloat16 or tensor.dtype.is_complex or tensor.is_sparse:
+        raise TypeError(
+            f"{key!r} is a {'sparse' if tensor.is_sparse else tensor.dtype} tensor, which cannot "
+            "be a variable. Convert the module first, for example with module.float()."
+        )
+    array: Array = tensor.numpy(force=True)
+    return array
+
+
+def _free_name(kind: str, arrays: Mapping[str, Array]) -> str:
+    strategy = PLACE.get().strategy
+    name, number = kind, 0
+    while strategy is not None and any(
+        strategy.variable_table.has(f"{name}/{key}") for key in arrays
+    ):
+        number += 1
+        name = f"{kind}_{number}"
+    return name
+
+
+def _emptied(tensor: Any) -> Any:
+    """Return a stand-in without numbers: a parameter for a parameter."""
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _tensor(value: Any) -> Any:
+    """Return a tensor of its own, outside of inference mode, which counts no writes."""
+    if isinstance(value, torch.Tensor):
+        return value
+    with torch.inference_mode(mode=False):
+        return torch.tensor(value)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
