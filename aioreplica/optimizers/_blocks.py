@@ -173,11 +173,11 @@ class TouchedRows:
     __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._last: weakref.WeakKeyDictionary[Variable, _Change] = weakref.WeakKeyDictionary()
+        self._last: dict[int, _Change] = {}  # by the id of the variable: arrays tell if it is gone
 
     def bring_up_to_date(self, variable: Variable, current: Array, buffer: Array) -> None:
         """Make a buffer equal to the current array, by few rows if that is enough."""
-        last = self._last.get(variable)
+        last = self._last.get(id(variable))
         if (
             last is not None
             and last.version + 1 == variable.version
@@ -190,7 +190,8 @@ class TouchedRows:
 
     def remember(self, variable: Variable, old: Array, new: Array, rows: Array) -> None:
         """Note that `new` is `old` but for some rows; `new` is what the next write publishes."""
-        self._last[variable] = _Change(variable.version, weakref.ref(old), weakref.ref(new), rows)
+        change = _Change(variable.version, weakref.ref(old), weakref.ref(new), rows)
+        self._last[id(variable)] = change
 
     def __repr__(self) -> str:
         return f"<TouchedRows | {len(self._last)} variables>"

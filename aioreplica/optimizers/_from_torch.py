@@ -197,6 +197,7 @@ class _FromTorch(JointOptimizer):
         self._schedule = schedule
         self._lock = Lock()
         self._made: tuple[Any, ...] = ()  # for which variables and factors
+        self._variables: list[Variable] = []
         self._optimizer: Any = None
         self._parameters: list[Any] = []
         self._nothing = rule.torch.zeros(0)
@@ -286,8 +287,9 @@ class _FromTorch(JointOptimizer):
         self, variables: Sequence[Variable], factors: Sequence[float]
     ) -> tuple[Any, list[Any]]:
         """Return torch's optimizer of these variables, each in a group for its factor."""
-        wanted = (*variables, *factors)
+        wanted = (*map(id, variables), *factors)
         if wanted != self._made:
+            self._variables = [*variables]  # so that their ids stay theirs
             torch = self._rule.torch
             parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in variables]
             rule, where = self._rule, self._rule.group_of

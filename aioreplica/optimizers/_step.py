@@ -102,7 +102,7 @@ class ApplyGradients(Collective):
             ours.optimizer is not theirs.optimizer
             or ours.global_step is not theirs.global_step
             or ours.is_summed is not theirs.is_summed
-            or ours.variables != theirs.variables  # lists of what is equal to itself only
+            or list(map(id, ours.variables)) != list(map(id, theirs.variables))
         ):
             return False
         for own, other in zip(ours.gradients, theirs.gradients, strict=True):
