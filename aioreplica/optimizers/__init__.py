@@ -14,6 +14,8 @@ from ._from_torch import from_torch as from_torch
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import LossScaling as LossScaling
+from ._moving_average import BlockingMovingAverage as BlockingMovingAverage
+from ._moving_average import ExponentialMovingAverage as ExponentialMovingAverage
 from ._optimizer import BlockingOptimizer as BlockingOptimizer
 from ._optimizer import Optimizer as Optimizer
 from ._rmsprop import RMSprop as RMSprop
@@ -27,9 +29,11 @@ __all__ = [
     "AdamW",
     "Block",
     "BlockingAccumulator",
+    "BlockingMovingAverage",
     "BlockingOptimizer",
     "DynamicLossScale",
     "ElementwiseOptimizer",
+    "ExponentialMovingAverage",
     "GradientAccumulator",
     "LossScale",
     "LossScaling",

@@ -223,7 +223,7 @@ class GradientAccumulator:
         return sum(map(_num_bytes, gradients)), partial(_add_all, sums, gradients)
 
     async def _apply_outside(self, global_step: Variable | None) -> None:
-        require_cross_replica_context()
+        require_cross_replica_context("GradientAccumulator.apply")
         strategy = next((variable.strategy for variable in self._sums), None)
         if strategy is not None:
             strategy.open()

@@ -45,8 +45,9 @@ def differentiate_loss(
     var_list: Sequence[Variable] | None,
     scale: float | None,
     backend: str,
+    has_aux: bool = False,
 ) -> tuple[Any, Pairs]:
-    """Return the value of a loss and its (gradient, variable) pairs; in the calling thread.
+    """Return what a loss returns and its (gradient, variable) pairs; in the calling thread.
 
     Without `var_list` the pairs come in the order in which the variables were created, so that
     replicas whose losses read them in different orders agree. With a scale the gradients are
@@ -57,13 +58,19 @@ def differentiate_loss(
     """
 
     def scaled() -> Any:
-        value = loss()
+        found = loss()
+        if scale is None:
+            return found
         try:
-            return value if scale is None else _times(value, scale)
-        except TypeError:
-            return value  # no number at all, which the adapter tells better
+            if has_aux:
+                value, aux = found
+                return _times(value, scale), aux
+            return _times(found, scale)
+        except (TypeError, ValueError):
+            return found  # no number at all, or no pair, which the adapter tells better
 
-    value, pairs = differentiate_variables(scaled, var_list, backend)
+    found, pairs = differentiate_variables(scaled, var_list, backend, has_aux=has_aux)
+    value, aux = found if has_aux else (found, None)
     if not pairs:
         raise ValueError(
             "There are no variables to minimize over: the loss read no trainable variable through "
@@ -75,7 +82,8 @@ def differentiate_loss(
     if var_list is None and strategy is not None:
         created = {v: i for i, v in enumerate(strategy.trainable_variables)}
         pairs.sort(key=lambda pair: created.get(pair[1], len(created)))
-    return value, [(_completed(gradient, value, scale), each) for gradient, each in pairs]
+    completed = [(_completed(gradient, value, scale), each) for gradient, each in pairs]
+    return (value, aux) if has_aux else value, completed
 
 
 def _completed(gradient: Any, value: Any, scale: float | None) -> Any:

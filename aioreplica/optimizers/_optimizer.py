@@ -215,6 +215,7 @@ class Optimizer(UpdateRule):
         global_step: Variable | None = None,
         *,
         backend: str = "autograd",
+        has_aux: bool = False,
     ) -> Coroutine[Any, Any, Any]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
@@ -223,9 +224,11 @@ class Optimizer(UpdateRule):
             var_list: As for `compute_gradients`.
             global_step: As for `apply_gradients`.
             backend: As for `compute_gradients`.
+            has_aux: Whether the loss returns a pair: the loss, and what comes with it, such as
+                predictions, which is not differentiated.
 
         Returns:
-            What the loss returned before the update, with plain numbers.
+            What the loss returned before the update, with plain numbers; with `has_aux` the pair.
 
         Raises:
             Exception: As for `compute_gradients` and `apply_gradients`.
@@ -238,7 +241,9 @@ class Optimizer(UpdateRule):
         if isinstance(place.replica, ReplicaContext):
             place.replica.require_awaitable("minimize")
         require_loss(loss, var_list)
-        return _minimize(self, place, loss, var_list, global_step, backend, sys._getframe(1))
+        return _minimize(
+            self, place, loss, var_list, global_step, backend, has_aux, sys._getframe(1)
+        )
 
     async def distributed_apply(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -280,7 +285,9 @@ class Optimizer(UpdateRule):
         Source:
             `_distributed_apply` of tf.compat.v1.train.Optimizer.
         """
-        require_cross_replica_context()
+        require_cross_replica_context(
+            "distributed_apply", "Use `await optimizer.apply_gradients(grads_and_vars)` there."
+        )
         columns, variables = merged_pairs(grads_and_vars)
         strategy = variables[0].strategy
         require_owner(written(variables, global_step), PLACE.get().strategy or strategy)
@@ -412,6 +419,7 @@ class BlockingOptimizer:
         global_step: Variable | None = None,
         *,
         backend: str = "autograd",
+        has_aux: bool = False,
     ) -> Any:
         """Differentiate a loss here and apply the gradients; return this replica's own loss.
 
@@ -420,6 +428,7 @@ class BlockingOptimizer:
             var_list: As for `Optimizer.minimize`.
             global_step: As for `Optimizer.minimize`.
             backend: As for `Optimizer.minimize`.
+            has_aux: As for `Optimizer.minimize`.
 
         Raises:
             Exception: As `Optimizer.minimize`.
@@ -429,7 +438,7 @@ class BlockingOptimizer:
         require_loss(loss, var_list)
         scaling = self._optimizer.loss_scale
         scale = None if scaling is None else scaling.scale
-        value, pairs = differentiate_loss(loss, var_list, scale, backend)
+        value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
         self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
 
@@ -458,9 +467,10 @@ async def _minimize(
     var_list: Sequence[Variable] | None,
     global_step: Variable | None,
     backend: str,
+    has_aux: bool,
     frame: FrameType,
 ) -> Any:
-    value, pairs = await _differentiate(optimizer, place, loss, var_list, backend)
+    value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
     brought = _contribution(optimizer, place, pairs, global_step, False)
     if isinstance(place.replica, ReplicaContext):
         await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
@@ -475,11 +485,12 @@ async def _differentiate(
     loss: Callable[[], Any],
     var_list: Sequence[Variable] | None,
     backend: str,
+    has_aux: bool = False,
 ) -> tuple[Any, Pairs]:
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     replica = place.replica
     run = replica.run_on_device if isinstance(replica, ReplicaContext) else run_on_host
-    return await run(differentiate_loss, loss, var_list, scale, backend)
+    return await run(differentiate_loss, loss, var_list, scale, backend, has_aux)
 
 
 def _contribution(

@@ -59,8 +59,12 @@ def replica_on_device(name: str) -> ReplicaContext:
     return place.replica
 
 
-def require_cross_replica_context() -> None:
+def require_cross_replica_context(what: str, instead: str = "") -> None:
     """Check that the code runs outside the replicas, and outside every update.
+
+    Args:
+        what: Names the call in the error.
+        instead: What to do.
 
     Raises:
         ContextError: If it does not.
@@ -68,8 +72,8 @@ def require_cross_replica_context() -> None:
     place = PLACE.get()
     if place.replica is not None or place.update_replica_id is not None:
         raise ContextError(
-            f"distributed_apply is a cross-replica method but was called in {place.describe()}. "
-            "Use `await optimizer.apply_gradients(grads_and_vars)` there."
+            f"{what} is a cross-replica method but was called in {place.describe()}. "
+            f"{instead or 'Call it outside the step.'}"
         )
 
 

@@ -19,6 +19,7 @@ from ._hyperparameter import (
 )
 from ._loss_scale import LossScaling, checked_loss_scale
 from ._slots import SlotTable, new_variable
+from .schedules import ReduceOnPlateau
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 CHOICES = ("raise", "skip", "ignore")
@@ -91,6 +92,7 @@ class StepSettings:
         return (
             *(variable for variable in counters if variable is not None),
             *(() if self.loss_scaling is None else self.loss_scaling.variables),
+            *(self.learning_rate.variables if type(self.learning_rate) is ReduceOnPlateau else ()),
             *self.shared,
             *self.slots.all(),
         )

@@ -8,6 +8,7 @@ that was overtaken by another one is told so and can be computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -88,6 +89,31 @@ class StagedWrite:
             replicas.append(made[key])
         for variable, components in zip(group, zip(*replicas, strict=True), strict=True):
             self._new[variable] = components
+
+    def follow(
+        self, variable: Variable, other: Variable, fn: Callable[[Array, Array, Array], None]
+    ) -> list[Callable[[], None]]:
+        """Stage new components of a variable that come from its own and those of another one.
+
+        Args:
+            variable: The one that is written.
+            other: The one that is only read.
+            fn: Fills in its third argument from a component of each.
+
+        Returns:
+            What fills them in.
+        """
+        made: dict[tuple[int, int], Array] = {}
+        work: list[Callable[[], None]] = []
+        new = []
+        for pair in zip(self._old[variable], self._old[other], strict=True):
+            key = (id(pair[0]), id(pair[1]))
+            if key not in made:
+                made[key] = _memory(variable, pair[0])
+                work.append(partial(fn, *pair, made[key]))
+            new.append(made[key])
+        self._new[variable] = tuple(new)
+        return work
 
     def replace(self, variable: Variable, value: Any) -> None:
         """Stage one value for all components of a variable, whatever they hold now."""

@@ -187,6 +187,16 @@ def take_step(
         Of the awaitable: what has started ends first; nothing is written.
     """
     stages = _stages(optimizer, gradients, reducer, global_step)
+    return run_stages(stages, is_blocking=is_blocking)
+
+
+def run_stages(stages: Iterator[Sequence[Job]], *, is_blocking: bool) -> Awaitable[None] | None:
+    """Run all jobs of all stages; return what to await if one has much to read.
+
+    Args:
+        stages: Each is complete before the next one is asked for.
+        is_blocking: Whether to do everything in the calling thread.
+    """
     for jobs in stages:
         if not is_blocking and sum([size for size, _ in jobs]) > INLINE_BYTES:
             return _go_on_in_threads(jobs, stages)

@@ -6,6 +6,7 @@ from ._schedules import CosineDecay as CosineDecay
 from ._schedules import ExponentialDecay as ExponentialDecay
 from ._schedules import LinearWarmup as LinearWarmup
 from ._schedules import PiecewiseConstantDecay as PiecewiseConstantDecay
+from ._schedules import ReduceOnPlateau as ReduceOnPlateau
 
 __all__ = [
     "Constant",
@@ -13,6 +14,7 @@ __all__ = [
     "ExponentialDecay",
     "LinearWarmup",
     "PiecewiseConstantDecay",
+    "ReduceOnPlateau",
 ]
 
 export_public(__name__, __all__, globals())

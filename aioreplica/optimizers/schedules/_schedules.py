@@ -7,9 +7,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import final
+from typing import Literal, final
 
+import numpy as np
+
+from ...context import PLACE
+from ...errors import ContextError
+from ...values import Variable
 from .._hyperparameter import checked_learning_rate, checked_number, learning_rate_at
+from .._place import require_outside_replicas
+from .._slots import new_variable
 
 
 @final
@@ -206,3 +213,115 @@ class PiecewiseConstantDecay:
     def __call__(self, iteration: int) -> float:
         """Return the learning rate after so many updates."""
         return float(self.values[bisect_left(self.boundaries, iteration)])
+
+
+@final
+class ReduceOnPlateau:
+    """A learning rate that falls when a metric has not improved for a while.
+
+    Make it in `strategy.scope()`, with the optimizer, and tell it the metric outside the step, such
+    as once per epoch. Its state is in variables, which `optimizer.variables` has.
+
+    Args:
+        initial_learning_rate: Where it starts.
+        factor: What it is multiplied with.
+        patience: How many metrics in a row may bring no improvement; the next one lowers it.
+        mode: "min" if smaller metrics are better, "max" if larger ones are.
+        threshold: What a metric has to be better by than the best one, as a part of that.
+        cooldown: How many metrics after a fall do not count.
+        minimum: Where it stops falling.
+
+    Raises:
+        ValueError: If a number is out of range, or the mode is unknown.
+        TypeError: If one is no number.
+        ContextError: If made inside a replica.
+
+    Example:
+        >>> rate = ReduceOnPlateau(1.0, factor=0.5, patience=1)
+        >>> for loss in (3.0, 2.0, 2.0, 2.0):
+        ...     rate.observe(loss)
+        >>> rate(0)
+        0.5
+
+    Source:
+        torch.optim.lr_scheduler.ReduceLROnPlateau, with a relative threshold.
+    """
+
+    __slots__ = (
+        "_best", "_cooldown", "_factor", "_minimum", "_mode", "_num_bad", "_num_idle", "_patience",
+        "_rate", "_threshold",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        initial_learning_rate: float,
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: Literal["min", "max"] = "min",
+        threshold: float = 1e-4,
+        cooldown: int = 0,
+        minimum: float = 0.0,
+    ) -> None:
+        require_outside_replicas(type(self).__name__)
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", got {mode!r}.')
+        start = checked_learning_rate(initial_learning_rate)
+        self._factor = checked_number("factor", factor, "in (0, 1)", lambda number: 0 < number < 1)
+        self._patience = checked_number("patience", patience, ">= 0", lambda number: number >= 0)
+        self._threshold = checked_number("threshold", threshold, ">= 0", lambda n: n >= 0)
+        self._cooldown = checked_number("cooldown", cooldown, ">= 0", lambda number: number >= 0)
+        self._minimum = checked_number("minimum", minimum, ">= 0", lambda number: number >= 0)
+        self._mode = mode
+        strategy = PLACE.get().strategy
+        worst = np.float64(np.inf if mode == "min" else -np.inf)
+        self._rate = new_variable(strategy, np.float64(start), "learning_rate")
+        self._best = new_variable(strategy, worst, "learning_rate_best_metric")
+        self._num_bad = new_variable(strategy, np.int64(0), "learning_rate_bad_metrics")
+        self._num_idle = new_variable(strategy, np.int64(0), "learning_rate_cooldown")
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The rate, the best metric, and what is counted since then."""
+        return self._rate, self._best, self._num_bad, self._num_idle
+
+    def observe(self, metric: float) -> None:
+        """Take the next metric; the following step has the new rate.
+
+        Args:
+            metric: A number; NaN is no improvement.
+
+        Raises:
+            ContextError: If called inside a replica, where each would count.
+            TypeError: If it is no number.
+        """
+        place = PLACE.get()
+        if place.replica is not None or place.update_replica_id is not None:
+            raise ContextError(
+                f"ReduceOnPlateau.observe was called in {place.describe()}. Call it outside the "
+                "step, once for all replicas."
+            )
+        value = float(metric)
+        rate, best = float(self._rate.components[0]), float(self._best.components[0])
+        num_bad, num_idle = int(self._num_bad.components[0]), int(self._num_idle.components[0])
+        margin = self._threshold * (abs(best) if math.isfinite(best) else 0.0)
+        is_better = value < best - margin if self._mode == "min" else value > best + margin
+        best, num_bad = (value, 0) if is_better else (best, num_bad + 1)
+        if num_idle:
+            num_idle, num_bad = num_idle - 1, 0
+        if num_bad > self._patience:
+            rate = max(rate * self._factor, self._minimum)
+            num_bad, num_idle = 0, int(self._cooldown)
+        changes = {}
+        for variable, new in zip(self.variables, (rate, best, num_bad, num_idle), strict=True):
+            array = np.array(new, variable.dtype)
+            array.flags.writeable = False
+            changes[variable] = (array,) * len(variable.components)
+        self._rate.store.write(changes)
+
+    def __call__(self, iteration: int) -> float:
+        """Return the learning rate now, whatever the number of updates."""
+        return float(self._rate.components[0])
+
+    def __repr__(self) -> str:
+        return f"<ReduceOnPlateau | {self(0):g}>"
