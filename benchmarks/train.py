@@ -14,6 +14,7 @@ from typing import final
 
 import aioreplica as ar
 
+from ._adapters import measure_adapters
 from ._command import parse_options
 from ._loops import find_loop_factory
 from ._report import format_table, summarise, write_json
@@ -78,6 +79,7 @@ async def measure(loop: str, plan: Plan, num_threads: int) -> tuple[list[Row], l
     """Measure everything once on the running loop, which is called `loop`."""
     rows: list[Row] = []
     speeds: list[Speed] = []
+    rows += await measure_adapters(loop, num_steps=plan.num_steps, num_rounds=plan.num_rounds)
     devices = ar.list_devices("cpu")
     for size in plan.sizes:
         async with ar.MirroredStrategy(devices[:size]) as strategy:

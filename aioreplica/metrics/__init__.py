@@ -2,10 +2,27 @@
 
 from .._export import export_public
 from ._accuracy import Accuracy as Accuracy
+from ._accuracy import TopKAccuracy as TopKAccuracy
+from ._binary import AUC as AUC
+from ._binary import Precision as Precision
+from ._binary import Recall as Recall
 from ._mean import Mean as Mean
+from ._mean import MeanTensor as MeanTensor
+from ._mean import Sum as Sum
+from ._mean_iou import MeanIoU as MeanIoU
 from ._metric import Metric as Metric
-from ._sum import Sum as Sum
 
-__all__ = ["Accuracy", "Mean", "Metric", "Sum"]
+__all__ = [
+    "AUC",
+    "Accuracy",
+    "Mean",
+    "MeanIoU",
+    "MeanTensor",
+    "Metric",
+    "Precision",
+    "Recall",
+    "Sum",
+    "TopKAccuracy",
+]
 
 export_public(__name__, __all__, globals())

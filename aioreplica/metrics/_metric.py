@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,19 @@ class Metric(ABC):
     Args:
         name: Names it in variables and errors.
         totals: Names of the totals.
+        shape: That of each total.
 
     Source:
         tf.keras.metrics.Metric.
     """
 
-    def __init__(self, name: str, totals: tuple[str, ...]) -> None:
+    def __init__(self, name: str, totals: tuple[str, ...], shape: tuple[int, ...] = ()) -> None:
         if not isinstance(name, str):
             raise TypeError(f"The name of a metric must be a str, got {name!r}.")
         self._name = name
         self._totals = tuple(
             Variable(
-                np.float64(0),
+                np.zeros(shape),
                 trainable=False,
                 name=_free_name(f"{name}/{total}"),
                 synchronization=VariableSynchronization.ON_READ,
@@ -59,15 +61,18 @@ class Metric(ABC):
         return self._totals
 
     @abstractmethod
-    def result(self) -> float:
+    def result(self) -> float | Array:
         """Return the metric over everything since the last reset."""
 
     def reset_state(self) -> None:
         """Start anew: on all replicas, or, inside a replica, on that one."""
         self._write(dict.fromkeys(self._totals, 0.0), is_added=False)
 
-    def totals(self) -> tuple[float, ...]:
+    def totals(self) -> tuple[Array, ...]:
         """Return the totals of one version: in a replica its own, elsewhere over all replicas.
+
+        Shapes:
+            Each has that of the metric.
 
         Determinism:
             Added up in ascending replica id.
@@ -79,17 +84,19 @@ class Metric(ABC):
             if self._totals[0].store.version == version:
                 break
         if index is not None:
-            return tuple(float(parts[index]) for parts in columns)
-        return tuple(float(sum(float(part) for part in parts)) for parts in columns)
+            return tuple(parts[index] for parts in columns)
+        return tuple(reduce(np.add, parts) for parts in columns)
 
-    def add(self, *amounts: float) -> None:
+    def add(self, *amounts: float | Array) -> None:
         """Add to the totals, all in one write."""
         self._write(dict(zip(self._totals, amounts, strict=True)), is_added=True)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name} | {self.result():g}>"
+        result = self.result()
+        shown = f"{result:g}" if np.ndim(result) == 0 else f"shape {np.shape(result)}"
+        return f"<{type(self).__name__} {self._name} | {shown}>"
 
-    def _write(self, amounts: Mapping[Variable, float], *, is_added: bool) -> None:
+    def _write(self, amounts: Mapping[Variable, float | Array], *, is_added: bool) -> None:
         index = self._own_index()
         store = self._totals[0].store
         while True:  # replicas of a plain step function write from several threads
@@ -119,14 +126,15 @@ class Metric(ABC):
 
 
 def _changed(
-    parts: tuple[Array, ...], index: int | None, amount: float, *, is_added: bool
+    parts: tuple[Array, ...], index: int | None, amount: float | Array, *, is_added: bool
 ) -> tuple[Array, ...]:
     new = list(parts)
     for i in range(len(parts)) if index is None else (index,):
         counts = index is not None or i == 0  # what is added outside counts once
         if not counts and is_added:
             continue
-        value = np.array(parts[i] + amount if is_added else amount)
+        value = np.empty(parts[i].shape)
+        value[...] = parts[i] + amount if is_added else amount
         value.flags.writeable = False
         new[i] = value
     return tuple(new)
@@ -149,30 +157,69 @@ def weighted_total(name: str, values: Any, sample_weight: Any) -> tuple[float, f
         TypeError: If something is no number.
         ValueError: If the weights cannot be broadcast to the values.
     """
-    array = _numbers(name, "values", values)
+    array = numbers(name, "values", values)
     if sample_weight is None:
         return float(np.sum(array)), float(array.size)
-    weights = _numbers(name, "sample_weight", sample_weight)
+    weights = weights_like(name, array, sample_weight)
+    is_counted = weights != 0  # what has no weight may hold anything
+    return float(np.sum(array[is_counted] * weights[is_counted])), float(np.sum(weights))
+
+
+def weights_like(name: str, array: Array, sample_weight: Any) -> Array:
+    """Return a weight for each element of an array, 1 for None.
+
+    Raises:
+        TypeError: If the weights are no numbers.
+        ValueError: If they cannot be broadcast to the array.
+    """
+    if sample_weight is None:
+        return np.ones(array.shape)
+    weights = numbers(name, "sample_weight", sample_weight)
     try:
-        weights = np.broadcast_to(weights.reshape(_aligned(weights, array)), array.shape)
+        return np.broadcast_to(weights.reshape(_aligned(weights, array)), array.shape)
     except ValueError:
         raise ValueError(
             f"Metric {name!r} got values of shape {array.shape} and sample_weight of shape "
             f"{np.shape(sample_weight)}, which cannot be broadcast to that."
         ) from None
-    is_counted = weights != 0  # what has no weight may hold anything
-    return float(np.sum(array[is_counted] * weights[is_counted])), float(np.sum(weights))
 
 
-def _aligned(weights: Array, array: Array) -> tuple[int, ...]:
-    """Weights belong to the leading axes: one per example of a batch."""
-    return (*weights.shape, *(1,) * (array.ndim - weights.ndim))
+def numbers(name: str, what: str, value: Any) -> Array:
+    """Return numbers as an array of float64.
 
-
-def _numbers(name: str, what: str, value: Any) -> Array:
+    Raises:
+        TypeError: If they are none.
+    """
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
         raise TypeError(
             f"Metric {name!r} needs numbers as {what}, got {value!r} (dtype {array.dtype})."
         )
     return array.astype(np.float64, copy=False)
+
+
+def class_ids(name: str, what: str, value: Any, num_classes: int) -> npt.NDArray[np.intp]:
+    """Return class ids as integers.
+
+    Raises:
+        TypeError: If they are no integers.
+        ValueError: If one is out of range.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind not in "iub":
+        raise TypeError(
+            f"Metric {name!r} needs class ids as {what}, got dtype {array.dtype}. Pass integers "
+            f"from 0 to {num_classes - 1}: of scores, scores.argmax(axis=-1)."
+        )
+    wrong = array[(array < 0) | (array >= num_classes)]
+    if wrong.size:
+        raise ValueError(
+            f"Metric {name!r} got {what} {wrong.flat[0]}, but there are {num_classes} classes: "
+            f"0 to {num_classes - 1}."
+        )
+    return array.astype(np.intp, copy=False)
+
+
+def _aligned(weights: Array, array: Array) -> tuple[int, ...]:
+    """Weights belong to the leading axes: one per example of a batch."""
+    return (*weights.shape, *(1,) * (array.ndim - weights.ndim))

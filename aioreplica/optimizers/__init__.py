@@ -2,22 +2,25 @@
 
 from .._export import export_public
 from . import schedules as schedules
+from ._accumulator import BlockingAccumulator as BlockingAccumulator
 from ._accumulator import GradientAccumulator as GradientAccumulator
 from ._adagrad import Adagrad as Adagrad
 from ._adam import Adam as Adam
-from ._adamw import AdamW as AdamW
-from ._block import Block as Block
-from ._blocking import BlockingAccumulator as BlockingAccumulator
-from ._blocking import BlockingOptimizer as BlockingOptimizer
+from ._adam import AdamW as AdamW
+from ._blocks import Block as Block
 from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._from_optax import from_optax as from_optax
 from ._from_torch import from_torch as from_torch
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import LossScaling as LossScaling
+from ._moving_average import BlockingMovingAverage as BlockingMovingAverage
+from ._moving_average import ExponentialMovingAverage as ExponentialMovingAverage
+from ._optimizer import BlockingOptimizer as BlockingOptimizer
 from ._optimizer import Optimizer as Optimizer
-from ._optimizer import OptimizerOptions as OptimizerOptions
 from ._rmsprop import RMSprop as RMSprop
+from ._scaled_gradient import ScaledGradient as ScaledGradient
+from ._settings import OptimizerOptions as OptimizerOptions
 from ._sgd import SGD as SGD
 
 __all__ = [
@@ -26,9 +29,11 @@ __all__ = [
     "AdamW",
     "Block",
     "BlockingAccumulator",
+    "BlockingMovingAverage",
     "BlockingOptimizer",
     "DynamicLossScale",
     "ElementwiseOptimizer",
+    "ExponentialMovingAverage",
     "GradientAccumulator",
     "LossScale",
     "LossScaling",
@@ -36,6 +41,7 @@ __all__ = [
     "OptimizerOptions",
     "RMSprop",
     "SGD",
+    "ScaledGradient",
     "from_optax",
     "from_torch",
     "schedules",

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import leaf_bytes
-from ..context import PLACE, Place
+from ..collectives import Reducer, leaf_bytes
+from ..context import PLACE
 from ..devices import run_together
 from ..errors import ContextError
-from ..replica import ReplicaContext
-from ..values import IndexedSlices, PerReplica, Variable, Weighted
-from ._blocking import BlockingAccumulator
+from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
+from ..values import IndexedSlices, Variable, Weighted
 from ._gradient import checked_pairs
-from ._optimizer import Optimizer
-from ._total import quiet
-from ._whereabouts import require_owner
-from ._work import fits_inline
+from ._merged_gradient import merge_gradients
+from ._optimizer import Optimizer, written
+from ._place import replica_on_device, require_cross_replica_context, require_owner
+from ._scaled_gradient import ScaledGradient
+from ._step import INLINE_BYTES, take_step
 
 Array = npt.NDArray[Any]
 
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 class _Sum:
     """What one replica has gathered for one variable; its buffer outlives a window."""
 
-    __slots__ = ("_buffer", "_rows", "count", "is_weighted", "variable", "weight")
+    __slots__ = ("_buffer", "_rows", "count", "is_weighted", "scale", "variable", "weight")
 
     def __init__(self, variable: Variable) -> None:
         self.variable = variable
@@ -42,6 +42,7 @@ class _Sum:
         self.count = 0
         self.weight = 0.0
         self.is_weighted = False
+        self.scale: float | None = None
         self._rows = []
 
     def add(self, gradient: Any) -> None:
@@ -53,6 +54,9 @@ class _Sum:
         self.count += 1
         if weight == 0:
             return  # contributes nothing, whatever it holds
+        if is_first:
+            self.scale = total.scale if isinstance(total, ScaledGradient) else None
+        total = _at_scale(total, self.scale)
         self.weight += weight
         if isinstance(total, IndexedSlices):
             self._rows.append(total)
@@ -62,19 +66,22 @@ class _Sum:
             np.copyto(self._buffer, total)
         else:
             assert self._buffer is not None  # the first one made it
-            with quiet():  # it is checked when it is applied
+            with np.errstate(all="ignore"):  # it is checked when it is applied
                 np.add(self._buffer, total, out=self._buffer)
 
     def total(self, *, is_sparse: bool) -> Any:
         """Return the sum; zeros if nothing counted."""
         shape, dtype = self.variable.shape, self.variable.dtype
+        whole: Any
         if is_sparse:
             rows = [np.empty((0, *shape[1:]), dtype), *(part.values for part in self._rows)]
             indices = [np.empty(0, np.intp), *(part.indices for part in self._rows)]
-            return IndexedSlices(np.concatenate(rows), np.concatenate(indices), shape)
-        if self.weight == 0 or self._buffer is None:
-            return np.broadcast_to(np.zeros((), dtype), shape)
-        return self._buffer.view()
+            whole = IndexedSlices(np.concatenate(rows), np.concatenate(indices), shape)
+        elif self.weight == 0 or self._buffer is None:
+            whole = np.broadcast_to(np.zeros((), dtype), shape)
+        else:
+            whole = self._buffer.view()
+        return whole if self.scale is None else ScaledGradient(whole, self.scale)
 
     @property
     def is_sparse(self) -> bool:
@@ -146,7 +153,7 @@ class GradientAccumulator:
             )
         if isinstance(place.replica, ReplicaContext):
             place.replica.require_awaitable("add")
-        return self._add(grads_and_vars, place)
+        return self._add(grads_and_vars)
 
     def apply(self, global_step: Variable | None = None) -> Coroutine[Any, Any, None]:
         """Apply what all replicas have added since the last time, and start anew.
@@ -164,11 +171,10 @@ class GradientAccumulator:
         Cancellation:
             As for `apply_gradients`; the sums are kept if nothing was updated.
         """
-        place = PLACE.get()
-        if isinstance(place.replica, ReplicaContext):
-            args = (self._optimizer.iterations, global_step)
-            return place.replica.meet_as("apply_accumulated", self._merge, args, sys._getframe(1))
-        return self._apply(global_step)
+        replica = PLACE.get().replica
+        if isinstance(replica, ReplicaContext):
+            return replica.meet(APPLY_ACCUMULATED, self, (global_step,), sys._getframe(1))
+        return self._apply_outside(global_step)
 
     @property
     def blocking(self) -> BlockingAccumulator:
@@ -191,52 +197,169 @@ class GradientAccumulator:
     def __repr__(self) -> str:
         return f"<GradientAccumulator | {self.num_added} added for {len(self._sums)} variables>"
 
-    async def _add(self, grads_and_vars: Iterable[tuple[Any, Any]], place: Place) -> None:
+    async def _add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        replica = PLACE.get().replica
+        size, work = self._addition(grads_and_vars)
+        if size <= INLINE_BYTES:
+            work()
+        elif isinstance(replica, ReplicaContext):
+            await replica.run_on_device(work)
+        else:
+            await run_together([work])
+
+    def _addition(
+        self, grads_and_vars: Iterable[tuple[Any, Any]]
+    ) -> tuple[int, Callable[[], None]]:
+        """Return what adds gradients to this replica's sums, and how much it reads."""
+        place = PLACE.get()
         gradients, variables = checked_pairs(grads_and_vars)
-        require_owner(variables)
+        require_owner(variables, place.strategy)
         replica_id = 0 if place.replica is None else place.replica.replica_id_in_sync_group
         sums = []
         for gradient, variable in zip(gradients, variables, strict=True):
             own = self._sums.setdefault(variable, {})
             _require_one_kind(variable, gradient, tuple(own.values()))
             sums.append(own.setdefault(replica_id, _Sum(variable)))
-        work = partial(_add_all, sums, gradients)
-        if fits_inline(sum(map(_num_bytes, gradients))):
-            work()
-        elif isinstance(place.replica, ReplicaContext):
-            await place.replica.run_on_device(work)
-        else:
-            await run_together([work])
+        return sum(map(_num_bytes, gradients)), partial(_add_all, sums, gradients)
 
-    def _merge(
-        self, _strategy: object, _iterations: Variable, global_step: Variable | None
-    ) -> Coroutine[Any, Any, None]:
-        return self._apply(global_step)
+    async def _apply_outside(self, global_step: Variable | None) -> None:
+        require_cross_replica_context("GradientAccumulator.apply")
+        strategy = next((variable.strategy for variable in self._sums), None)
+        if strategy is not None:
+            strategy.open()
+        pending = self._take_step(None if strategy is None else strategy.reducer, global_step)
+        if pending is not None:
+            await pending
+        self.discard()
 
-    async def _apply(self, global_step: Variable | None) -> None:
-        pairs = [
-            (self._merged(own, variable), variable)
+    def _take_step(
+        self, reducer: Reducer | None, global_step: Variable | None, *, is_blocking: bool = False
+    ) -> Awaitable[None] | None:
+        merged = [
+            (variable, self._merged(own, variable))
             for variable, own in self._sums.items()
             if any(each.count for each in own.values())
         ]
-        if not pairs:
+        if not merged:
             raise ValueError(
                 "GradientAccumulator.apply has nothing to apply: no replica has added a gradient "
                 "since the last time. Call `await accumulator.add(grads_and_vars)` first."
             )
-        await self._optimizer.distributed_apply(pairs, global_step)
-        self.discard()
+        variables, columns = zip(*merged, strict=True)
+        in_charge = PLACE.get().strategy or variables[0].strategy
+        require_owner(written(variables, global_step), in_charge)
+        gradients = merge_gradients(variables, columns, is_mean=self._optimizer.settings.is_mean)
+        return take_step(self._optimizer, gradients, reducer, global_step, is_blocking=is_blocking)
 
-    def _merged(self, own: dict[int, _Sum], variable: Variable) -> Any:
+    def _merged(self, own: dict[int, _Sum], variable: Variable) -> list[Any]:
         """Put the sums of one variable together as one gradient of all replicas."""
         strategy = variable.strategy
         count = 1 if strategy is None else strategy.num_replicas_in_sync
         sums = [own.get(replica_id) or _Sum(variable) for replica_id in range(count)]
         is_sparse = any(each.is_sparse for each in sums)
-        totals = PerReplica([each.total(is_sparse=is_sparse) for each in sums])
-        if any(each.is_weighted for each in sums) or self._optimizer.treatment.is_mean:
-            return Weighted(totals, PerReplica([each.weight for each in sums]))
+        totals = [each.total(is_sparse=is_sparse) for each in sums]
+        if any(each.is_weighted for each in sums) or self._optimizer.settings.is_mean:
+            return [Weighted(total, each.weight) for total, each in zip(totals, sums, strict=True)]
         return totals
+
+
+@final
+class ApplyAccumulated(Collective):
+    """Applies what all replicas have added; each gets None.
+
+    The argument of a call is the accumulator, its args the global step or None.
+    """
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return "apply_accumulated"
+
+    def detail(self, argument: Any) -> str:
+        """Return "": the accumulator is shown where it differs."""
+        return ""
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether both apply the same accumulator with the same global step."""
+        return first.argument is call.argument and first.args[0] is call.args[0]
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Say what differs: the accumulators or the global steps."""
+        if self.agrees(first, call):
+            return None
+        if first.argument is not call.argument:
+            return f"{first.argument!r} here and {call.argument!r} there are two accumulators"
+        return f"global_step is {first.args[0]!r} here and {call.args[0]!r} there"
+
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
+        """Take the step in cross-replica context, in replica 0's context variables."""
+        accumulator: GradientAccumulator = calls[0].argument
+        nothing = [None] * group.num_replicas
+        pending = calls[0].context.run(_take_accumulated, accumulator, group, calls[0].args[0])
+
+        def ended(_result: None) -> Parts:
+            accumulator.discard()
+            return nothing
+
+        return ended(None) if pending is None else Pending(pending, ended)
+
+
+APPLY_ACCUMULATED = ApplyAccumulated()
+
+
+def _take_accumulated(
+    accumulator: GradientAccumulator, group: SyncGroup, global_step: Variable | None
+) -> Awaitable[None] | None:
+    PLACE.set(group.merge_place)
+    return accumulator._take_step(group.reducer, global_step, is_blocking=group.is_blocking)
+
+
+@final
+class BlockingAccumulator:
+    """A gradient accumulator as plain step functions use it; got as `accumulator.blocking`.
+
+    ContextError elsewhere than on the device thread of a replica.
+    """
+
+    __slots__ = ("_accumulator",)
+
+    def __init__(self, accumulator: GradientAccumulator) -> None:
+        self._accumulator = accumulator
+
+    def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Add gradients of one batch to this replica's sums.
+
+        Args:
+            grads_and_vars: As for `GradientAccumulator.add`.
+
+        Raises:
+            Exception: As `GradientAccumulator.add`.
+        """
+        replica_on_device("accumulator.blocking.add")
+        _, work = self._accumulator._addition(grads_and_vars)
+        work()
+
+    def apply(self, global_step: Variable | None = None) -> None:
+        """Apply what all replicas have added since the last time, and start anew.
+
+        Args:
+            global_step: As for `GradientAccumulator.apply`.
+
+        Raises:
+            Exception: As `GradientAccumulator.apply`.
+
+        Cancellation:
+            As for `GradientAccumulator.apply`.
+        """
+        frame = sys._getframe(1)
+        site = CallSite(frame.f_code, frame.f_lasti)
+        replica = replica_on_device("accumulator.blocking.apply")
+        replica.blocking.meet(APPLY_ACCUMULATED, self._accumulator, (global_step,), site)
+
+    def __repr__(self) -> str:
+        return f"<BlockingAccumulator of {self._accumulator!r}>"
 
 
 def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any]) -> None:
@@ -245,12 +368,23 @@ def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any]) -> None:
 
 
 def _num_bytes(gradient: Any) -> int:
-    return leaf_bytes(gradient.total if isinstance(gradient, Weighted) else gradient)
+    if isinstance(gradient, Weighted):
+        gradient = gradient.total
+    return leaf_bytes(gradient.values if isinstance(gradient, ScaledGradient) else gradient)
+
+
+def _at_scale(total: Any, scale: float | None) -> Any:
+    """Bring a gradient to the scale of the first one that was added."""
+    if isinstance(total, ScaledGradient):
+        return total.unscaled() if scale is None else total.at_scale(scale).values
+    return total if scale is None else total * scale
 
 
 def _require_one_kind(variable: Variable, gradient: Any, sums: Iterable[_Sum]) -> None:
     is_weighted = isinstance(gradient, Weighted)
-    is_sparse = isinstance(gradient.total if is_weighted else gradient, IndexedSlices)
+    total = gradient.total if is_weighted else gradient
+    values = total.values if isinstance(total, ScaledGradient) else total
+    is_sparse = isinstance(values, IndexedSlices)
     for each in sums:
         if each.count and each.is_weighted != is_weighted:
             raise ValueError(

@@ -1,21 +1,23 @@
-"""Adam: steps scaled by running means of the gradient and of its square."""
+"""Adam and AdamW: steps scaled by running means of the gradient and of its square."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Unpack, final
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, Unpack, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
-from ._adam_rule import AdamRule, AdamStep
-from ._block import Block
+from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
-from ._hyperparameter import LearningRate
-from ._optimizer import OptimizerOptions
+from ._hyperparameter import LearningRate, checked_decay, checked_number
+from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
+Mask: TypeAlias = Collection[Variable] | Callable[[Variable], bool]
 
 
 @final
@@ -79,3 +81,163 @@ class Adam(ElementwiseOptimizer):
     def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
         """Nothing: the powers of the betas follow from `iterations`."""
         return {}
+
+
+@final
+class AdamW(ElementwiseOptimizer):
+    """Adam, and every step brings the values a little nearer to 0; slots `m` and `v`.
+
+    Args:
+        learning_rate: A number, or a function of the number of updates done before.
+        beta_1: Decay of the running mean of gradients, slot `m`.
+        beta_2: Decay of the running mean of squared gradients, slot `v`.
+        epsilon: Keeps the division away from 0.
+        weight_decay: Which part of a value, times the learning rate, is taken off at every step.
+        weight_decay_mask: The variables that decay: a collection, or a function that tells of a
+            variable; None means all. Biases are usually left out.
+        **options: As for `Optimizer`.
+
+    Gradients that are IndexedSlices move and decay their rows only.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If one is no number, or the mask is neither a collection of variables nor a
+            function.
+        ContextError: If made inside a replica.
+
+    Example:
+        >>> import asyncio
+        >>> from aioreplica import Variable
+        >>> w, bias = Variable(2.0, name="w"), Variable(2.0, name="bias")
+        >>> adamw = AdamW(0.5, weight_decay=0.1, weight_decay_mask=[w])
+        >>> asyncio.run(adamw.apply_gradients([(0.0, w), (0.0, bias)]))
+        >>> print(w.value, bias.value)
+        1.9 2.0
+
+    Source:
+        Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), as PyTorch and Keras
+        write it.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        weight_decay: float = 0.004,
+        weight_decay_mask: Mask | None = None,
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        self._rule = AdamRule(beta_1, beta_2, epsilon)
+        self._decay = checked_number("weight_decay", weight_decay, ">= 0", lambda value: value >= 0)
+        self._decays = _checked_mask(weight_decay_mask)
+        super().__init__(learning_rate, ("m", "v"), **options)
+
+    def new_slot(self, name: str, variable: Variable) -> Array:
+        """Start both means at 0."""
+        return np.zeros(variable.shape, variable.dtype)
+
+    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
+        """Compute how much of each mean is still its initial 0."""
+        return self._rule.prepare(learning_rate, iteration)
+
+    def update_block(self, prepared: AdamStep, block: Block) -> None:
+        """Decay the values, then move as Adam does."""
+        self._rule.update_block(prepared, block)
+        value = block.value
+        if block.variable is None or self._decays(block.variable):
+            kept = 1 - prepared.learning_rate * self._decay
+            value = np.multiply(value, kept, out=block.new_value)
+        np.subtract(value, block.scratch, out=block.new_value)
+
+    def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
+        """Nothing: the powers of the betas follow from `iterations`."""
+        return {}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """Numbers of one step.
+
+    Attributes:
+        learning_rate: That of the step.
+        size: What the ratio of the two means is multiplied with.
+        epsilon: What the root of the second one is kept away from 0 by.
+    """
+
+    learning_rate: float
+    size: float
+    epsilon: float
+
+
+@final
+class AdamRule:
+    """Moves by the mean gradient in units of its root mean square.
+
+    Args:
+        beta_1: Decay of the running mean of gradients.
+        beta_2: Decay of the running mean of squared gradients.
+        epsilon: Keeps the division away from 0.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If one is no number.
+    """
+
+    __slots__ = ("_beta_1", "_beta_2", "_epsilon")
+
+    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
+        self._beta_1 = checked_decay("beta_1", beta_1)
+        self._beta_2 = checked_decay("beta_2", beta_2)
+        self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
+
+    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
+        """Compute how much of each mean is still its initial 0.
+
+        Instead of both means by their corrections, the two numbers they meet are divided.
+        """
+        step = iteration + 1
+        first = 1 - self._beta_1**step
+        root = math.sqrt(1 - self._beta_2**step)
+        return AdamStep(learning_rate, learning_rate * root / first, self._epsilon * root)
+
+    def update_block(self, prepared: AdamStep, block: Block) -> None:
+        """Fill in the new means, and leave the step to subtract in the scratch memory."""
+        gradient, scratch = block.gradient, block.scratch
+        m, v = block.slots
+        new_m, new_v = block.new_slots
+        np.subtract(gradient, m, out=scratch)
+        np.multiply(scratch, 1 - self._beta_1, out=scratch)
+        np.add(m, scratch, out=new_m)
+        np.multiply(gradient, gradient, out=scratch)
+        np.subtract(scratch, v, out=scratch)
+        np.multiply(scratch, 1 - self._beta_2, out=scratch)
+        np.add(v, scratch, out=new_v)
+        np.sqrt(new_v, out=scratch)
+        np.add(scratch, prepared.epsilon, out=scratch)
+        np.divide(new_m, scratch, out=scratch)
+        np.multiply(scratch, prepared.size, out=scratch)
+
+    def __repr__(self) -> str:
+        return f"<AdamRule | {self._beta_1}, {self._beta_2}, {self._epsilon}>"
+
+
+def _checked_mask(mask: Any) -> Callable[[Variable], bool]:
+    if mask is None:
+        return lambda variable: True
+    if callable(mask):
+        return lambda variable: bool(mask(variable))
+    if isinstance(mask, Variable) or not isinstance(mask, Collection):
+        raise TypeError(
+            f"weight_decay_mask must be a list of variables or a function, got {mask!r}."
+        )
+    for variable in mask:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"weight_decay_mask must hold variables, got {variable!r} "
+                f"({type(variable).__name__})."
+            )
+    chosen = frozenset(mask)
+    return lambda variable: variable in chosen

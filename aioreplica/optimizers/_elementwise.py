@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._block import Block
+from ._blocks import Block
 from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]

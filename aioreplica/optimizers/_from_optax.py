@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, Unpack, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
+from ._joint import JointOptimizer
 from ._optimizer import Optimizer
+from ._settings import OptimizerOptions
+from ._slots import new_variable
+from ._staged_write import StagedWrite
 
 Array = npt.NDArray[Any]
+Path = tuple[Any, ...]
+
+_PROBE = "the only variable"
 
 
-def from_optax(transformation: Any) -> Optimizer:
+def from_optax(transformation: Any, **options: Unpack[OptimizerOptions]) -> Optimizer:
     """Make an optimizer of a gradient transformation of optax.
 
-    Its state becomes slots, so it is colocated with the variables, written together with them and
-    part of what a checkpoint saves. It is applied to each variable by itself.
+    The transformation gets all variables as one tree, a dict by their names, in one jitted call.
+    Its state becomes slots (what it keeps for each variable) and variables of the optimizer (what
+    it keeps once), so it is written together with the variables and part of what a checkpoint
+    saves. `learning_rate`, 1 at first, and the multipliers are factors of its updates.
 
     Args:
         transformation: Such as `optax.adamw(1e-3)`, its learning rate and schedule included.
+        **options: As for `Optimizer`: clipping, loss scale, what to do about gradients that are
+            not finite. They come before the transformation.
 
     Raises:
         ImportError: If optax is not installed.
-        TypeError: If it is no gradient transformation.
-        ValueError: If it looks at several variables at once, as clipping by the global norm does.
+        TypeError: If it is no gradient transformation, or an option is of the wrong type.
+        ValueError: If an option is out of range; at a step, if it has other variables than the
+            first one had: the state is that of one tree.
         ContextError: If made inside a replica.
+
+    Example:
+        >>> import asyncio, optax
+        >>> from aioreplica import Variable
+        >>> w = Variable([3.0, 4.0], dtype="float32")
+        >>> clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+        >>> asyncio.run(from_optax(clipped).apply_gradients([(w.value, w)]))
+        >>> w.value
+        array([2.4, 3.2], dtype=float32)
     """
     for name in ("init", "update"):
         if not callable(getattr(transformation, name, None)):
@@ -35,102 +58,152 @@ def from_optax(transformation: Any) -> Optimizer:
                 f"from_optax takes a gradient transformation such as optax.adam(1e-3), got "
                 f"{transformation!r}."
             )
-    return _FromOptax(_Rule(transformation))
+    try:
+        import jax
+        import optax
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"from_optax needs the {missing.name} package, which is not installed. Run: "
+            'pip install "aioreplica[optax]"',
+            name=missing.name,
+        ) from missing
+    return _FromOptax(transformation, jax, optax, options)
 
 
 @final
-class _Rule:
-    """What a transformation does to one variable; its state as a flat list of named arrays."""
+class _FromOptax(JointOptimizer):
+    """Applies a transformation to the tree of all variables.
 
-    def __init__(self, transformation: Any) -> None:
-        try:
-            import jax
-            import optax
-        except ModuleNotFoundError as missing:
-            raise ImportError(
-                f"from_optax needs the {missing.name} package, which is not installed. Run: "
-                'pip install "aioreplica[optax]"',
-                name=missing.name,
-            ) from missing
+    Invariants:
+        * `_places[i]` says where leaf i of the state lives: (name of the variable, name of the
+          slot), or ("", number of the shared variable).
+    """
+
+    def __init__(
+        self, transformation: Any, jax: Any, optax: Any, options: OptimizerOptions
+    ) -> None:
         self._transformation = transformation
         self._jax = jax
-        self._apply = optax.apply_updates
-        paths, self._spec = jax.tree_util.tree_flatten_with_path(
-            transformation.init(jax.numpy.zeros(()))
-        )
-        self.slot_names = tuple(_name(path, index) for index, (path, _) in enumerate(paths))
-        self._require_separable()
+        super().__init__(1.0, self._slot_names(), **options)
+        self._lock = Lock()
+        self._names: tuple[str, ...] = ()
+        self._places: list[tuple[str, Any]] = []
+        self._initial: dict[tuple[str, str], Array] = {}
+        self._shared: list[Variable] = []
+        self._spec: Any = None
+        self._known: dict[int, tuple[Array, Any]] = {}  # ours, and the same memory as jax has it
 
-    def start(self, value: Array) -> dict[str, Array]:
-        """Return the first state of a variable."""
-        return self._named(self._transformation.init(self._own(value)))
+        def step(values: Any, gradients: Any, state: Any, factors: Any) -> Any:
+            updates, state = transformation.update(gradients, state, values)
+            if factors is not None:
+                updates = {name: update * factors[name] for name, update in updates.items()}
+            return optax.apply_updates(values, updates), state
 
-    def move(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, dict[str, Array]]:
-        """Return the next value and state."""
-        jnp = self._jax.numpy
-        leaves = [jnp.asarray(slots[name]) for name in self.slot_names]
-        state = self._jax.tree_util.tree_unflatten(self._spec, leaves)
-        own = self._own(value)
-        updates, state = self._transformation.update(jnp.asarray(gradient), state, own)
-        return np.asarray(self._apply(own, updates)), self._named(state)
+        self._step = jax.jit(step)
 
-    def _own(self, value: Array) -> Any:
-        if self._jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
-            raise TypeError(
-                f"optax got a variable of {value.dtype}, but jax computes with 32 bits here. Make "
-                'it float32, or set jax.config.update("jax_enable_x64", True).'
+    def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
+        """Make the state of the tree at the first step; return what belongs to no variable."""
+        with self._lock:  # two blocking runs may take the first step at the same time
+            if self._spec is None:
+                self._begin(variables)
+        if len(variables) != len(self._names) or {v.name for v in variables} != {*self._names}:
+            raise ValueError(
+                f"from_optax got gradients for {', '.join(v.name for v in variables)}, but its "
+                f"state is that of {', '.join(self._names)}. Bring gradients for the same "
+                "variables in every step; zeros for those without."
             )
-        return self._jax.numpy.asarray(value)
-
-    def _named(self, state: Any) -> dict[str, Array]:
-        leaves = map(np.asarray, self._jax.tree_util.tree_leaves(state))
-        return dict(zip(self.slot_names, leaves, strict=True))
-
-    def _require_separable(self) -> None:
-        """Check on two small arrays that neither has a say in the other's update."""
-        jnp = self._jax.numpy
-        both = {"a": jnp.asarray([3.0, -4.0]), "b": jnp.asarray([[50.0]])}
-        transform = self._transformation
-        together = transform.update(both, transform.init(both), both)[0]
-        for name, value in both.items():
-            alone = transform.update(value, transform.init(value), value)[0]
-            if not np.allclose(alone, together[name], rtol=1e-4):  # but for rounding
-                raise ValueError(
-                    "from_optax got a transformation that looks at several variables at once, "
-                    "such as optax.clip_by_global_norm, but it is applied to each one by itself. "
-                    "Leave that part out, and clip the gradients before apply_gradients."
-                )
-
-
-@final
-class _FromOptax(Optimizer):
-    """Applies a transformation to each variable."""
-
-    def __init__(self, rule: _Rule) -> None:
-        super().__init__(1.0, slot_names=rule.slot_names)
-        self._rule = rule
+        return self._shared
 
     def new_slot(self, name: str, variable: Variable) -> Array:
-        """Start as the transformation does."""
-        return self._rule.start(variable.components[0])[name]
+        """Start as the transformation does; with nothing where it keeps none for the variable."""
+        return self._initial.get((variable.name, name), np.zeros(0, np.float32))
 
-    def prepare(self, learning_rate: float, iteration: int) -> None:
-        """Nothing: the transformation counts by itself."""
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        """Return the factor of the updates: the transformation counts by itself."""
+        return learning_rate
 
-    def update(
-        self, prepared: None, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, Mapping[str, Array]]:
-        """Transform the gradient and add it."""
-        return self._rule.move(value, gradient, slots)
+    def update_all(
+        self,
+        prepared: Sequence[float],
+        groups: Sequence[tuple[Variable, ...]],
+        shared: Sequence[Variable],
+        gradients: Sequence[Array],
+        write: StagedWrite,
+    ) -> None:
+        """Transform the gradients and add them, for each different component of the variables."""
+        everything = [*(variable for group in groups for variable in group), *shared]
+        factors = None
+        if any(factor != 1 for factor in prepared):
+            names = [group[0].name for group in groups]
+            factors = dict(zip(names, map(np.float32, prepared), strict=True))
+        write.compute(everything, partial(self._moved, groups, gradients, factors))
+        self.is_warm = True
 
-    def finish(self, prepared: None) -> Mapping[Variable, Array]:
-        """Nothing: all of the state is in slots."""
-        return {}
+    def _moved(
+        self,
+        groups: Sequence[tuple[Variable, ...]],
+        gradients: Sequence[Array],
+        factors: Any,
+        old: tuple[Array, ...],
+    ) -> tuple[Array, ...]:
+        width, known = 1 + len(self.slot_names), self._known
+        leaves = [known[id(a)][1] if id(a) in known else a for a in old]
+        names = [group[0].name for group in groups]
+        values = dict(zip(names, leaves[: len(groups) * width : width], strict=True))
+        starts = {name: index * width for index, name in enumerate(names)}
+        slots = {name: 1 + index for index, name in enumerate(self.slot_names)}
+        places = [
+            starts[owner] + slots[where] if owner else len(groups) * width + where
+            for owner, where in self._places
+        ]
+        state = self._jax.tree_util.tree_unflatten(self._spec, [leaves[i] for i in places])
+        named = dict(zip(names, gradients, strict=True))
+        values, state = self._step(values, named, state, factors)
+        new: list[Any] = list(leaves)
+        for name in names:
+            new[starts[name]] = values[name]
+        for index, leaf in zip(places, self._jax.tree_util.tree_leaves(state), strict=True):
+            new[index] = leaf
+        arrays = tuple(map(np.asarray, new))
+        self._known = {id(a): (a, leaf) for a, leaf in zip(arrays, new, strict=True)}
+        return arrays
+
+    def _begin(self, variables: Sequence[Variable]) -> None:
+        for variable in variables:
+            if self._jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
+                raise TypeError(
+                    f"optax got a variable of {variable.dtype}, but jax computes with 32 bits here."
+                    ' Make it float32, or set jax.config.update("jax_enable_x64", True).'
+                )
+        asarray = self._jax.numpy.asarray
+        values = {variable.name: asarray(variable.components[0]) for variable in variables}
+        tree = self._transformation.init(values)
+        paths, self._spec = self._jax.tree_util.tree_flatten_with_path(tree)
+        strategy = variables[0].strategy
+        for index, (path, leaf) in enumerate(paths):
+            name, owner = _named(path, values)
+            if owner is not None and name in self.slot_names:
+                self._places.append((owner, name))
+                self._initial[owner, name] = np.array(leaf)
+            else:
+                self._places.append(("", len(self._shared)))
+                self._shared.append(new_variable(strategy, np.asarray(leaf), name or str(index)))
+        self._names = tuple(values)
+        self.settings.shared = tuple(self._shared)
+
+    def _slot_names(self) -> tuple[str, ...]:
+        """Look what the transformation keeps for a variable, on one that is all alone."""
+        try:
+            state = self._transformation.init({_PROBE: self._jax.numpy.zeros(())})
+        except (KeyError, ValueError):  # such as a mask that names variables
+            return ()
+        paths, _ = self._jax.tree_util.tree_flatten_with_path(state)
+        found = [_named(path, (_PROBE,)) for path, _ in paths]
+        return tuple(dict.fromkeys(name for name, owner in found if owner is not None))
 
 
-def _name(path: Any, index: int) -> str:
-    """Name a part of the state, such as "0/mu"; its number alone if jax has no path for it."""
+def _named(path: Path, names: Any) -> tuple[str, str | None]:
+    """Name a leaf of the state, such as "0/mu", and the variable it belongs to, if to one."""
     keys = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path]
-    return "/".join(map(str, keys)) or str(index)
+    owner = next((key for key in keys if isinstance(key, str) and key in names), None)
+    return "/".join(str(key) for key in keys if owner is None or key != owner), owner

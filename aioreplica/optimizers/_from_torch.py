@@ -2,122 +2,345 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
+from ._joint import JointOptimizer
 from ._optimizer import Optimizer
+from ._settings import OptimizerOptions
+from ._staged_write import StagedWrite
 
 Array = npt.NDArray[Any]
+Group = Mapping[str, Any]
+
+THREADED_BYTES = 256 * 1024
 NUM_UPDATES = "num_updates"  # a slot of our own: torch makes its state at the first update
 
 
-def from_torch(optimizer_class: Any, **options: Any) -> Optimizer:
+def from_torch(
+    optimizer_class: Any,
+    groups: Sequence[Group] | None = None,
+    *,
+    scheduler: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Optimizer:
     """Make an optimizer of a class of `torch.optim`.
 
     Its state becomes slots, so it is colocated with the variables, written together with them and
-    part of what a checkpoint saves. It is applied to each variable by itself.
+    part of what a checkpoint saves. One call of torch updates all variables of a step.
+    `learning_rate`, 1 at first, and the multipliers are factors of torch's `lr`.
 
     Args:
         optimizer_class: Such as `torch.optim.AdamW`.
-        **options: Its arguments after the parameters, such as `lr=1e-3`.
+        groups: Parameter groups as torch takes them, with variables as "params":
+            `[{"params": [w]}, {"params": [b], "weight_decay": 0.0}]`. None puts every variable
+            that has a gradient into one.
+        scheduler: Called with a torch optimizer, gives one of `torch.optim.lr_scheduler`, which
+            moves on once per update: `lambda optimizer: StepLR(optimizer, 30)`.
+        **options: Its arguments after the parameters, such as `lr=1e-3`; and those of `Optimizer`:
+            clipping, loss scale, what to do about gradients that are not finite.
 
     Raises:
         ImportError: If torch is not installed.
         TypeError: If it is no such class, refuses the options, needs a closure, or keeps state
-            that is no tensor.
+            that is no tensor; or if a scheduler needs a metric.
+        ValueError: If torch refuses the options, or an option is out of range; at a step, if a
+            variable is in no group.
         ContextError: If made inside a replica.
+
+    Example:
+        >>> import asyncio, torch
+        >>> from aioreplica import Variable
+        >>> w, b = Variable([4.0]), Variable([4.0])
+        >>> groups = [{"params": [w], "lr": 1.0}, {"params": [b]}]
+        >>> sgd = from_torch(torch.optim.SGD, groups, lr=0.5)
+        >>> asyncio.run(sgd.apply_gradients([(w.value, w), (b.value, b)]))
+        >>> w.value, b.value
+        (array([0.]), array([2.]))
     """
-    return _FromTorch(_Rule(optimizer_class, options))
+    try:
+        import torch
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            "from_torch needs the torch package, which is not installed. Run: "
+            'pip install "aioreplica[torch]"',
+            name="torch",
+        ) from missing
+    is_one = isinstance(optimizer_class, type)
+    if not is_one or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"from_torch takes a class such as torch.optim.Adam, got {optimizer_class!r}."
+        )
+    ours = OptimizerOptions.__optional_keys__
+    of_optimizer: Any = {name: value for name, value in options.items() if name in ours}
+    of_torch = {name: value for name, value in options.items() if name not in ours}
+    rule = _Rule(torch, optimizer_class, groups, of_torch)
+    schedule = None if scheduler is None else _Schedule(rule, scheduler)
+    return _FromTorch(rule, schedule, of_optimizer)
 
 
 @final
 class _Rule:
-    """What an optimizer does to one variable; its state as named arrays."""
+    """A class of torch, its options, and which variables have options of their own."""
 
-    def __init__(self, optimizer_class: Any, options: Mapping[str, Any]) -> None:
-        try:
-            import torch
-        except ModuleNotFoundError as missing:
-            raise ImportError(
-                "from_torch needs the torch package, which is not installed. Run: "
-                'pip install "aioreplica[torch]"',
-                name="torch",
-            ) from missing
-        is_one = isinstance(optimizer_class, type)
-        if not is_one or not issubclass(optimizer_class, torch.optim.Optimizer):
-            raise TypeError(
-                f"from_torch takes a class such as torch.optim.Adam, got {optimizer_class!r}."
-            )
-        self._torch = torch
+    def __init__(
+        self,
+        torch: Any,
+        optimizer_class: Any,
+        groups: Sequence[Group] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.torch = torch
         self._class = optimizer_class
         self._options = dict(options)
-        self.slot_names = (NUM_UPDATES, *self.start(np.zeros(2)))
+        self.is_open = groups is None
+        self.writes_gradients = bool(options.get("foreach"))  # SGD does, with nesterov
+        self.groups = [dict(group) for group in groups or [{"params": ()}]]
+        self.group_of: dict[Variable, int] = {}
+        for index, group in enumerate(self.groups):
+            for variable in group.pop("params", ()):
+                if not isinstance(variable, Variable):
+                    raise TypeError(
+                        f'A group\'s "params" are variables, got {variable!r} '
+                        f"({type(variable).__name__})."
+                    )
+                if variable in self.group_of:
+                    raise ValueError(f"Variable {variable.name!r} is in two groups.")
+                self.group_of[variable] = index
+        names = [self.first_state(np.zeros(2), index) for index in range(len(self.groups))]
+        self.slot_names = tuple(dict.fromkeys(name for state in names for name in state))
 
-    def start(self, value: Array) -> dict[str, Array]:
+    def new_optimizer(self, parameters: Sequence[Sequence[Any]]) -> Any:
+        """Make an optimizer of torch with the parameters of each group."""
+        groups = zip(parameters, self.groups, strict=True)
+        return self._class([{**g, "params": [*own]} for own, g in groups], **self._options)
+
+    def state_at_start(self, parameter: Any, index: int) -> dict[str, Any]:
+        """Return what torch has of a parameter before its first step; most have nothing."""
+        group = {**self.groups[index], "params": [parameter]}
+        return dict(self._class([group], **self._options).state[parameter])
+
+    def first_state(self, value: Array, index: int) -> dict[str, Array]:
         """Return the state of a variable before its first update: zeros of the right shapes."""
-        _, state = self._stepped(value, np.zeros_like(value), {})
-        return {name: np.zeros_like(array) for name, array in state.items()}
-
-    def move(
-        self, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, dict[str, Array]]:
-        """Return the next value and state."""
-        known = {name: slots[name] for name in self.slot_names[1:]} if slots[NUM_UPDATES] else {}
-        new, state = self._stepped(value, gradient, known)
-        return new, {NUM_UPDATES: slots[NUM_UPDATES] + 1, **state}
-
-    def _stepped(
-        self, value: Array, gradient: Array, state: Mapping[str, Array]
-    ) -> tuple[Array, dict[str, Array]]:
-        tensor = self._torch.tensor  # copies: arrays are read-only, and torch writes in place
-        parameter = self._torch.nn.Parameter(tensor(value))
-        parameter.grad = tensor(gradient)
-        optimizer = self._class([parameter], **self._options)
-        if state:
-            optimizer.state[parameter] = {name: tensor(a) for name, a in state.items()}
+        parameter = self.torch.nn.Parameter(self.torch.tensor(value))
+        parameter.grad = self.torch.zeros_like(parameter)
+        optimizer = self._class([{**self.groups[index], "params": [parameter]}], **self._options)
         optimizer.step()
-        return parameter.detach().numpy(), self._arrays(optimizer.state[parameter])
+        state = self.tensors(optimizer.state[parameter])
+        return {name: np.zeros_like(part.detach().numpy()) for name, part in state.items()}
 
-    def _arrays(self, state: Mapping[str, Any]) -> dict[str, Array]:
-        arrays = {}
-        for name, part in state.items():
-            if isinstance(part, self._torch.Tensor):
-                arrays[name] = part.detach().numpy()
-            elif part is not None:
+    def tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter without what is None.
+
+        Raises:
+            TypeError: If something is no tensor.
+        """
+        found = {name: part for name, part in state.items() if part is not None}
+        for name, part in found.items():
+            if not isinstance(part, self.torch.Tensor):
                 raise TypeError(
                     f"{self._class.__name__} keeps {name!r} as a {type(part).__name__}, but only "
                     "tensors can be slots. Use another optimizer."
                 )
-        return arrays
+        return found
 
 
 @final
-class _FromTorch(Optimizer):
-    """Applies torch's rule to each variable."""
+class _Schedule:
+    """What a scheduler of torch makes of the groups' options, by the number of updates.
 
-    def __init__(self, rule: _Rule) -> None:
-        super().__init__(1.0, slot_names=rule.slot_names)
+    It is a function of that number: a scheduler of its own is stepped up to there. An earlier
+    number, as after a checkpoint was loaded, starts another one.
+    """
+
+    def __init__(self, rule: _Rule, scheduler: Callable[[Any], Any]) -> None:
         self._rule = rule
+        self._make = scheduler
+        self._begin()
+
+    def at(self, iteration: int) -> list[dict[str, Any]]:
+        """Return the options of each group after so many updates."""
+        if iteration < self._count:
+            self._begin()
+        while self._count < iteration:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._count += 1
+        groups = self._optimizer.param_groups
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    def _begin(self) -> None:
+        torch = self._rule.torch
+        parameters = [[torch.nn.Parameter(torch.zeros(1))] for _ in self._rule.groups]
+        self._count = 0
+        self._optimizer = self._rule.new_optimizer(parameters)
+        self._scheduler = self._make(self._optimizer)
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric at every step. Use "
+                "ar.optimizers.schedules.ReduceOnPlateau as the learning_rate."
+            )
+
+
+@final
+class _FromTorch(JointOptimizer):
+    """Lets torch take each step."""
+
+    def __init__(self, rule: _Rule, schedule: _Schedule | None, options: OptimizerOptions) -> None:
+        super().__init__(1.0, (NUM_UPDATES, *rule.slot_names), **options)
+        self._rule = rule
+        self._schedule = schedule
+        self._lock = Lock()
+        self._made: tuple[Any, ...] = ()  # for which variables and factors
+        self._variables: list[Variable] = []
+        self._optimizer: Any = None
+        self._parameters: list[Any] = []
+        self._nothing = rule.torch.zeros(0)
+
+    def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
+        """Check that all are in a group; there is no state beside the slots."""
+        for variable in variables:
+            if variable not in self._rule.group_of:
+                if not self._rule.is_open:
+                    raise ValueError(
+                        f"Variable {variable.name!r} has a gradient but is in no group of "
+                        "from_torch. Add it to one, or leave its pair out."
+                    )
+                self._rule.group_of[variable] = 0
+        return ()
 
     def new_slot(self, name: str, variable: Variable) -> Array:
         """Start with zeros, which torch replaces at the first update."""
         if name == NUM_UPDATES:
             return np.array(0)
-        return self._rule.start(variable.components[0])[name]
+        state = self._rule.first_state(variable.components[0], self._rule.group_of[variable])
+        return state.get(name, np.zeros(()))
 
-    def prepare(self, learning_rate: float, iteration: int) -> None:
-        """Nothing: the rate is among torch's own options."""
+    def prepare(self, learning_rate: float, iteration: int) -> tuple[float, int]:
+        """Return the factor of torch's rate, and the number of the update."""
+        return learning_rate, iteration
 
-    def update(
-        self, prepared: None, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, Mapping[str, Array]]:
-        """Let torch take one step."""
-        return self._rule.move(value, gradient, slots)
+    def update_all(
+        self,
+        prepared: Sequence[tuple[float, int]],
+        groups: Sequence[tuple[Variable, ...]],
+        shared: Sequence[Variable],
+        gradients: Sequence[Array],
+        write: StagedWrite,
+    ) -> None:
+        """Copy values and slots to new memory, where torch moves them."""
+        factors = [factor for factor, _ in prepared]
+        everything = [variable for group in groups for variable in group]
+        with self._lock:  # runs that go on at the same time share torch's optimizer
+            for old, new in write.begin(everything):
+                self._step(groups, factors, prepared[0][1], gradients, old, new)
+        self.is_warm = True
 
-    def finish(self, prepared: None) -> Mapping[Variable, Array]:
-        """Nothing: all of the state is in slots."""
-        return {}
+    def _step(
+        self,
+        groups: Sequence[tuple[Variable, ...]],
+        factors: Sequence[float],
+        iteration: int,
+        gradients: Sequence[Array],
+        old: Sequence[Array],
+        new: Sequence[Array],
+    ) -> None:
+        torch = self._rule.torch
+        optimizer, parameters = self._optimizer_for([group[0] for group in groups], factors)
+        if self._schedule is not None:
+            self._follow(optimizer, self._schedule.at(iteration), factors)
+        names = self.slot_names
+        width = 1 + len(names)
+        tensors = list(map(torch.from_numpy, new))
+        for index, parameter in enumerate(parameters):
+            at = index * width
+            _copy(torch, old[at], new[at], tensors[at])
+            parameter.data = tensors[at]
+            gradient = _readable(torch, gradients[index])
+            parameter.grad = gradient.clone() if self._rule.writes_gradients else gradient
+            state = {}
+            new[at + 1][...] = old[at + 1] + 1
+            for slot in range(2, width):
+                _copy(torch, old[at + slot], new[at + slot], tensors[at + slot])
+                state[names[slot - 1]] = tensors[at + slot]
+            if not old[at + 1]:
+                variable = groups[index][0]
+                state = self._rule.state_at_start(parameter, self._rule.group_of[variable])
+            optimizer.state[parameter] = state
+        optimizer.step()
+        for index, parameter in enumerate(parameters):
+            at = index * width
+            made = self._rule.tensors(optimizer.state[parameter])
+            for name, tensor in zip(names[1:], tensors[at + 2 : at + width], strict=True):
+                if name in made and made[name] is not tensor:
+                    tensor.copy_(made[name])
+            parameter.grad = None
+            parameter.data = self._nothing  # it would hold a buffer that the next step can use
+        optimizer.state.clear()
+
+    def _optimizer_for(
+        self, variables: Sequence[Variable], factors: Sequence[float]
+    ) -> tuple[Any, list[Any]]:
+        """Return torch's optimizer of these variables, each in a group for its factor."""
+        wanted = (*map(id, variables), *factors)
+        if wanted != self._made:
+            self._variables = [*variables]  # so that their ids stay theirs
+            torch = self._rule.torch
+            parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in variables]
+            rule, where = self._rule, self._rule.group_of
+            empty: list[list[Any]] = [[] for _ in rule.groups]
+            for parameter, variable in zip(parameters, variables, strict=True):
+                empty[where[variable]].append(parameter)
+            optimizer = rule.new_optimizer(empty)
+            bases = optimizer.param_groups
+            optimizer.param_groups = split = []
+            for index, base in enumerate(bases):
+                members = [
+                    (parameter, factor)
+                    for parameter, variable, factor in zip(
+                        parameters, variables, factors, strict=True
+                    )
+                    if where[variable] == index
+                ]
+                for factor in dict.fromkeys(factor for _, factor in members):
+                    own = [parameter for parameter, each in members if each == factor]
+                    group = {**base, "params": own, "lr": base["lr"] * factor}
+                    split.append({**group, "index": index, "factor": factor})
+            self._made, self._optimizer, self._parameters = wanted, optimizer, parameters
+        return self._optimizer, self._parameters
+
+    def _follow(
+        self, optimizer: Any, options: Sequence[Mapping[str, Any]], factors: Sequence[float]
+    ) -> None:
+        for group in optimizer.param_groups:
+            now = options[group["index"]]
+            group.update({**now, "lr": now["lr"] * group["factor"]})
+
+
+class _Memory:
+    """Shows an array's memory without its read-only flag, which torch has no word for."""
+
+    __slots__ = ("__array_interface__", "_array")
+
+    def __init__(self, array: Array) -> None:
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def _copy(torch: Any, old: Array, new: Array, tensor: Any) -> None:
+    """Copy an array to new memory, of which there is a tensor: torch takes several threads."""
+    if new.nbytes > THREADED_BYTES:
+        tensor.copy_(_readable(torch, old))
+    else:
+        np.copyto(new, old)
+
+
+def _readable(torch: Any, array: Array) -> Any:
+    """Return an array as a tensor of the same memory, to be read only."""
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))

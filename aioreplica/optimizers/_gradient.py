@@ -11,6 +11,7 @@ from array_api_compat import is_array_api_obj
 
 from ..devices.backends import backend_of, trace_of
 from ..values import DistributedValues, IndexedSlices, Variable, Weighted
+from ._scaled_gradient import ScaledGradient
 
 Array = npt.NDArray[Any]
 
@@ -19,8 +20,8 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
     """Split pairs into gradients and variables that fit; pairs whose gradient is None are dropped.
 
     Returns:
-        Gradients in the dtype of their variables (arrays, IndexedSlices or Weighted ones), and the
-        variables.
+        Gradients in the dtype of their variables (arrays, IndexedSlices, ScaledGradients or
+        Weighted ones), and the variables.
 
     Raises:
         TypeError: If something is no pair, no variable or no array of real numbers.
@@ -31,13 +32,27 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
     variables: dict[Variable, None] = {}
     without: list[Variable] = []
     for pair in grads_and_vars:
-        gradient, variable = _checked_pair(pair, "apply_gradients")
+        if type(pair) is tuple and len(pair) == 2 and isinstance(pair[1], Variable):
+            gradient, variable = pair
+        else:
+            gradient, variable = _checked_pair(pair, "apply_gradients")
         if gradient is None:
             without.append(variable)
             continue
-        _add(variables, variable)
-        gradients.append(_fitting(gradient, variable))
-    _require_some(variables, without, "apply_gradients")
+        old = variable.components[0]
+        if variable in variables or not variable.trainable or old.dtype.kind != "f":
+            raise _not_to_be_updated(variable, is_known=variable in variables)
+        variables[variable] = None
+        if (  # the common case: it fits as it is
+            type(gradient) is np.ndarray
+            and gradient.dtype == old.dtype
+            and gradient.shape == old.shape
+        ):
+            gradients.append(gradient)
+        else:
+            gradients.append(_fitting(gradient, variable))
+    if not variables:
+        raise _no_gradient(without, "apply_gradients")
     return gradients, list(variables)
 
 
@@ -71,7 +86,9 @@ def merged_pairs(
                 f"The gradient of {variable.name!r} is None on replicas {without} of "
                 f"{num_replicas}. Bring one on all replicas or on none."
             )
-        _add(variables, variable)
+        if variable in variables or not variable.trainable or variable.dtype.kind != "f":
+            raise _not_to_be_updated(variable, is_known=variable in variables)
+        variables[variable] = None
         column = [_fitting(part, variable) for part in parts]
         if len({type(part) is Weighted for part in column}) > 1:
             raise TypeError(
@@ -79,7 +96,8 @@ def merged_pairs(
                 "Weighted from every replica, or from none."
             )
         columns.append(column)
-    _require_some(variables, missing, "distributed_apply")
+    if not variables:
+        raise _no_gradient(missing, "distributed_apply")
     return columns, list(variables)
 
 
@@ -95,30 +113,26 @@ def _checked_pair(pair: Any, what: str) -> tuple[Any, Variable]:
     return gradient, variable
 
 
-def _add(variables: dict[Variable, None], variable: Variable) -> None:
-    if variable in variables:
-        raise ValueError(
+def _not_to_be_updated(variable: Variable, *, is_known: bool) -> Exception:
+    if is_known:
+        return ValueError(
             f"Variable {variable.name!r} has two gradients. Add them up and pass one pair."
         )
     if not variable.trainable:
-        raise ValueError(
+        return ValueError(
             f"Variable {variable.name!r} is not trainable, so it takes no gradient. Create it with "
             "trainable=True, or leave its pair out."
         )
-    if variable.dtype.kind != "f":
-        raise TypeError(
-            f"Variable {variable.name!r} has dtype {variable.dtype}, but only floating-point "
-            "variables can be trained. Create it with dtype='float32' or 'float64'."
-        )
-    variables[variable] = None
+    return TypeError(
+        f"Variable {variable.name!r} has dtype {variable.dtype}, but only floating-point "
+        "variables can be trained. Create it with dtype='float32' or 'float64'."
+    )
 
 
-def _require_some(variables: dict[Variable, None], without: Sequence[Variable], what: str) -> None:
-    if variables:
-        return
+def _no_gradient(without: Sequence[Variable], what: str) -> ValueError:
     names = ", ".join(repr(variable.name) for variable in without)
     got = f"None as the gradient of {names}" if names else "no pair"
-    raise ValueError(
+    return ValueError(
         f"{what} got no gradient: {got}. Pass at least one pair whose gradient is not None: does "
         "the loss read any trainable variable?"
     )
@@ -141,6 +155,9 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
                 f"got {gradient.weight!r}."
             )
         return Weighted(_fitting(gradient.total, variable), weight.item())
+    if isinstance(gradient, ScaledGradient):
+        fitting = _fitting(gradient.values, variable)
+        return gradient if fitting is gradient.values else ScaledGradient(fitting, gradient.scale)
     is_sparse = isinstance(gradient, IndexedSlices)
     if is_array_api_obj(gradient) and not isinstance(gradient, (np.ndarray, np.generic)):
         gradient = _on_host(gradient, variable)
@@ -190,6 +207,9 @@ def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, .
                 "weights. Bring one of each from every replica."
             )
         return tuple(map(Weighted, totals, weights))
+    if isinstance(gradient, ScaledGradient):
+        values = _parts(gradient.values, variable, num_replicas)
+        return tuple(ScaledGradient(value, gradient.scale) for value in values)
     if not isinstance(gradient, DistributedValues):
         return (gradient,)
     if len(gradient) != num_replicas:

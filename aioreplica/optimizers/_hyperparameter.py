@@ -64,8 +64,8 @@ def checked_decay(name: str, value: float) -> float:
     return checked_number(name, value, "in [0, 1)", lambda number: 0 <= number < 1)
 
 
-def checked_multipliers(given: Any) -> Callable[[Variable], float]:
-    """Return a function that gives the multiplier of a variable's learning rate.
+def checked_multipliers(given: Any) -> Callable[[Variable], float] | None:
+    """Return a function that gives the multiplier of a variable's learning rate; None for None.
 
     Raises:
         TypeError: If `given` is neither None, a mapping nor a function, or a multiplier is no
@@ -73,7 +73,7 @@ def checked_multipliers(given: Any) -> Callable[[Variable], float]:
         ValueError: If a multiplier is negative or not finite.
     """
     if given is None:
-        return _no_multiplier
+        return None
     if isinstance(given, Mapping):
         for variable, value in given.items():
             if not isinstance(variable, Variable):
@@ -88,10 +88,6 @@ def checked_multipliers(given: Any) -> Callable[[Variable], float]:
             f"learning_rate_multipliers must be a dict or a function of a variable, got {given!r}."
         )
     return lambda variable: _checked_multiplier(variable, given(variable))
-
-
-def _no_multiplier(_variable: Variable) -> float:
-    return 1.0
 
 
 def _checked_multiplier(variable: Variable, value: Any) -> float:

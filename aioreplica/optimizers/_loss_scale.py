@@ -6,18 +6,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, final
+from weakref import WeakSet
 
 import numpy as np
 
 from ..context import PLACE
 from ..values import Variable, Weighted
 from ._hyperparameter import checked_number
+from ._place import require_outside_replicas
 from ._slots import new_variable
-from ._whereabouts import require_outside_replicas
 
 
 class LossScaling(ABC):
-    """What a loss is multiplied with before it is differentiated, and gradients are divided by."""
+    """What a loss is multiplied with before it is differentiated, and gradients are divided by.
+
+    Several optimizers may share one: gradients carry the scale they were computed with, and a step
+    in which each of them updates once counts as one.
+    """
+
+    _since: WeakSet[Any] | None = None  # the optimizers that made an update in this step
 
     @property
     @abstractmethod
@@ -41,6 +48,25 @@ class LossScaling(ABC):
         Args:
             is_finite: Whether all gradients were.
         """
+
+    def is_next_step_of(self, optimizer: Any) -> bool:
+        """Tell whether an update begins a new step: the optimizer's second one, or the first.
+
+        Args:
+            optimizer: One of those that share the scale.
+        """
+        since = self._since
+        return not since or optimizer in since
+
+    def applied_by(self, optimizer: Any) -> None:
+        """Count an update that was published.
+
+        Args:
+            optimizer: Whose update it was.
+        """
+        if self._since is None or self.is_next_step_of(optimizer):
+            self._since = WeakSet()
+        self._since.add(optimizer)
 
     def scaled(self, loss: Any) -> Any:
         """Return a loss, a number or a `Weighted`, times the scale."""

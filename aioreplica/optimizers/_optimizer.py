@@ -1,7 +1,7 @@
 """The optimizer interface: differentiate, aggregate over replicas, update everything at once.
 
-The order of one step is fixed: aggregate, unscale, check, clip, apply. All of it happens in one
-merge of all replicas; `_step.py` has the order, `_application.py` the last part of it.
+The order of one step is fixed: sum, unscale and check, clip, apply, publish. All of it happens in
+one merge of all replicas, which `_step.py` has.
 """
 
 from __future__ import annotations
@@ -9,54 +9,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
-from typing import Any, TypedDict
+from typing import Any, final
 
-import numpy as np
-
-from ..context import PLACE
+from ..context import PLACE, Place
+from ..devices import run_on_host
+from ..replica import CallSite, ReplicaContext
 from ..values import Variable
-from ._application import Application
-from ._apply import APPLY_GRADIENTS, Contribution
-from ._block import BLOCK_BYTES
-from ._blocking import BlockingOptimizer
-from ._clipping import Clipping
-from ._finite import OnNonFinite
 from ._gradient import checked_pairs, merged_pairs
-from ._hyperparameter import (
-    LearningRate,
-    Multipliers,
-    checked_learning_rate,
-    checked_multipliers,
-    learning_rate_at,
-)
-from ._loss import Pairs, differentiate_loss
+from ._hyperparameter import LearningRate, Multipliers, checked_learning_rate
+from ._loss import Pairs, differentiate_loss, require_loss
 from ._loss_scale import LossScaling
-from ._rule import UpdateRule
-from ._scratch import ScratchPool
-from ._slots import SlotTable, new_variable
-from ._step import take_step
-from ._total import Total
-from ._touched import TouchedRows
-from ._treatment import Treatment, checked_treatment
-from ._update import Update
-from ._whereabouts import (
+from ._merged_gradient import merge_gradients
+from ._place import (
+    replica_on_device,
     require_cross_replica_context,
     require_outside_replicas,
     require_owner,
-    require_replica_context,
+    require_replica,
 )
-
-
-class OptimizerOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer passes on to `Optimizer`, which explains them."""
-
-    clipnorm: float | None
-    clipvalue: float | None
-    global_clipnorm: float | None
-    loss_scale: float | LossScaling | None
-    on_non_finite: OnNonFinite | None
-    loss_reduction: str
-    learning_rate_multipliers: Multipliers | None
+from ._rule import UpdateRule
+from ._settings import OnNonFinite, StepSettings, checked_settings
+from ._step import APPLY_GRADIENTS, Contribution, take_step
 
 
 class Optimizer(UpdateRule):
@@ -85,6 +58,8 @@ class Optimizer(UpdateRule):
             too. `Weighted` gradients are divided by their weights either way.
         learning_rate_multipliers: What the learning rate is multiplied with for some variables: a
             dict, or a function of the variable.
+        measure_norm: Whether to keep the norm of the gradients of each step in `gradient_norm`,
+            which `global_clipnorm` does anyway.
 
     Raises:
         ValueError: If a number is negative or not finite, more than one way of clipping is given,
@@ -133,21 +108,22 @@ class Optimizer(UpdateRule):
         on_non_finite: OnNonFinite | None = None,
         loss_reduction: str = "sum",
         learning_rate_multipliers: Multipliers | None = None,
+        measure_norm: bool = False,
     ) -> None:
         require_outside_replicas(type(self).__name__)
-        if not callable(learning_rate):
-            checked_learning_rate(learning_rate)
-        clipping = Clipping(clipnorm, clipvalue, global_clipnorm)
-        strategy = PLACE.get().strategy
-        self._treatment = checked_treatment(
-            strategy, clipping, loss_scale, on_non_finite, loss_reduction
+        self._settings = checked_settings(
+            PLACE.get().strategy,
+            learning_rate,
+            slot_names,
+            clipnorm,
+            clipvalue,
+            global_clipnorm,
+            loss_scale,
+            on_non_finite,
+            loss_reduction,
+            learning_rate_multipliers,
+            measure_norm,
         )
-        self._learning_rate = learning_rate
-        self._multiplier_of = checked_multipliers(learning_rate_multipliers)
-        self._slots = SlotTable(slot_names)
-        self._touched = TouchedRows() if self.is_elementwise else None
-        self._scratch = ScratchPool(BLOCK_BYTES)
-        self._iterations = new_variable(strategy, np.int64(0), "iterations")
 
     # ---- training ------------------------------------------------------------------------
 
@@ -170,7 +146,8 @@ class Optimizer(UpdateRule):
 
         Returns:
             `(gradient, variable)` pairs; for a weighted loss `Weighted(gradient of the total,
-            weight)`. A variable of `var_list` that the loss did not read has gradient None.
+            weight)`. With a loss scale the gradients are `ScaledGradient`s, which know it. A
+            variable of `var_list` that the loss did not read has gradient None.
 
         Raises:
             TypeError: If `loss` is not a plain function or returns no number, or an entry of
@@ -181,10 +158,15 @@ class Optimizer(UpdateRule):
         Cancellation:
             As for a device op.
         """
-        return (await differentiate_loss(loss, var_list, self._scale, backend))[1]
+        require_loss(loss, var_list)
+        return (await _differentiate(self, PLACE.get(), loss, var_list, backend))[1]
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Variable | None = None,
+        *,
+        aggregate: bool = True,
     ) -> Coroutine[Any, Any, None]:
         """Combine the gradients of all replicas and update the variables with them.
 
@@ -195,9 +177,11 @@ class Optimizer(UpdateRule):
 
         Args:
             grads_and_vars: `(gradient, variable)` pairs; those with gradient None are dropped. A
-                gradient is an array (of torch, jax or cupy too), an `IndexedSlices`, or a
-                `Weighted` of one.
+                gradient is an array (of torch, jax or cupy too), an `IndexedSlices`, a
+                `ScaledGradient` of these, or a `Weighted` of one.
             global_step: A variable that is advanced by 1; not by a step that is skipped.
+            aggregate: False if the gradients are sums over all replicas already, equal on all of
+                them: those of replica 0 are applied.
 
         Raises:
             ContextError: If called in cross-replica context (use `distributed_apply` there), or
@@ -215,7 +199,14 @@ class Optimizer(UpdateRule):
         Determinism:
             Summed in ascending replica id: bitwise reproducible.
         """
-        return self._meet(grads_and_vars, global_step, self._scale, sys._getframe(1))
+        place = PLACE.get()
+        replica = place.replica
+        if type(replica) is not ReplicaContext:
+            require_replica(place, "apply_gradients")
+        brought = _contribution(self, place, grads_and_vars, global_step, not aggregate)
+        if type(replica) is not ReplicaContext:
+            return _take_step_alone(brought)
+        return replica.meet(APPLY_GRADIENTS, None, brought, sys._getframe(1))
 
     def minimize(
         self,
@@ -224,6 +215,7 @@ class Optimizer(UpdateRule):
         global_step: Variable | None = None,
         *,
         backend: str = "autograd",
+        has_aux: bool = False,
     ) -> Coroutine[Any, Any, Any]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
@@ -232,9 +224,11 @@ class Optimizer(UpdateRule):
             var_list: As for `compute_gradients`.
             global_step: As for `apply_gradients`.
             backend: As for `compute_gradients`.
+            has_aux: Whether the loss returns a pair: the loss, and what comes with it, such as
+                predictions, which is not differentiated.
 
         Returns:
-            What the loss returned before the update, with plain numbers.
+            What the loss returned before the update, with plain numbers; with `has_aux` the pair.
 
         Raises:
             Exception: As for `compute_gradients` and `apply_gradients`.
@@ -242,8 +236,14 @@ class Optimizer(UpdateRule):
         Cancellation:
             As for `apply_gradients`.
         """
-        require_replica_context("minimize")
-        return self._minimize(loss, var_list, global_step, sys._getframe(1), backend)
+        place = PLACE.get()
+        require_replica(place, "minimize")
+        if isinstance(place.replica, ReplicaContext):
+            place.replica.require_awaitable("minimize")
+        require_loss(loss, var_list)
+        return _minimize(
+            self, place, loss, var_list, global_step, backend, has_aux, sys._getframe(1)
+        )
 
     async def distributed_apply(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -285,16 +285,18 @@ class Optimizer(UpdateRule):
         Source:
             `_distributed_apply` of tf.compat.v1.train.Optimizer.
         """
-        require_cross_replica_context()
+        require_cross_replica_context(
+            "distributed_apply", "Use `await optimizer.apply_gradients(grads_and_vars)` there."
+        )
         columns, variables = merged_pairs(grads_and_vars)
         strategy = variables[0].strategy
-        require_owner(_written(variables, global_step), strategy)
+        require_owner(written(variables, global_step), PLACE.get().strategy or strategy)
         reducer = None
         if strategy is not None:
             strategy.open()
             reducer = strategy.reducer
-        scales = None if self._scale is None else [self._scale]
-        pending = take_step(self, reducer, columns, variables, global_step, scales)
+        gradients = merge_gradients(variables, columns, is_mean=self._settings.is_mean)
+        pending = take_step(self, gradients, reducer, global_step)
         if pending is not None:
             await pending
 
@@ -308,12 +310,12 @@ class Optimizer(UpdateRule):
     @property
     def iterations(self) -> Variable:
         """How many updates were done, a variable."""
-        return self._iterations
+        return self._settings.iterations
 
     @property
     def slot_names(self) -> tuple[str, ...]:
         """Names of the slots that every updated variable has."""
-        return self._slots.names
+        return self._settings.slots.names
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a variable's slot, or None before the variable's first update.
@@ -321,17 +323,26 @@ class Optimizer(UpdateRule):
         Raises:
             ValueError: If this optimizer has no slot of that name.
         """
-        return self._slots.find(var, name)
+        return self._settings.slots.find(var, name)
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The number or the function that gives the learning rate."""
-        return self._learning_rate
+        """The number or the function that gives the learning rate; the next step uses a new one.
+
+        Raises:
+            ValueError: When set to a number that is negative or not finite.
+            TypeError: When set to what is neither a number nor a function.
+        """
+        return self._settings.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: LearningRate) -> None:
+        self._settings.learning_rate = value if callable(value) else checked_learning_rate(value)
 
     @property
     def loss_scale(self) -> LossScaling | None:
         """What losses are multiplied with, None if with nothing."""
-        return self._treatment.loss_scaling
+        return self._settings.loss_scaling
 
     @property
     def skipped_steps(self) -> Variable | None:
@@ -339,79 +350,169 @@ class Optimizer(UpdateRule):
 
         None if such steps are not skipped.
         """
-        return self._treatment.skipped
+        return self._settings.skipped
+
+    @property
+    def gradient_norm(self) -> Variable | None:
+        """The norm of all gradients of the last step together, before clipping; a variable.
+
+        None unless made with `global_clipnorm` or `measure_norm=True`.
+        """
+        return self._settings.norm
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """Everything it remembers: iterations, what belongs to the loss scale, all slots."""
-        scaling, skipped = self._treatment.loss_scaling, self._treatment.skipped
-        return (
-            self._iterations,
-            *(() if skipped is None else (skipped,)),
-            *(() if scaling is None else scaling.variables),
-            *self._slots.all(),
-        )
+        return self._settings.variables
 
     @property
-    def treatment(self) -> Treatment:
-        """What is done to gradients before they are applied."""
-        return self._treatment
+    def settings(self) -> StepSettings:
+        """What a step needs besides the rule; for the library."""
+        return self._settings
 
     def __repr__(self) -> str:
-        done, size = self._iterations.components[0], len(self._slots)
+        settings = self._settings
+        done, size = settings.iterations.components[0], len(settings.slots)
         return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
 
-    # ---- one step ------------------------------------------------------------------------
 
-    @property
-    def _scale(self) -> float | None:
-        return None if self.loss_scale is None else self.loss_scale.scale
+@final
+class BlockingOptimizer:
+    """An optimizer as plain step functions use it; got as `optimizer.blocking`.
 
-    async def _minimize(
+    Each method does what the awaitable one does, bit for bit, and returns when that is done.
+    ContextError elsewhere than on the device thread of a replica.
+    """
+
+    __slots__ = ("_optimizer",)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Variable | None = None,
+        *,
+        aggregate: bool = True,
+    ) -> None:
+        """Combine the gradients of all replicas and update the variables with them.
+
+        Args:
+            grads_and_vars: As for `Optimizer.apply_gradients`.
+            global_step: As for `Optimizer.apply_gradients`.
+            aggregate: As for `Optimizer.apply_gradients`.
+
+        Raises:
+            Exception: As `Optimizer.apply_gradients`.
+
+        Cancellation:
+            Leaves everything as it was, or everything updated.
+        """
+        name = "optimizer.blocking.apply_gradients"
+        self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
+
+    def minimize(
         self,
         loss: Callable[[], Any],
-        var_list: Sequence[Variable] | None,
-        global_step: Variable | None,
-        frame: FrameType,
-        backend: str,
+        var_list: Sequence[Variable] | None = None,
+        global_step: Variable | None = None,
+        *,
+        backend: str = "autograd",
+        has_aux: bool = False,
     ) -> Any:
-        scale = self._scale
-        value, pairs = await differentiate_loss(loss, var_list, scale, backend)
-        await self._meet(pairs, global_step, scale, frame)
+        """Differentiate a loss here and apply the gradients; return this replica's own loss.
+
+        Args:
+            loss: As for `Optimizer.minimize`.
+            var_list: As for `Optimizer.minimize`.
+            global_step: As for `Optimizer.minimize`.
+            backend: As for `Optimizer.minimize`.
+            has_aux: As for `Optimizer.minimize`.
+
+        Raises:
+            Exception: As `Optimizer.minimize`.
+        """
+        name = "optimizer.blocking.minimize"
+        replica_on_device(name)
+        require_loss(loss, var_list)
+        scaling = self._optimizer.loss_scale
+        scale = None if scaling is None else scaling.scale
+        value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
+        self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
 
     def _meet(
         self,
+        name: str,
         grads_and_vars: Iterable[tuple[Any, Any]],
         global_step: Variable | None,
-        scale: float | None,
+        is_summed: bool,
         frame: FrameType,
-    ) -> Coroutine[Any, Any, None]:
-        replica = require_replica_context("apply_gradients")
-        gradients, variables = checked_pairs(grads_and_vars)
-        require_owner(_written(variables, global_step))
-        brought = Contribution(self, variables, gradients, global_step, scale)
-        if replica is None:
-            return _take(brought)
-        return replica.meet(APPLY_GRADIENTS, None, brought, frame)
+    ) -> None:
+        replica = replica_on_device(name)
+        brought = _contribution(
+            self._optimizer, PLACE.get(), grads_and_vars, global_step, is_summed
+        )
+        replica.blocking.meet(APPLY_GRADIENTS, None, brought, CallSite(frame.f_code, frame.f_lasti))
 
-    def new_application(self, totals: Sequence[Total], global_step: Variable | None) -> Application:
-        """Return the application of some totals to the newest values; called by a step."""
-        groups = [
-            (total.variable, *self._slots.of(total.variable, self.new_slot)) for total in totals
-        ]
-        counters = [self._iterations] if global_step is None else [self._iterations, global_step]
-        scales = self._treatment.scale_variables
-        # Before any of them is read: what another run writes from here on is noticed.
-        update = Update([*(each for group in groups for each in group), *counters, *scales])
-        extra = self._treatment.scale_after(is_finite=True)
-        rate = learning_rate_at(self._learning_rate, int(self._iterations.components[0]))
-        rates = [rate * self._multiplier_of(total.variable) for total in totals]
-        memory = (self._touched, self._scratch)
-        return Application(self, *memory, update, rate, rates, groups, totals, counters, extra)
+    def __repr__(self) -> str:
+        return f"<BlockingOptimizer of {self._optimizer!r}>"
 
 
-def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
+async def _minimize(
+    optimizer: Optimizer,
+    place: Place,
+    loss: Callable[[], Any],
+    var_list: Sequence[Variable] | None,
+    global_step: Variable | None,
+    backend: str,
+    has_aux: bool,
+    frame: FrameType,
+) -> Any:
+    value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
+    brought = _contribution(optimizer, place, pairs, global_step, False)
+    if isinstance(place.replica, ReplicaContext):
+        await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
+    else:
+        await _take_step_alone(brought)
+    return value
+
+
+async def _differentiate(
+    optimizer: Optimizer,
+    place: Place,
+    loss: Callable[[], Any],
+    var_list: Sequence[Variable] | None,
+    backend: str,
+    has_aux: bool = False,
+) -> tuple[Any, Pairs]:
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
+    replica = place.replica
+    run = replica.run_on_device if isinstance(replica, ReplicaContext) else run_on_host
+    return await run(differentiate_loss, loss, var_list, scale, backend, has_aux)
+
+
+def _contribution(
+    optimizer: Optimizer,
+    place: Place,
+    grads_and_vars: Iterable[tuple[Any, Any]],
+    global_step: Variable | None,
+    is_summed: bool,
+) -> Contribution:
+    strategy = place.strategy
+    owner = None if strategy is None or strategy.has_plain_values else strategy
+    gradients, variables = checked_pairs(grads_and_vars)
+    for variable in variables:
+        if variable.strategy is not owner:
+            require_owner(variables, strategy)
+    if global_step is not None:
+        require_owner(written([], global_step), strategy)
+    return Contribution(optimizer, variables, gradients, global_step, is_summed)
+
+
+def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
+    """Return what a step writes for the user; TypeError if the global step is no variable."""
     if global_step is None:
         return [*variables]
     if not isinstance(global_step, Variable):
@@ -419,12 +520,11 @@ def _written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
     return [*variables, global_step]
 
 
-async def _take(brought: Contribution) -> None:
+async def _take_step_alone(brought: Contribution) -> None:
     """Take the step of one replica that is on its own."""
-    scales = None if brought.scale is None else [brought.scale]
-    columns = [[gradient] for gradient in brought.gradients]
-    pending = take_step(
-        brought.optimizer, None, columns, brought.variables, brought.global_step, scales
-    )
+    optimizer, variables, gradients, global_step, _ = brought
+    columns = [(gradient,) for gradient in gradients]
+    merged = merge_gradients(variables, columns, is_mean=False)
+    pending = take_step(optimizer, merged, None, global_step)
     if pending is not None:
         await pending

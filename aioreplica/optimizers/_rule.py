@@ -18,9 +18,11 @@ class UpdateRule(ABC):
 
     Attributes:
         is_elementwise: Whether the rule is that of an `ElementwiseOptimizer`.
+        is_joint: Whether the rule is that of a `JointOptimizer`.
     """
 
     is_elementwise = False
+    is_joint = False
 
     @abstractmethod
     def new_slot(self, name: str, variable: Variable) -> Array:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
-from ._block import Block
+from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
 from ._hyperparameter import LearningRate, checked_decay
-from ._optimizer import OptimizerOptions
+from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
 

@@ -18,18 +18,21 @@ class SlotTable:
 
     Args:
         names: Names of the slots that every variable has.
+
+    Attributes:
+        made: The slots of each variable, in order of `names`.
     """
 
-    __slots__ = ("_lock", "_slots", "names")
+    __slots__ = ("_lock", "made", "names")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self._slots: dict[Variable, tuple[Variable, ...]] = {}
+        self.made: dict[Variable, tuple[Variable, ...]] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
         """How many variables have slots."""
-        return len(self._slots)
+        return len(self.made)
 
     def find(self, variable: Variable, name: str) -> Variable | None:
         """Return one slot, None if the variable has none yet.
@@ -40,15 +43,15 @@ class SlotTable:
         if name not in self.names:
             legal = ", ".join(map(repr, self.names)) or "none"
             raise ValueError(f"Unknown slot {name!r}. The slots of this optimizer are: {legal}.")
-        slots = self._slots.get(variable)
+        slots = self.made.get(variable)
         return None if slots is None else slots[self.names.index(name)]
 
     def all(self) -> tuple[Variable, ...]:
         """Return every slot, variable by variable in order of their first update."""
-        made = tuple(self._slots.values())  # another thread may add some
+        made = tuple(self.made.values())  # another thread may add some
         return tuple(slot for slots in made for slot in slots)
 
-    def of(
+    def make(
         self, variable: Variable, initial: Callable[[str, Variable], Any]
     ) -> tuple[Variable, ...]:
         """Return the slots of a variable, in order of `names`, making them the first time.
@@ -57,20 +60,14 @@ class SlotTable:
             variable: Their owner.
             initial: Called as `initial(name, variable)`, gives a new slot's value.
         """
-        slots = self._slots.get(variable)
-        return self._make(variable, initial) if slots is None else slots
-
-    def _make(
-        self, variable: Variable, initial: Callable[[str, Variable], Any]
-    ) -> tuple[Variable, ...]:
         with self._lock:  # two blocking runs may take the first step at the same time
-            if variable not in self._slots:
+            if variable not in self.made:
                 owner, prefix = variable.strategy, variable.name
-                self._slots[variable] = tuple(
+                self.made[variable] = tuple(
                     new_variable(owner, initial(name, variable), f"{prefix}/{name}")
                     for name in self.names
                 )
-            return self._slots[variable]
+            return self.made[variable]
 
 
 def new_variable(strategy: Any, value: Any, name: str) -> Variable:

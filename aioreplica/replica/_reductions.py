@@ -27,7 +27,7 @@ from ..collectives import (
 from ..context import PLACE, Place
 from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
 from ..typing import ReduceOp
-from ..values import read_at
+from ..values import flatten_summands, read_at
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
@@ -56,7 +56,7 @@ def payload_of_numbers(value: Any, op: ReduceOp, where: str, place: Place | None
     if type(value) is np.ndarray and value.dtype.kind in _NUMERIC:
         return [value], LEAF_SPEC, None
     known = flatten_arrays(value)
-    leaves, spec = flatten(_read(value, where, place)) if known is None else known
+    leaves, spec = flatten_summands(_read(value, where, place)) if known is None else known
     if known is not None or (len(leaves) > 1 and set(map(type, leaves)) == _ARRAYS):
         dtypes = list(map(_dtype_of, leaves))
         few = dtypes[:1] if dtypes.count(dtypes[0]) == len(dtypes) else set(dtypes)

@@ -31,7 +31,7 @@ from ..context import CurrentStrategy
 from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
-from ..values import DistributedValues, Mirrored, Variable, require_own
+from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
 from ._replica_set import ReplicaSet
 
 Axis = int | tuple[int, ...] | None
@@ -51,7 +51,7 @@ async def reduce_tree(
             value,
             lambda: map_leaves(lambda leaf: _reduce_axis(op, leaf, axis, replicas), value),
         )
-    leaves, spec = flatten(value)
+    leaves, spec = flatten_summands(value)
     columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
     specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
     reduced: list[Any] = [None] * len(columns)
@@ -70,7 +70,7 @@ def _add_columns(
     op: ReduceOp, leaf: Any, replicas: ReplicaSet, columns: list[Sequence[Any]]
 ) -> TreeSpec:
     """Add the columns of one distributed leaf, checked; return the structure of a component."""
-    flattened = [flatten(part) for part in _reduced_parts(op, leaf, replicas)]
+    flattened = [flatten_summands(part) for part in _reduced_parts(op, leaf, replicas)]
     spec = _common_spec(flattened)
     for column in zip(*(part_leaves for part_leaves, _ in flattened), strict=True):
         for part in column:

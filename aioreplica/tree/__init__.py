@@ -12,6 +12,7 @@ from ._tree import flatten_arrays as flatten_arrays
 from ._tree import flatten_one_level as flatten_one_level
 from ._tree import leaves as leaves
 from ._tree import map_leaves as map_leaves
+from ._tree import map_nodes as map_nodes
 from ._tree import paths as paths
 from ._tree import paths_of as paths_of
 from ._tree import register_node as register_node
@@ -27,6 +28,7 @@ __all__ = [
     "flatten_one_level",
     "leaves",
     "map_leaves",
+    "map_nodes",
     "paths",
     "paths_of",
     "register_node",

@@ -211,6 +211,26 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return optree.tree_unflatten(spec, map(fn, found))
 
 
+def map_nodes(cls: type[Any], fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Replace every container of type `cls`, as a whole, by what `fn` makes of it.
+
+    Example:
+        >>> map_nodes(tuple, sum, {"a": (1, 2), "b": [3]})
+        {'a': 3, 'b': [3]}
+    """
+
+    def is_one(part: Any) -> bool:
+        return type(part) is cls
+
+    return optree.tree_map(
+        lambda part: fn(part) if is_one(part) else part,
+        tree,
+        is_leaf=is_one,
+        none_is_leaf=True,
+        namespace=OPAQUE,
+    )
+
+
 def paths(tree: Tree) -> list[str]:
     """Return a readable path per leaf, such as "['w'][0]", or "value" for a bare leaf.
 

@@ -33,6 +33,7 @@ from ._variable import Variable as Variable
 from ._variable import VariableOptions as VariableOptions
 from ._weak_dict import WeakVariableDict as WeakVariableDict
 from ._weighted import Weighted as Weighted
+from ._weighted import flatten_summands as flatten_summands
 from ._writes import BlockingVariable as BlockingVariable
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "update_components",
     "wait_error",
     "writable_buffer",
+    "flatten_summands",
 ]
 
 export_public(__name__, __all__, globals())

@@ -98,6 +98,32 @@ class IndexedSlices:
         dense[once.indices] = once.values
         return dense
 
+    __array_ufunc__ = None  # so that `np.float32(2) * slices` asks `__rmul__`
+
+    def __mul__(self, factor: Any) -> IndexedSlices:
+        """Multiply every row by a number.
+
+        Example:
+            >>> (IndexedSlices([1.0, 2.0], [3, 0], (5,)) * 2).values
+            array([2., 4.])
+        """
+        return self._scaled(np.multiply, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> IndexedSlices:
+        """Divide every row by a number."""
+        return self._scaled(np.divide, divisor)
+
+    def __neg__(self) -> IndexedSlices:
+        """Turn the sign of every row."""
+        return IndexedSlices(-self.values, self.indices, self.dense_shape)
+
+    def _scaled(self, ufunc: np.ufunc, number: Any) -> IndexedSlices:
+        if np.ndim(number) or not isinstance(number, (int, float, complex, np.generic, np.ndarray)):
+            return NotImplemented  # type: ignore[no-any-return]  # Python asks the other side
+        return IndexedSlices(ufunc(self.values, number), self.indices, self.dense_shape)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return IndexedSlices, (self.values, self.indices, self.dense_shape)
 

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from benchmarks._training import Speed
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = "NumPy, 1 BLAS thread"
+ADAPTED = [name for name in ("optax", "torch") if find_spec(name) is not None]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     threads = f"NumPy, {written['num_blas_threads']} BLAS threads"
-    expected = []
+    expected = [(f"from_{name}, AdamW", f"{name} alone", 1) for name in ADAPTED]
     for size in (1, 2):
         for name in ("SGD", "Adam"):
             for batch in (32, 256):
@@ -77,6 +79,7 @@ def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str
         (ONE, 1 / 1.4, 2),
         ("bare array updates", 1.15, 1),
         ("bare array updates", 1.15, 2),
+        *((f"{name} alone", 1.5, 1) for name in ADAPTED),
     }
     assert printed.count("steps/s; sequential") == 8
 

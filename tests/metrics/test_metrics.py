@@ -147,3 +147,147 @@ async def test_a_metric_of_another_strategy_is_told(
 def test_what_does_not_fit_is_told(update: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         update()
+
+
+# ---- classes and tensors -------------------------------------------------------------------------
+
+
+def exact_roc(labels: Any, scores: Any, weights: Any) -> float:
+    """The part of pairs of a positive and a negative that the scores order; ties count half."""
+    above = (scores[labels == 1][:, None] > scores[labels == 0]) * 1.0
+    above += (scores[labels == 1][:, None] == scores[labels == 0]) * 0.5
+    pairs = weights[labels == 1][:, None] * weights[labels == 0]
+    return float((above * pairs).sum() / pairs.sum())
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_the_area_under_a_curve_is_that_of_all_pairs(is_weighted: bool) -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 500)
+    scores = np.round(np.clip(0.3 * labels + rng.random(500) * 0.7, 0, 1), 2)  # with ties
+    weights = rng.random(500) if is_weighted else np.ones(500)
+    auc = ar.metrics.AUC(num_thresholds=2001)
+
+    for part in np.array_split(np.arange(500), 7):
+        auc.update_state(labels[part], scores[part], weights[part] if is_weighted else None)
+
+    assert auc.result() == pytest.approx(exact_roc(labels, scores, weights), abs=1e-12)
+
+
+def test_areas_are_those_of_keras() -> None:
+    # The examples of tf.keras.metrics.AUC: three thresholds, and weights.
+    auc, weighted = ar.metrics.AUC(num_thresholds=3), ar.metrics.AUC(num_thresholds=3)
+    auc.update_state([0, 0, 1, 1], [0, 0.5, 0.3, 0.9])
+    weighted.update_state([0, 0, 1, 1], [0, 0.5, 0.3, 0.9], sample_weight=[1, 0, 0, 1])
+
+    assert (auc.result(), weighted.result()) == (0.75, 1.0)
+
+
+def test_the_area_under_precision_is_that_of_a_fine_curve() -> None:
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, 400)
+    scores = np.clip(0.4 * labels + rng.random(400) * 0.6, 0, 1)
+    auc = ar.metrics.AUC(num_thresholds=5001, curve="PR")
+    auc.update_state(labels, scores)
+
+    order = np.argsort(-scores)
+    hits = np.cumsum(labels[order])
+    average = np.sum(hits / np.arange(1, 401) * labels[order]) / labels.sum()
+    assert auc.result() == pytest.approx(average, abs=5e-3)
+    empty = ar.metrics.AUC(curve="PR")
+    assert (empty.result(), ar.metrics.AUC().result()) == (0.0, 0.0)
+
+
+def test_precision_and_recall_count_with_weights() -> None:
+    labels, scores = [[0, 1], [1, 1]], [[0.9, 0.2], [0.8, 0.6]]
+    precision, recall = ar.metrics.Precision(), ar.metrics.Recall(threshold=0.7)
+    assert (precision.result(), recall.result()) == (0.0, 0.0)
+
+    precision.update_state(labels, scores, sample_weight=[3.0, 1.0])
+    recall.update_state(labels, scores)
+
+    assert precision.result() == 2 / 5
+    assert recall.result() == 1 / 3
+
+
+def test_the_k_highest_scores_count() -> None:
+    labels, scores = [[2, 1], [0, 3]], np.array([[[1, 3, 2, 0], [0, 1, 1, 1]],
+                                               [[np.nan, 0, 0, 0], [3, 2, 1, 0]]])  # fmt: skip
+    results = []
+    for k in (1, 2, 3, 4):
+        top = ar.metrics.TopKAccuracy(k)
+        top.update_state(labels, scores)
+        results.append(top.result())
+
+    assert results == [0.25, 0.5, 0.5, 0.75]
+
+
+def test_iou_leaves_out_classes_that_are_not_there() -> None:
+    iou = ar.metrics.MeanIoU(4)
+    iou.update_state([0, 0, 1, 1, 2], [0, 1, 1, 1, 2], sample_weight=[1, 2, 1, 1, 0.5])
+
+    assert iou.result() == pytest.approx(np.mean([1 / 3, 2 / 4, 1.0]))
+
+
+@pytest.mark.asyncio
+async def test_replicas_add_to_totals_of_any_shape(gang: ar.MirroredStrategy) -> None:
+    with gang.scope():
+        mean, iou = ar.metrics.MeanTensor((2, 2)), ar.metrics.MeanIoU(2)
+        auc = ar.metrics.AUC(5)
+
+    async def step(i: int) -> Any:
+        mean.update_state(np.full((2, 2), float(i)), sample_weight=[1.0, i])
+        iou.update_state([0, 1], [0, i % 2])
+        auc.update_state([0, 1], [0.1, 0.3 * i % 1])
+        return mean.result()
+
+    n = gang.num_replicas_in_sync
+    own = await gang.run(step, args=(ar.PerReplica(range(n)),))
+
+    ids = np.arange(n)
+    second = (ids * ids).sum() / ids.sum()
+    np.testing.assert_allclose(mean.result(), [[ids.mean()] * 2, [second] * 2])
+    assert own[1].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    alone = ar.metrics.MeanIoU(2)
+    for i in range(n):
+        alone.update_state([0, 1], [0, i % 2])
+    assert iou.result() == alone.result()
+    assert "shape (2, 2)" in repr(mean)
+    mean.reset_state()
+    assert not np.any(mean.result())
+
+
+METRICS: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "labels": (lambda: ar.metrics.Precision(), ([2], [0.5]), ValueError, "label 2.*0 or 1"),
+    "scores": (lambda: ar.metrics.AUC(), ([1], [1.5]), ValueError, "score 1.5.*from 0 to 1"),
+    "shapes": (lambda: ar.metrics.Recall(), ([1, 0], [0.5]), ValueError, r"\(2,\).*\(1,\)"),
+    "ids": (lambda: ar.metrics.MeanIoU(2), ([0], [2]), ValueError, "predictions 2.*2 classes"),
+    "floats": (lambda: ar.metrics.MeanIoU(2), ([0.5], [1]), TypeError, "class ids.*float64"),
+    "rows": (lambda: ar.metrics.TopKAccuracy(1), ([0], [0.5]), ValueError, "label for each row"),
+    "tensor": (lambda: ar.metrics.MeanTensor((2,)), (np.ones(3),), ValueError, r"\(2,\).*\(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_say_what_is_wrong_with_their_arguments(name: str) -> None:
+    make, args, kind, said = METRICS[name]
+    metric = make()
+
+    with pytest.raises(kind, match=said):
+        metric.update_state(*args)
+    assert not np.any(metric.result())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ar.metrics.AUC(1), "num_thresholds must be at least 2, got 1"),
+        (lambda: ar.metrics.AUC(curve="roc"), "curve must be .*got 'roc'"),
+        (lambda: ar.metrics.TopKAccuracy(0), "k must be at least 1, got 0"),
+        (lambda: ar.metrics.MeanIoU(0), "num_classes must be at least 1, got 0"),
+        (lambda: ar.metrics.MeanTensor((2, -1)), r"no negative size, got \(2, -1\)"),
+    ],
+)
+def test_metrics_are_checked_when_they_are_made(make: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.optimizers._work import INLINE_BYTES
+from aioreplica.optimizers._step import INLINE_BYTES
 
 
 class Descent(ar.optimizers.Optimizer):

@@ -8,7 +8,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, NonFiniteError
 from aioreplica.optimizers import SGD, Adam
-from aioreplica.optimizers._work import INLINE_BYTES
+from aioreplica.optimizers._step import INLINE_BYTES
 from tests.conftest import mirrored
 from tests.optimizers.rules import made
 

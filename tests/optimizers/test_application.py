@@ -13,6 +13,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.collectives import Reducer
 from aioreplica.optimizers import SGD, DynamicLossScale
+from aioreplica.optimizers._merged_gradient import merge_gradients
 from aioreplica.optimizers._step import take_step
 from tests.optimizers.rules import LARGE, Descent, made
 
@@ -320,9 +321,9 @@ async def test_a_slot_that_is_the_gradient_does_not_follow_the_user_s_array() ->
 
 def test_a_large_step_that_never_begins_leaves_nothing_to_await(recwarn: Any) -> None:
     w = ar.Variable(np.zeros(LARGE))
-    columns = [[np.ones(LARGE)] * 2]
+    gradients = merge_gradients([w], [[np.ones(LARGE)] * 2], is_mean=False)
 
-    pending = take_step(SGD(1.0, clipnorm=1.0), Reducer(), columns, [w], None, None)
+    pending = take_step(SGD(1.0, clipnorm=1.0), gradients, Reducer(), None)
     assert inspect.iscoroutine(pending)
     pending.close()
     del pending

@@ -1,5 +1,6 @@
 """from_torch: what torch does on one process, in slots."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,122 @@ async def test_twenty_steps_are_torchs_bit_by_bit(
             assert found is not None
             np.testing.assert_array_equal(found.value, plain.state[parameter][slot].numpy())
     await pair.check_in_sync(variables)
+
+
+@pytest.mark.asyncio
+async def test_groups_and_a_scheduler_are_torchs(pair: ar.MirroredStrategy) -> None:
+    rng = np.random.default_rng(3)
+    starts = [rng.normal(size=3) for _ in range(3)]
+    gradients = rng.normal(size=(8, 3, 3))
+    own: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.9}, {"weight_decay": 0.5}]
+    parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
+    plain = torch.optim.SGD(
+        [{"params": parameters[:2], **own[0]}, {"params": parameters[2:], **own[1]}], lr=0.01
+    )
+
+    def scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.1)
+
+    schedule = scheduler(plain)
+    with pair.scope():
+        variables = [ar.Variable(start) for start in starts]
+        groups = [{"params": variables[:2], **own[0]}, {"params": variables[2:], **own[1]}]
+        optimizer = from_torch(torch.optim.SGD, groups, scheduler=scheduler, lr=0.01)
+
+    async def step(found: Any) -> None:
+        await optimizer.apply_gradients(list(zip(found, variables, strict=True)), aggregate=False)
+
+    for found in gradients:
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = torch.tensor(gradient)
+        plain.step()
+        schedule.step()
+        await pair.run(step, args=(list(found),))
+
+    for parameter, variable in zip(parameters, variables, strict=True):
+        np.testing.assert_array_equal(variable.value, parameter.detach().numpy())
+
+
+@pytest.mark.asyncio
+async def test_a_schedule_follows_the_count_of_updates_back() -> None:
+    w, seen = ar.Variable([0.0]), []
+    sgd = from_torch(
+        torch.optim.SGD,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        lr=1.0,
+    )
+    for _ in range(3):
+        await sgd.apply_gradients([(np.array([1.0]), w)])
+        seen.append(float(w.value[0]))
+    await sgd.iterations.assign(0)  # as if a checkpoint was loaded
+    await sgd.apply_gradients([(np.array([1.0]), w)])
+
+    assert [*seen, float(w.value[0])] == [-1.0, -1.5, -1.75, -2.75]
+
+
+@pytest.mark.asyncio
+async def test_its_options_come_before_torch(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        a, b = ar.Variable([0.0]), ar.Variable([0.0])
+        sgd = from_torch(
+            torch.optim.SGD,
+            lr=1.0,
+            clipnorm=5.0,
+            loss_scale=4.0,
+            on_non_finite="skip",
+            learning_rate_multipliers={b: 0.5},
+        )
+
+    async def step(x: Any) -> None:
+        await sgd.minimize(lambda: 3.0 * x * a.value[0] + 1.0 * x * b.value[0], [a, b])
+
+    await pair.run(step, args=(2.0,))
+    assert (a.value, b.value) == (-5.0, -2.0)
+    await pair.run(step, args=(np.nan,))
+    assert (a.version, sgd.skipped_steps.value, sgd.iterations.value) == (1, 1, 1)
+    sgd.learning_rate = 0.5
+    await pair.run(step, args=(1.0,))
+    assert (a.value, b.value) == (-7.5, -2.5)
+
+
+@pytest.mark.asyncio
+async def test_gradients_are_not_written_to() -> None:
+    w, gradient = ar.Variable([1.0]), np.array([1.0])
+    sgd = from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+    for _ in range(2):
+        await sgd.apply_gradients([(gradient, w)])
+
+    assert gradient == 1.0
+
+
+@pytest.mark.asyncio
+async def test_runs_at_the_same_time_lose_no_update(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        w = ar.Variable(np.zeros(300_000))
+        sgd = from_torch(torch.optim.SGD, lr=1.0)
+
+    async def step() -> None:
+        await sgd.apply_gradients([(np.ones(300_000), w)])
+
+    await asyncio.gather(*(pair.run(step) for _ in range(4)))
+
+    assert (w.value == -8.0).all()
+
+
+@pytest.mark.asyncio
+async def test_what_is_in_no_group_or_in_two_is_told() -> None:
+    a, b = ar.Variable([0.0], name="a"), ar.Variable([0.0], name="b")
+
+    with pytest.raises(ValueError, match="'b' has a gradient but is in no group"):
+        await from_torch(torch.optim.SGD, [{"params": [a]}]).apply_gradients([(np.ones(1), b)])
+    with pytest.raises(ValueError, match="'a' is in two groups"):
+        from_torch(torch.optim.SGD, [{"params": [a]}, {"params": [a]}])
+    with pytest.raises(TypeError, match='"params" are variables, got 3'):
+        from_torch(torch.optim.SGD, [{"params": [3]}])
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs a metric"):
+        from_torch(torch.optim.SGD, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    assert (a.version, b.version) == (0, 0)
 
 
 @pytest.mark.parametrize("wrong", [torch.optim.SGD([torch.zeros(1)]), int, None])

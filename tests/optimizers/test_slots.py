@@ -17,9 +17,9 @@ def test_slots_are_made_at_the_first_request() -> None:
     table, w = SlotTable(("m", "v")), ar.Variable([0.0, 0.0], name="w")
     assert table.find(w, "m") is None
 
-    m, v = table.of(w, initial)
+    m, v = table.make(w, initial)
 
-    assert table.of(w, initial) == (m, v)
+    assert table.make(w, initial) == (m, v)
     assert (table.find(w, "m"), table.find(w, "v")) == (m, v)
     assert (m.name, v.name) == ("w/m", "w/v")
     assert v.value.tolist() == [2.0, 2.0]
@@ -37,7 +37,7 @@ def test_slots_of_two_optimizers_have_different_names(pair: ar.MirroredStrategy)
     with pair.scope():
         w = ar.Variable(0.0, name="w")
 
-    slots = [SlotTable(("m",)).of(w, initial)[0] for _ in range(2)]
+    slots = [SlotTable(("m",)).make(w, initial)[0] for _ in range(2)]
 
     assert [slot.name for slot in slots] == ["w/m", "w/m_1"]
 

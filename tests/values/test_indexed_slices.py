@@ -189,3 +189,14 @@ def test_it_pickles_and_copies() -> None:
 def test_it_is_not_taken_for_an_array() -> None:
     with pytest.raises(TypeError, match="to_dense"):
         np.asarray(random_slices(3, 4))
+
+
+def test_rows_are_multiplied_and_divided_by_numbers() -> None:
+    slices = ar.IndexedSlices([[2.0], [4.0]], [1, 0], (3, 1))
+
+    for made in (slices * 2, 2 * slices, np.float64(2) * slices, slices / 0.5, -slices * -2):
+        assert made.values[:, 0].tolist() == [4.0, 8.0]
+        assert (made.indices.tolist(), made.dense_shape) == ([1, 0], (3, 1))
+    for wrong in (np.ones(2), "2", slices):
+        with pytest.raises(TypeError):
+            slices * wrong

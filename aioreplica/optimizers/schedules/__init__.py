@@ -1,11 +1,12 @@
-"""Learning rates that change over time: pure functions of the number of updates done before."""
+"""Learning rates that change over time: functions of the number of updates done before."""
 
 from ..._export import export_public
-from ._constant import Constant as Constant
-from ._cosine_decay import CosineDecay as CosineDecay
-from ._exponential_decay import ExponentialDecay as ExponentialDecay
-from ._linear_warmup import LinearWarmup as LinearWarmup
-from ._piecewise_constant import PiecewiseConstantDecay as PiecewiseConstantDecay
+from ._schedules import Constant as Constant
+from ._schedules import CosineDecay as CosineDecay
+from ._schedules import ExponentialDecay as ExponentialDecay
+from ._schedules import LinearWarmup as LinearWarmup
+from ._schedules import PiecewiseConstantDecay as PiecewiseConstantDecay
+from ._schedules import ReduceOnPlateau as ReduceOnPlateau
 
 __all__ = [
     "Constant",
@@ -13,6 +14,7 @@ __all__ = [
     "ExponentialDecay",
     "LinearWarmup",
     "PiecewiseConstantDecay",
+    "ReduceOnPlateau",
 ]
 
 export_public(__name__, __all__, globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..context import PLACE
+from ..context import PLACE, Place
 from ..errors import ContextError
 from ..replica import ReplicaContext
 from ..values import Variable
@@ -25,29 +25,46 @@ def require_outside_replicas(what: str) -> None:
         )
 
 
-def require_replica_context(what: str) -> ReplicaContext | None:
-    """Return the replica that runs here; None outside every strategy, where one acts alone.
+def require_replica(place: Place, what: str) -> None:
+    """Check that a replica runs here, or no strategy is in charge: then the code acts alone.
 
     Raises:
-        ContextError: If the code runs in cross-replica or update context, or in a plain function,
-            where nothing can be awaited.
+        ContextError: If the code runs in cross-replica or update context.
     """
-    place = PLACE.get()
-    if isinstance(place.replica, ReplicaContext):
-        place.replica.require_awaitable(what)
-        return place.replica
-    if place.strategy is not None:
+    if type(place.replica) is not ReplicaContext and place.strategy is not None:
         raise ContextError(
             f"{what} was called in {place.describe()}, but it is a collective of the replicas. "
             f"Call it in the step: `await optimizer.{what}(...)` in an `async def step(...)`, "
             "and run that with `await strategy.run(step, args=(...))`. For gradients that are here "
             "already: `await optimizer.distributed_apply(grads_and_vars)`."
         )
-    return None
 
 
-def require_cross_replica_context() -> None:
+def replica_on_device(name: str) -> ReplicaContext:
+    """Return the replica whose device thread this is, for a blocking method.
+
+    Args:
+        name: The method, such as "optimizer.blocking.minimize".
+
+    Raises:
+        ContextError: If it is the device thread of no replica.
+    """
+    place = PLACE.get()
+    if not isinstance(place.replica, ReplicaContext):
+        raise ContextError(
+            f"{name} was called in {place.describe()}, but it is for plain step functions and "
+            f"run_steps. In an `async def` step use `await {name.replace('.blocking', '')}(...)`."
+        )
+    place.replica.blocking.require_here(name)
+    return place.replica
+
+
+def require_cross_replica_context(what: str, instead: str = "") -> None:
     """Check that the code runs outside the replicas, and outside every update.
+
+    Args:
+        what: Names the call in the error.
+        instead: What to do.
 
     Raises:
         ContextError: If it does not.
@@ -55,22 +72,21 @@ def require_cross_replica_context() -> None:
     place = PLACE.get()
     if place.replica is not None or place.update_replica_id is not None:
         raise ContextError(
-            f"distributed_apply is a cross-replica method but was called in {place.describe()}. "
-            "Use `await optimizer.apply_gradients(grads_and_vars)` there."
+            f"{what} is a cross-replica method but was called in {place.describe()}. "
+            f"{instead or 'Call it outside the step.'}"
         )
 
 
-def require_owner(variables: Iterable[Variable], default: Any = None) -> None:
-    """Check that the strategy in charge here made the variables.
+def require_owner(variables: Iterable[Variable], strategy: Any) -> None:
+    """Check that the strategy in charge made the variables.
 
     Args:
         variables: What is to be written.
-        default: The strategy that counts as in charge where none is.
+        strategy: The one in charge, None outside every strategy.
 
     Raises:
-        ContextError: If another one, or none, did.
+        ContextError: If another one, or none, made one of them.
     """
-    strategy = PLACE.get().strategy or default
     owner = None if strategy is None or strategy.has_plain_values else strategy
     for variable in variables:
         if variable.strategy is owner:

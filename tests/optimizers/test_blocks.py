@@ -3,7 +3,7 @@
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.optimizers._touched import TouchedRows
+from aioreplica.optimizers._blocks import TouchedRows
 
 
 def test_only_the_rows_between_two_arrays_are_copied() -> None:

@@ -1,0 +1,243 @@
+"""Elementwise rules on arrays, in place: block by block where dense, row by row where sparse."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..values import IndexedSlices, Variable
+from ._merged_gradient import MergedGradient
+
+Array = npt.NDArray[Any]
+Job: TypeAlias = tuple[int, Callable[[], None]]
+"""Some of the arithmetic of a step, independent of the rest: how many bytes it reads and writes,
+and what does it, on any thread."""
+
+BLOCK_BYTES = 128 * 1024
+"""A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
+them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""
+
+RANGE_BLOCKS = 8
+"""A large variable is cut into ranges of so many blocks, which threads share."""
+
+JOB_BYTES = 2 * 1024 * 1024
+"""Small variables are put together until they read and write as much as this."""
+
+
+@final
+class Block:
+    """Elements of one component: old values and slots, new ones to be filled in, the gradient.
+
+    All arrays are flat, equally long and of the variable's dtype.
+
+    Attributes:
+        variable: Whose elements they are; None where a rule is only tried out.
+        value: The old ones; do not write.
+        slots: The old slots, in order of the optimizer's slot names; do not write.
+        gradient: The aggregated gradient, ready for use; do not write.
+        new_value: To be filled in; holds anything before.
+        new_slots: Likewise.
+        scratch: Memory for whatever the rule needs.
+    """
+
+    __slots__ = ("gradient", "new_slots", "new_value", "scratch", "slots", "value", "variable")
+
+    def __init__(
+        self,
+        variable: Variable | None,
+        old: Sequence[Array],
+        new: Sequence[Array],
+        gradient: Array,
+        scratch: Array,
+    ) -> None:
+        self.variable = variable
+        self.value, *self.slots = old
+        self.new_value, *self.new_slots = new
+        self.gradient = gradient
+        self.scratch = scratch
+
+    def __repr__(self) -> str:
+        name = None if self.variable is None else self.variable.name
+        return f"<Block | {self.value.size} elements of {name}>"
+
+
+UpdateBlock: TypeAlias = Callable[[Any, Block], None]
+Range: TypeAlias = tuple[MergedGradient, Any, Sequence[Array], Sequence[Array], int, int]
+"""A gradient, what the rule prepared, old and new arrays, the first element and the end."""
+
+
+Scratch: TypeAlias = list[Array]
+"""Memory for blocks that is used again, as fresh pages would cost more than the arithmetic in them:
+pieces of two rows of `BLOCK_BYTES`. The methods of a list are safe from any thread."""
+
+
+def block_jobs(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -> Iterator[Job]:
+    """Cut dense variables into jobs of about the same size.
+
+    Args:
+        update: The rule.
+        ranges: Whole components.
+        scratch: Free memory.
+    """
+    together: list[Range] = []
+    size = 0
+    for whole in ranges:
+        gradient, prepared, old, new, _, end = whole
+        itemsize = old[0].itemsize
+        each = 2 * len(old) * itemsize + gradient.num_bytes // max(1, end)
+        step = RANGE_BLOCKS * (BLOCK_BYTES // itemsize)
+        if end <= step:
+            together.append(whole)
+            size += end * each
+            if size >= JOB_BYTES:
+                yield size, partial(run_blocks, update, together, scratch)
+                together, size = [], 0
+            continue
+        for start in range(0, end, step):
+            stop = min(start + step, end)
+            part = [(gradient, prepared, old, new, start, stop)]
+            yield (stop - start) * each, partial(run_blocks, update, part, scratch)
+    if together:
+        yield size, partial(run_blocks, update, together, scratch)
+
+
+def run_blocks(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -> None:
+    """Run a rule over some ranges; gradients are summed, divided, checked and clipped on the way.
+
+    Args:
+        update: The rule.
+        ranges: Of any variables.
+        scratch: Free memory.
+    """
+    try:
+        memory = scratch.pop()
+    except IndexError:
+        memory = np.empty((2, BLOCK_BYTES), np.uint8)
+    try:
+        with np.errstate(all="ignore"):
+            free, spare = memory
+            for gradient, prepared, old, new, start, stop in ranges:
+                if free.dtype != new[0].dtype:
+                    free, spare = memory[0].view(new[0].dtype), memory[1].view(new[0].dtype)
+                arrays = [*gradient.parts, *old, *new]
+                columns = [each if each.ndim == 1 else each.reshape(-1) for each in arrays]
+                count = len(gradient.parts)
+                middle = count + len(old)
+                is_whole = stop == columns[0].size and stop <= free.size
+                for begin in range(start, stop, free.size):
+                    end = min(begin + free.size, stop)
+                    rows = columns if is_whole else [each[begin:end] for each in columns]
+                    room, part = free[: end - begin], rows[0]
+                    out = spare[: end - begin]
+                    for other in rows[1:count]:
+                        part = np.add(part, other, out=out)
+                    part = gradient.finished(part, out, room)
+                    block = Block(gradient.variable, rows[count:middle], rows[middle:], part, room)
+                    update(prepared, block)
+    finally:
+        scratch.append(memory)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@final
+class _Change(NamedTuple):
+    version: int  # how many writes the variable had seen before this one
+    before: weakref.ref[Array]
+    after: weakref.ref[Array]
+    rows: Array
+
+
+@final
+class TouchedRows:
+    """Remembers, per variable, how the current array came from the one before it.
+
+    A new value is built in the buffer of the value before the current one. If the current one came
+    from that by changing some rows, then bringing those rows up to date makes the buffer equal to
+    the current value, and the other rows need not be copied. That pays: a step of Adam with 20 rows
+    of 50,000 by 16 floats takes 0.35 ms instead of 1.5, with 2,000 of 500,000 by 32 it takes 5 ms
+    instead of 29 (medians of interleaved rounds on one machine).
+
+    Invariants:
+        * Arrays are known by weak references: a strong one would make a buffer look held.
+        * Two writes of anything else bring the same two arrays back with other rows changed, so
+          what is remembered holds for the very next write only.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: dict[int, _Change] = {}  # by the id of the variable: arrays tell if it is gone
+
+    def bring_up_to_date(self, variable: Variable, current: Array, buffer: Array) -> None:
+        """Make a buffer equal to the current array, by few rows if that is enough."""
+        last = self._last.get(id(variable))
+        if (
+            last is not None
+            and last.version + 1 == variable.version
+            and last.before() is buffer
+            and last.after() is current
+        ):
+            buffer[last.rows] = current[last.rows]
+        else:
+            np.copyto(buffer, current)
+
+    def remember(self, variable: Variable, old: Array, new: Array, rows: Array) -> None:
+        """Note that `new` is `old` but for some rows; `new` is what the next write publishes."""
+        change = _Change(variable.version, weakref.ref(old), weakref.ref(new), rows)
+        self._last[id(variable)] = change
+
+    def __repr__(self) -> str:
+        return f"<TouchedRows | {len(self._last)} variables>"
+
+
+def run_rows(
+    update: UpdateBlock,
+    prepared: Any,
+    gradient: MergedGradient,
+    group: Sequence[Variable],
+    old: Sequence[Array],
+    new: Sequence[Array],
+    scratch: Scratch,
+    touched: TouchedRows,
+) -> None:
+    """Update the rows that a sparse gradient has, a few of them at a time.
+
+    Args:
+        update: The rule.
+        prepared: What it prepared for the variable.
+        gradient: One IndexedSlices.
+        group: The variable and its slots.
+        old: A component of each.
+        new: Memory for the new ones.
+        scratch: Free memory.
+        touched: What earlier sparse updates changed.
+    """
+    slices: IndexedSlices = gradient.summed()
+    for variable, current, buffer in zip(group, old, new, strict=True):
+        touched.bring_up_to_date(variable, current, buffer)
+    width = max(1, slices.values[:1].size)
+    step = max(1, BLOCK_BYTES // new[0].itemsize // width)
+    for begin in range(0, len(slices.indices), step):
+        rows = slices.indices[begin : begin + step]
+        some = MergedGradient(
+            gradient.variable, [slices.values[begin : begin + step]], (0,), gradient.divisor
+        )
+        some.factor, some.limit = gradient.factor, gradient.limit
+        old_rows = [array[rows] for array in old]
+        new_rows = [np.empty_like(array) for array in old_rows]
+        if old_rows[0].size:
+            whole: Range = (some, prepared, old_rows, new_rows, 0, old_rows[0].size)
+            run_blocks(update, [whole], scratch)
+        if not some.is_finite:
+            gradient.is_finite = False
+        for array, changed in zip(new, new_rows, strict=True):
+            array[rows] = changed
+    for variable, before, after in zip(group, old, new, strict=True):
+        touched.remember(variable, before, after, slices.indices)

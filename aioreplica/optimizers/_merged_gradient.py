@@ -1,0 +1,327 @@
+"""The gradient of one variable, merged over the replicas: what to sum, to divide and to clip.
+
+For elementwise rules the sum, the division by weights and loss scale, and clipping wait until the
+rule reads the elements, so that none of them needs a pass or an array of its own. Elements are
+checked when they are divided: dividing can overflow, too. NumPy's warnings are off meanwhile: a
+step checks by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..collectives import reduce_leaves
+from ..errors import NonFiniteError
+from ..typing import ReduceOp
+from ..values import IndexedSlices, Variable, Weighted
+from ._scaled_gradient import ScaledGradient
+
+Array = npt.NDArray[Any]
+
+_ARRAYS = frozenset({np.ndarray})
+_CHECKED_BY_DOT = 4096
+"""Up to so many elements of a block are checked by the sum of their squares, which takes a third of
+the time. Above, BLAS may wake threads for it, which pays for a whole array only."""
+
+MEASURED = 32 * 1024
+"""Elements whose squares are added up at a time. It is part of the result: partial sums depend on
+where they are cut."""
+
+
+@final
+class MergedGradient:
+    """The gradient of one variable over all replicas.
+
+    Attributes:
+        variable: Whose gradient it is.
+        brought: The parts as the replicas brought them, without those of weight 0.
+        members: Which replicas brought them.
+        parts: What is to be summed, in this order: arrays of the variable's shape that lie in
+            rows, or one IndexedSlices with unique ascending indices.
+        divisor: What the sum is divided by: total weight, loss scale, number of replicas.
+        scale: The loss scale it was computed with, None for none.
+        factor: What it is multiplied with after that, to bring its norm down.
+        limit: Its elements are brought down to this magnitude, None leaves them.
+        is_finite: Whether all elements that were checked are finite.
+        num_bytes: How much has to be read to know them all.
+    """
+
+    __slots__ = (
+        "brought", "divisor", "factor", "is_finite", "limit", "members", "num_bytes", "parts",
+        "scale", "variable",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        variable: Variable,
+        brought: Sequence[Any],
+        members: Sequence[int],
+        divisor: float = 1.0,
+        scale: float | None = None,
+    ) -> None:
+        self.variable = variable
+        self.parts = self.brought = brought
+        self.members = members
+        self.divisor = divisor
+        self.scale = scale
+        self.factor = 1.0
+        self.limit: float | None = None
+        self.is_finite = True
+        first = brought[0]
+        self.num_bytes: int = first.nbytes * len(brought)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it has some rows of the variable only."""
+        return isinstance(self.parts[0], IndexedSlices)
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether its parts have to be summed before they are read."""
+        for part in self.parts:
+            if type(part) is not np.ndarray or part.dtype.char not in "fd":
+                return True
+            if part.ndim and not part.flags.c_contiguous:
+                return True
+        return False
+
+    def sum_parts(self) -> None:
+        """Replace the parts by their sum.
+
+        Determinism:
+            In ascending replica id: bitwise reproducible.
+        """
+        with np.errstate(all="ignore"):
+            if len(self.parts) > 1:
+                self.set_sum(reduce_leaves(ReduceOp.SUM, self.parts))
+            else:
+                self.set_sum(self.parts[0])
+
+    def set_sum(self, whole: Any) -> None:
+        """Take what the parts were summed to."""
+        if isinstance(whole, IndexedSlices):
+            whole = whole.combined()
+        elif not whole.flags.c_contiguous:
+            whole = np.ascontiguousarray(whole)
+        self.parts = [whole]
+
+    def summed(self) -> Any:
+        """Return the sum as a whole: an array of the variable's shape, or IndexedSlices."""
+        first, *others = self.parts
+        if others:
+            with np.errstate(all="ignore"):
+                for other in others:
+                    first = np.asarray(np.add(first, other))  # a scalar, if it has no axes
+        return first
+
+    def dense(self) -> Array:
+        """Return the gradient as a read-only array of the variable's shape, checked."""
+        whole = self.summed()
+        if isinstance(whole, IndexedSlices):
+            whole = whole.to_dense()
+        with np.errstate(all="ignore"):
+            is_ready = self.divisor == 1.0 and self.factor == 1.0 and self.limit is None
+            result = self.finished(whole, whole if is_ready else np.empty_like(whole)).view()
+        result.flags.writeable = False
+        return result
+
+    def finished(self, part: Array, out: Array, scratch: Array | None = None) -> Array:
+        """Turn some elements of the sum into those of the gradient, checked, perhaps in `out`."""
+        if self.divisor != 1.0:
+            part = _divided(part, self.divisor, out)
+        if (scratch is None or part.size <= _CHECKED_BY_DOT) and part.dtype.char in "fd":
+            flat = part if part.ndim == 1 else part.reshape(-1)
+            if not math.isfinite(flat.dot(flat)):  # or the squares are too large
+                self.check(part)
+        else:
+            self.check(part, None if scratch is None else scratch.view(np.bool_)[: part.size])
+        if self.limit is not None:
+            part = np.clip(part, -self.limit, self.limit, out=out)
+        if self.factor != 1.0:
+            part = np.multiply(part, self.factor, out=out)
+        return part
+
+    def check(self, part: Array, mask: Array | None = None) -> None:
+        """Look whether some elements are finite; `mask` is memory for that."""
+        if not np.isfinite(part, out=mask).all():
+            self.is_finite = False  # only ever set to False, so any thread may
+
+    def squares(self) -> float:
+        """Check all elements; return the sum of the squares of the gradient before clipping.
+
+        Determinism:
+            In parts of a fixed size, one after the other, whatever runs beside it.
+        """
+        rows = [part.values if isinstance(part, IndexedSlices) else part for part in self.parts]
+        first, *others = [row.reshape(-1) for row in rows]
+        total = 0.0
+        scratch = np.empty(min(MEASURED, first.size), first.dtype)
+        with np.errstate(all="ignore"):
+            for begin in range(0, first.size, MEASURED):
+                summed = part = first[begin : begin + MEASURED]
+                out = scratch[: part.size]
+                for other in others:
+                    summed = np.add(summed, other[begin : begin + MEASURED], out=out)
+                found = _sum_of_squares(_divided(summed, self.divisor, out), out)
+                if found is None:
+                    for other in others[:1]:
+                        summed = np.add(part, other[begin : begin + MEASURED])
+                    for other in others[1:]:
+                        summed = np.add(summed, other[begin : begin + MEASURED])
+                    self.check(_divided(summed, self.divisor, np.empty_like(summed)))
+                    wide = summed.astype(np.float64) / self.divisor
+                    found = float(np.add.reduce(wide * wide))
+                total += found
+        return total
+
+    def non_finite_error(self) -> NonFiniteError:
+        """Say which replica's gradient is not finite, and where."""
+        variable = self.variable
+        summed = self.summed()
+        replica_id: int | None = None
+        where, number = _first_non_finite(self._unscaled(summed)) or ((), float("nan"))
+        for member, part in zip(self.members, self.brought, strict=False):
+            found = _first_non_finite(part)
+            if found is not None:
+                replica_id, (where, number) = member, found
+                break
+        if replica_id is not None:
+            who = f"replica {replica_id} brought {number}"
+        elif _first_non_finite(summed) is not None:
+            who = f"the sum over {len(self.brought)} replicas overflows to {number}"
+        else:
+            who = f"divided by {self.divisor:g} (weight, loss scale) it overflows to {number}"
+        return NonFiniteError(
+            f"The gradient of {variable.name!r} is not finite: {who} at index {where}. Nothing was "
+            "updated. Look for a division by 0 or a learning rate that is too high, clip "
+            'gradients, or pass on_non_finite="skip" to leave out such steps.',
+            variable=variable.name,
+            replica_id=replica_id,
+            index=where,
+        )
+
+    def _unscaled(self, summed: Any) -> Any:
+        rows = summed.values if isinstance(summed, IndexedSlices) else summed
+        with np.errstate(all="ignore"):
+            rows = _divided(rows, self.divisor, np.empty_like(rows))
+        if isinstance(summed, IndexedSlices):
+            return IndexedSlices(rows, summed.indices, summed.dense_shape)
+        return rows
+
+    def __repr__(self) -> str:
+        kind = "sparse" if self.is_sparse else "dense"
+        return (
+            f"<MergedGradient of {self.variable.name} | {kind}, {len(self.parts)} parts, divided "
+            f"by {self.divisor:g}>"
+        )
+
+
+def merge_gradients(
+    variables: Sequence[Variable], columns: Sequence[Sequence[Any]], *, is_mean: bool
+) -> list[MergedGradient]:
+    """Put the parts of all replicas together.
+
+    Args:
+        variables: Whose gradients they are.
+        columns: The parts of each, one per replica in their order: arrays, IndexedSlices or
+            ScaledGradients of one, or all of them `Weighted`. One part where there are several
+            replicas is the total already.
+        is_mean: Whether gradients without weights are averaged over the replicas.
+
+    Raises:
+        ValueError: If all weights of a gradient are 0.
+        TypeError: If a gradient is sparse on one replica and dense on another.
+    """
+    everyone = range(len(columns[0]))
+    merged = []
+    for variable, column in zip(variables, columns, strict=True):
+        if _ARRAYS.issuperset(map(type, column)):
+            divisor = float(len(column)) if is_mean else 1.0
+            merged.append(MergedGradient(variable, column, everyone, divisor))
+        else:
+            merged.append(_merge_one(variable, column, is_mean=is_mean))
+    return merged
+
+
+def _merge_one(variable: Variable, column: Sequence[Any], *, is_mean: bool) -> MergedGradient:
+    members: Sequence[int] = range(len(column))
+    divisor = float(len(column)) if is_mean else 1.0
+    weights: list[float] | None = None
+    if type(column[0]) is Weighted:
+        weights = [part.weight for part in column]
+        column = [part.total for part in column]
+        divisor = sum(weights)
+        if divisor == 0:
+            raise ValueError(
+                f"The gradient of {variable.name!r} has total weight 0: the replicas brought "
+                f"weights {weights}, so there is no mean over any example. Leave out steps whose "
+                "global batch is empty."
+            )
+    scale: float | None = None
+    scaled = [part for part in column if type(part) is ScaledGradient]
+    if scaled:
+        scale = scaled[0].scale
+        divisor *= scale
+        with np.errstate(
+            all="ignore"
+        ):  # another run may have changed the scale while this one was on
+            column = [_values_at(part, scale) for part in column]
+    if not _ARRAYS.issuperset(map(type, column)):
+        _require_one_kind(variable, column)
+    if weights is not None and not all(weights):  # what has no weight may hold anything
+        members = [i for i in members if weights[i]]
+        column = [column[i] for i in members]
+    return MergedGradient(variable, column, members, divisor, scale)
+
+
+def _values_at(part: Any, scale: float) -> Any:
+    if type(part) is ScaledGradient:
+        return part.at_scale(scale).values
+    return part * scale
+
+
+def _require_one_kind(variable: Variable, column: Sequence[Any]) -> None:
+    ids: dict[bool, list[int]] = {True: [], False: []}
+    for replica_id, part in enumerate(column):
+        ids[type(part) is IndexedSlices].append(replica_id)
+    if ids[True] and ids[False]:
+        raise TypeError(
+            f"The gradient of {variable.name!r} is an IndexedSlices on replicas {ids[True]} and an "
+            f"array on replicas {ids[False]}. Bring one kind everywhere; `.to_dense()` makes an "
+            "array of the first."
+        )
+
+
+def _divided(part: Array, divisor: float, out: Array) -> Array:
+    """Divide; by a power of two with a multiplication, which is faster and has the same bits."""
+    if part.dtype == np.float16:  # a divisor above 65504 would be infinite, its inverse 0
+        return np.divide(part, divisor, out=out, dtype=np.float32, casting="same_kind")
+    if math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100:
+        return np.multiply(part, 1.0 / divisor, out=out)
+    return np.divide(part, divisor, out=out)
+
+
+def _sum_of_squares(part: Array, out: Array) -> float | None:
+    """Square elements and add them up; None if that left the range of their dtype."""
+    if part.dtype == np.float16:
+        return None
+    found = float(np.add.reduce(np.multiply(part, part, out=out)))
+    return found if math.isfinite(found) and found > 1e-30 else None
+
+
+def _first_non_finite(leaf: Any) -> tuple[tuple[int, ...], float] | None:
+    """Return the index and the number of the first element that is not finite."""
+    values = leaf.values if isinstance(leaf, IndexedSlices) else leaf
+    is_finite = np.isfinite(values)
+    if is_finite.all():
+        return None
+    where = tuple(map(int, np.unravel_index(int(np.argmin(is_finite)), values.shape)))
+    number = float(values[where])
+    if isinstance(leaf, IndexedSlices):
+        where = (int(leaf.indices[where[0]]), *where[1:])
+    return where, number

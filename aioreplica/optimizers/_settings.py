@@ -1,0 +1,160 @@
+"""What a step needs of an optimizer besides its rule: options, counters, slots, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypedDict, final
+
+import numpy as np
+
+from ..values import Variable
+from ._blocks import Scratch, TouchedRows
+from ._hyperparameter import (
+    LearningRate,
+    Multipliers,
+    checked_learning_rate,
+    checked_multipliers,
+    checked_number,
+)
+from ._loss_scale import LossScaling, checked_loss_scale
+from ._slots import SlotTable, new_variable
+from .schedules import ReduceOnPlateau
+
+OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
+CHOICES = ("raise", "skip", "ignore")
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer passes on to `Optimizer`, which explains them."""
+
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    loss_scale: float | LossScaling | None
+    on_non_finite: OnNonFinite | None
+    loss_reduction: str
+    learning_rate_multipliers: Multipliers | None
+    measure_norm: bool
+
+
+@final
+@dataclass(slots=True)
+class StepSettings:
+    """The options of one optimizer, checked, and what it keeps from step to step.
+
+    Attributes:
+        learning_rate: A number or a function of the number of updates done before.
+        multiplier_of: Gives what the learning rate of a variable is multiplied with.
+        clipnorm: Largest norm of the gradient of one variable.
+        clipvalue: Largest magnitude of one element.
+        global_clipnorm: Largest norm of all gradients together.
+        loss_scaling: What losses are multiplied with, if anything.
+        on_non_finite: What happens when gradients are not finite.
+        is_mean: Whether gradients without weights are averaged over the replicas.
+        slots: The slots of all variables.
+        iterations: Counts the updates.
+        skipped: Counts the steps left out, None if none ever are.
+        norm: The norm of the gradients of the last step, None if it is not measured.
+        scratch: Free memory for blocks.
+        touched: What sparse updates changed.
+        shared: What a rule of another library keeps beside the slots.
+
+    Source:
+        Clipping: the arguments of those names of tf.keras.optimizers.Optimizer, and their formulas.
+    """
+
+    learning_rate: LearningRate
+    multiplier_of: Callable[[Variable], float] | None
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    loss_scaling: LossScaling | None
+    on_non_finite: OnNonFinite
+    is_mean: bool
+    slots: SlotTable
+    iterations: Variable
+    skipped: Variable | None
+    norm: Variable | None
+    scratch: Scratch
+    touched: TouchedRows
+    shared: tuple[Variable, ...] = ()
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether norms have to be known before the first element is updated."""
+        return self.clipnorm is not None or self.norm is not None  # as with global_clipnorm
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """Everything that is remembered from step to step."""
+        counters = (self.iterations, self.skipped, self.norm)
+        return (
+            *(variable for variable in counters if variable is not None),
+            *(() if self.loss_scaling is None else self.loss_scaling.variables),
+            *(self.learning_rate.variables if type(self.learning_rate) is ReduceOnPlateau else ()),
+            *self.shared,
+            *self.slots.all(),
+        )
+
+
+def checked_settings(
+    strategy: Any,  # Any: the strategies layer lies above this one
+    learning_rate: LearningRate,
+    slot_names: tuple[str, ...],
+    clipnorm: float | None,
+    clipvalue: float | None,
+    global_clipnorm: float | None,
+    loss_scale: float | LossScaling | None,
+    on_non_finite: OnNonFinite | None,
+    loss_reduction: str,
+    learning_rate_multipliers: Multipliers | None,
+    measure_norm: bool,
+) -> StepSettings:
+    """Check the arguments of an optimizer made in `strategy`.
+
+    Raises:
+        ValueError: If a choice is unknown, a number out of range, or gradients are clipped in more
+            than one way.
+        TypeError: If an argument is of the wrong type.
+    """
+    if not callable(learning_rate):
+        learning_rate = checked_learning_rate(learning_rate)
+    _require_one_way({
+        "clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm
+    })  # fmt: skip
+    if loss_reduction not in ("sum", "mean"):
+        raise ValueError(f'loss_reduction must be "sum" or "mean", got {loss_reduction!r}.')
+    scaling = checked_loss_scale(loss_scale, strategy)
+    usual: OnNonFinite = "skip" if scaling is not None and scaling.skips else "raise"
+    if on_non_finite is not None and on_non_finite not in CHOICES:
+        raise ValueError(
+            f"on_non_finite must be one of {', '.join(CHOICES)}, got {on_non_finite!r}."
+        )
+    chosen = on_non_finite or usual
+    measures = measure_norm or global_clipnorm is not None
+    return StepSettings(
+        learning_rate,
+        checked_multipliers(learning_rate_multipliers),
+        clipnorm,
+        clipvalue,
+        global_clipnorm,
+        scaling,
+        chosen,
+        loss_reduction == "mean",
+        SlotTable(slot_names),
+        new_variable(strategy, np.int64(0), "iterations"),
+        new_variable(strategy, np.int64(0), "skipped_steps") if chosen == "skip" else None,
+        new_variable(strategy, np.float64(0), "gradient_norm") if measures else None,
+        [],
+        TouchedRows(),
+    )
+
+
+def _require_one_way(given: dict[str, float | None]) -> None:
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if len(chosen) > 1:
+        listed = " and ".join(f"{name}={value!r}" for name, value in chosen.items())
+        raise ValueError(f"Gradients are clipped in one way at most, got {listed}.")
+    for name, value in chosen.items():
+        checked_number(name, value, "> 0", lambda number: number > 0)
