@@ -1,7 +1,6 @@
 """Devices: names, lanes that run ops off the event loop, and array backends."""
 
 from .._export import export_public
-from ._completion import CompletionQueue as CompletionPort
 from ._completion import CompletionQueue as CompletionQueue
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
@@ -40,7 +39,6 @@ __all__ = [
     "COLLECTIVES",
     "HOST",
     "INLINE_BYTES",
-    "CompletionPort",
     "CompletionQueue",
     "Device",
     "DeviceSpec",

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from ..devices import CompletionPort, device, lane_table, run_on_lane
+from ..devices import CompletionQueue, device, lane_table, run_on_lane
 from ..devices.backends import Backend, find_backends
 from ..tree import TreeSpec, unflatten
 from ..values import new_per_replica
@@ -386,7 +386,7 @@ class Joiner:
 
     async def place(self, parts: list[list[Array]]) -> list[list[Any]]:
         """Return the parts on their devices; each copy is an op on the device's lane."""
-        port = CompletionPort.of_running_loop()
+        port = CompletionQueue.of_running_loop()
         placed: list[list[Any]] = list(parts)
         waiting = {
             i: run_on_lane(lane_table().lane(name), port, _put_all, (backend, parts[i], name), {})

@@ -15,7 +15,7 @@ import numpy as np
 from ..devices import (
     HOST,
     INLINE_BYTES,
-    CompletionPort,
+    CompletionQueue,
     Op,
     OwnedTask,
     lane_table,
@@ -204,7 +204,7 @@ async def _start_calls(
             if is_async:
                 call = OwnedTask(fn(item.value), "aioreplica input: map")
             else:
-                port = CompletionPort.of_running_loop()
+                port = CompletionQueue.of_running_loop()
                 call = run_on_lane(lane_table().lane(HOST), port, fn, (item.value,), {})
                 call.put()
             calls.append(call)

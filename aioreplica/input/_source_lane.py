@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from ..context import REGISTRY
-from ..devices import CompletionPort, Lane, Op, lane_table, run_on_lane
+from ..devices import CompletionQueue, Lane, Op, lane_table, run_on_lane
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class SourceLane:
 
     def __init__(self) -> None:
         self._lane: Lane | None = None
-        self._port: CompletionPort | None = None
+        self._port: CompletionQueue | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -36,7 +36,7 @@ class SourceLane:
 
     def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:
         """Return an op that calls `fn` on the thread once it is awaited."""
-        self._port = CompletionPort.of_running_loop()
+        self._port = CompletionQueue.of_running_loop()
         if self._lane is None:
             number = next(REGISTRY.once("source_lanes", itertools.count))
             name = f"input:{number}"

@@ -8,7 +8,6 @@ from ._blocking import run_device_program as run_device_program
 from ._collectives import Collectives as Collectives
 from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext
-from ._driven import drive as drive
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
@@ -63,7 +62,6 @@ __all__ = [
     "SyncGroup",
     "add_note_once",
     "collective_named",
-    "drive",
     "payload_along",
     "payload_of",
     "payload_of_numbers",

@@ -295,12 +295,15 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
         frame: FrameType | CallSite,
-    ) -> Any:
-        """Make a call: number it and hand it to the waiter."""
+    ) -> Coroutine[Any, Any, Any]:
+        """Make a call: number it and hand it to the waiter.
+
+        What a waiter gives that blocks is the result, and no coroutine.
+        """
         waiter, group = self._waiter, self._members
         call = new_call(collective, argument, args, kwargs, group, self._position, 0, frame)
         if PLACE.get() is not waiter.place or get_ident() != waiter.thread_id:
-            return waiter.elsewhere(call)
+            return waiter.elsewhere(call)  # type: ignore[no-any-return]  # see above
         replica = waiter.replica
         if group.is_partial:
             call.sequence = replica.next_in(group)
@@ -309,7 +312,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         tell = waiter.point.observers.call_made
         if tell is not None:
             tell(call)
-        result = waiter.meet(call)
+        result: Coroutine[Any, Any, Any] = waiter.meet(call)
         unawaited = waiter.unawaited
         if unawaited is not None:
             unawaited[call] = result

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -17,9 +16,8 @@ from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_t
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, require_members
-from ._driven import Ready
 from ._group import ReplicaGroup
-from ._meeting import CallSite, Collective
+from ._meeting import Collective
 from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
@@ -47,7 +45,7 @@ class ReplicaContext(Collectives):
     """
 
     __slots__ = (
-        "_blocking", "_completions", "_device", "_driven_at", "_group", "_is_on_host", "_lane",
+        "_blocking", "_completions", "_device", "_group", "_is_on_host", "_lane",
         "_replica", "_seed", "_strategy",
     )  # fmt: skip
 
@@ -72,7 +70,6 @@ class ReplicaContext(Collectives):
         self._lane: Lane | None = None
         self._blocking: BlockingContext | None = None
         self._is_on_host = is_on_host
-        self._driven_at: FrameType | None = None
 
     def open(self, place: Place) -> None:
         """Allow collectives where `place` is current, in this thread; called by the strategy."""
@@ -113,22 +110,13 @@ class ReplicaContext(Collectives):
             self._blocking = BlockingContext(self._replica, self._group)
         return self._blocking
 
-    @contextmanager
-    def driving(self, frame: FrameType) -> Iterator[None]:
-        """Let awaitables be ready at once, on the device thread, as called at `frame`."""
-        self._driven_at = frame
-        try:
-            yield
-        finally:
-            self._driven_at = None
-
     def require_awaitable(self, name: str) -> None:
         """Check that what a call of `name` gives can be awaited here.
 
         Raises:
             ContextError: If it cannot.
         """
-        if not self._waiter.is_here and self._driven_at is None:
+        if not self._waiter.is_here:
             raise self._misuse(name)
 
     def outside(self) -> ReplicaContext:
@@ -164,12 +152,7 @@ class ReplicaContext(Collectives):
         self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Make a call among all replicas, called at `frame`; for the library."""
-        at = self._driven_at
-        if at is not None:
-            made = self.blocking.meet(collective, argument, args, CallSite.of(at))
-            return Ready(made)  # type: ignore[return-value]  # as good to those who await it
-        coroutine: Coroutine[Any, Any, Any] = self._call(collective, argument, args, None, frame)
-        return coroutine
+        return self._call(collective, argument, args, None, frame)
 
     def group(self, members: Iterable[int]) -> GroupContext:
         """Return the collectives among some of the replicas, which this one must be one of.
@@ -264,8 +247,6 @@ class ReplicaContext(Collectives):
             Ops of one device run one at a time, in the order of their calls.
         """
         if PLACE.get() is not self._waiter.home:
-            if self._driven_at is not None:
-                return self._done_here(fn, args, kwargs)  # type: ignore[return-value]  # as above
             raise self._misuse("run_on_device")
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
@@ -274,16 +255,6 @@ class ReplicaContext(Collectives):
         lane = self._lane or self._find_lane()
         assert self._completions is not None  # _find_lane sets it
         return Op(self._completions, fn, args, kwargs, lane, self._group.ops)
-
-    def _done_here(
-        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Ready[T]:
-        """Call a function of the user, such as a loss, in which nothing can be awaited."""
-        at, self._driven_at = self._driven_at, None
-        try:
-            return Ready(fn(*args, **kwargs))
-        finally:
-            self._driven_at = at
 
     def _find_lane(self) -> Lane:
         if self._completions is None:

@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, final
 
 from ..context import PLACE, Place
-from ..devices import HOST, CompletionPort
+from ..devices import HOST, CompletionQueue
 from ..errors import ContextError
 from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
@@ -74,7 +74,7 @@ class Run:
     group: ReplicaGroup
     contexts: list[ReplicaContext]
     places: list[Place]
-    port: CompletionPort
+    port: CompletionQueue
 
     @staticmethod
     def prepare(

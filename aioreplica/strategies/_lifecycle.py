@@ -14,7 +14,7 @@ from typing import final
 
 from ..context import PLACE
 from ..devices import (
-    CompletionPort,
+    CompletionQueue,
     LaneStatistics,
     lane_table,
     running_loop,
@@ -90,7 +90,7 @@ class Lifecycle:
         self._is_bound = is_bound
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._port: CompletionPort | None = None
+        self._port: CompletionQueue | None = None
         self._generation = 0
         self._next_step = 0
         self._active: set[ReplicaGroup] = set()
@@ -112,7 +112,7 @@ class Lifecycle:
         own = {name: lanes[name] for name in self._lane_names if name in lanes}
         return StrategyStatistics(self.state, self._next_step, len(self._active), own)
 
-    def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionPort]:
+    def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionQueue]:
         """Return the running loop and its port, binding to it if the one before is closed.
 
         Raises:
@@ -129,7 +129,7 @@ class Lifecycle:
                 "fork. Enter `async with strategy:` to open it again; copy.deepcopy(strategy) "
                 "gives an unopened equal."
             )
-        port = CompletionPort.of_running_loop()
+        port = CompletionQueue.of_running_loop()
         if not self._is_bound:
             return loop, port
         if self._loop is not None:

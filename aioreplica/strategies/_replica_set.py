@@ -7,7 +7,7 @@ from typing import Protocol
 from ..collectives import Reducer
 from ..context import CurrentStrategy, Place
 from ..devices import Device
-from ..telemetry import EventLog, Recorder
+from ..telemetry import EventLog, Observers, Recorder
 
 
 class ReplicaSet(CurrentStrategy, Protocol):
@@ -38,6 +38,10 @@ class Runner(ReplicaSet, Protocol):
     @property
     def recorder(self) -> Recorder:
         """The newest merges of all runs."""
+
+    @property
+    def observers(self) -> Observers:
+        """Who is told what happens in runs."""
 
     @property
     def events(self) -> EventLog:
