@@ -102,7 +102,7 @@ class Extended:
         self,
         op: ReduceOp | str,
         value: Any,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce values over replicas, to where a destination lives.
@@ -172,7 +172,7 @@ class Extended:
                 )
         return await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
 
-    async def broadcast_to(self, x: Any, destinations: Any) -> Any:
+    async def broadcast_to(self, x: Any, destinations: object) -> Any:
         """Put one value where a destination lives.
 
         Args:
@@ -385,7 +385,7 @@ class Extended:
         return self._strategy.needs_static_shapes
 
 
-def _chosen(devices: Any, known: tuple[Device, ...]) -> tuple[Device, ...]:
+def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:
     if isinstance(devices, (str, Device)):
         devices = (devices,)
     if not isinstance(devices, (tuple, list)):
