@@ -46,7 +46,7 @@ def explain(
     limit = None
     if outcome.kind == "endless":  # more than asyncio's own order takes, or that would count too
         own = 0 if base_trace.ending == "endless" else base_trace.num_steps
-        limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * own + RECENT))
+        limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * (own + RECENT)))
     again, trace = runner.trace(schedule, limit)
     if not same_end(outcome, again):
         third = runner.trace(schedule)[1]
