@@ -238,18 +238,7 @@ class Extended:
             raise TypeError(f"{what} needs a function of (variable, *args), got {fn!r}.")
         label = f"{what} of {var.name!r}"
         all_args, all_kwargs = split_arguments(args, kwargs, len(var.components), label)
-        return self.update_components(var, fn, all_args, all_kwargs, group)
-
-    async def update_components(
-        self,
-        var: Variable,
-        fn: Callable[..., Any],
-        all_args: Sequence[Sequence[Any]],
-        all_kwargs: Sequence[dict[str, Any]],
-        group: bool,
-    ) -> Any:
-        """Run `fn` once per component, each with its own arguments; see `values`."""
-        return await update_components(self._strategy, var, fn, all_args, all_kwargs, group)
+        return update_components(self._strategy, var, fn, all_args, all_kwargs, group)
 
     async def update_non_slot(
         self,
