@@ -72,7 +72,7 @@ class ThreadWaiter(Waiter):
         return decided.take(call.position)
 
     def elsewhere(self, call: Call) -> Any:
-        """Refuse: a device thread has its calls to itself."""
+        """Raise a ContextError: only the device thread makes the calls of its replica."""
         raise blocking_misuse_error(
             call.collective.name, self.replica, call.group.step, self.place, is_async=False
         )
@@ -192,7 +192,7 @@ class _OpWait:
         return () if self._generation is None else self._generation.missing_members()
 
     def awaited(self) -> None:
-        """Nothing on the event loop is waited for but replicas."""
+        """Return None: only replicas are waited for."""
 
     def _begin(self) -> None:
         point = self._point

@@ -305,7 +305,7 @@ class Generation:
 
     group: SyncGroup
     first: Call
-    calls: list[Any]  # of Call | None; of Call alone once nobody is missing
+    calls: list[Any]  # of Call | None; of Call alone once none is missing
     visits: list[Any]  # of Visit
     missing: int
     is_merged: bool
@@ -356,7 +356,7 @@ class Generation:
         return tuple(member for member, call in pairs if call is None)
 
     def awaited(self) -> None:
-        """Nothing on the event loop is waited for but replicas."""
+        """Return None: only replicas are waited for."""
 
     def is_given_up(self) -> bool:
         """Tell whether a task that waited was cancelled, and with it the future that all share."""
