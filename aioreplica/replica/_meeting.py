@@ -426,7 +426,11 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     return generation
 
 
-@lru_cache(maxsize=256)
 def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
     """Return the one collective of a kind that tables show as `name`."""
+    return _named(kind, name)
+
+
+@lru_cache(maxsize=256)
+def _named(kind: Callable[[str], Collective], name: str) -> Collective:
     return kind(name)
