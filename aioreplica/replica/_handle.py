@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
-from contextvars import Context
+from contextvars import Context, copy_context
 from types import FrameType
 from typing import Any, final
 
@@ -132,7 +132,8 @@ class Handle(Awaitable[Any]):
             fn(self)
 
         self._callbacks.append((fn, call))
-        waiter.add_done_callback(call, context=context)
+        own = copy_context() if context is None else context
+        waiter.add_done_callback(call, context=own)
 
     def remove_done_callback(self, fn: Callable[[Handle], object]) -> int:
         """Take back a callback, every time it was added; return how often that was."""

@@ -58,7 +58,6 @@ async def merge_in_group(fn: Callable[..., Any]) -> None:
     await ctx.group(range(ctx.num_replicas_in_sync)).merge_call(fn)
 
 
-
 MEETINGS: dict[str, Callable[[Callable[..., Any]], Awaitable[None]]] = {
     "merge_call": lambda fn: me().merge_call(fn),
     "update": update,
@@ -343,7 +342,9 @@ def test_hostile_exceptions_of_several_replicas(kind: type[Exception]) -> None:
 
     raised = raised_by(2, step)
     assert isinstance(raised, BaseExceptionGroup)
-    assert [one is other for one, other in zip(raised.exceptions, errors, strict=True)] == [True] * 2
+    assert [one is other for one, other in zip(raised.exceptions, errors, strict=True)] == [
+        True
+    ] * 2
 
 
 @hostile
@@ -372,7 +373,7 @@ def raised_by(size: int, step: Callable[[], Any]) -> BaseException:
     async def main() -> None:
         try:
             await run()
-        except Exception as error:  # noqa: BLE001 - every kind is looked at
+        except Exception as error:
             found.append(error)
 
     art.run(main)

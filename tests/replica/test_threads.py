@@ -29,7 +29,7 @@ def in_bare_thread(fn: Callable[[], Any]) -> Any:
     def call() -> None:
         try:
             found.append(fn())
-        except Exception as error:  # noqa: BLE001 - raised by whoever asked
+        except Exception as error:
             found.append(error)
 
     thread = threading.Thread(target=call)
@@ -77,18 +77,22 @@ async def test_reductions_overlap_with_the_op_that_starts_them(
 
 
 @pytest.mark.asyncio
-async def test_a_reduction_ends_while_the_op_that_started_it_runs(pair: ar.MirroredStrategy) -> None:
+async def test_a_reduction_ends_while_the_op_that_started_it_runs(
+    pair: ar.MirroredStrategy,
+) -> None:
     """Both replicas' ops are held until both reductions have ended."""
     ended = threading.Barrier(3)
-    handles: list[ar.Handle] = []
+    loop = asyncio.get_running_loop()
+    started: asyncio.Queue[ar.Handle] = asyncio.Queue()
 
     def backward(ctx: ar.ReplicaContext) -> None:
-        handles.append(ctx.start_all_reduce("sum", 1))
+        handle = ctx.start_all_reduce("sum", 1)
+        loop.call_soon_threadsafe(started.put_nowait, handle)
         ended.wait(WAIT_S)
 
     async def watch() -> None:
-        while len(handles) < 2 or not all(handle.done() for handle in handles):
-            await asyncio.sleep(0.001)
+        handles = [await started.get() for _ in range(2)]
+        await asyncio.wait(handles)
         assert [handle.result() for handle in handles] == [2, 2]
         await asyncio.to_thread(ended.wait, WAIT_S)
 
