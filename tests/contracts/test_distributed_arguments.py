@@ -179,19 +179,7 @@ def orders(size: int) -> list[list[int]]:
     return [ids, ids[::-1], [*ids[1:], 0][::-1]][: max(1, min(size, 3))]
 
 
-# ---- what is known to be wrong -----------------------------------------------------------------
-
-TREE = "a PerReplica or Mirrored is refused, or handed on as it is"
-LATE = "an on-read variable is read where the last replica runs"
-
-
-def known(kind: str, size: int) -> list[pytest.MarkDecorator]:
-    """Return the mark of a cell; what it says holds for every collective and door."""
-    if kind in {"PerReplica", "Mirrored"}:
-        return [pytest.mark.xfail(raises=(TypeError, AssertionError), reason=TREE)]
-    if kind == "on-read variable" and size > 1:
-        return [pytest.mark.xfail(raises=AssertionError, reason=LATE)]
-    return []
+# ---- the cells ---------------------------------------------------------------------------------
 
 
 def cells() -> list[Any]:
@@ -200,7 +188,7 @@ def cells() -> list[Any]:
         if collective == "start_all_reduce" and door in {"blocking", "in an op", "run_steps"}:
             continue  # it has no blocking form
         name = f"{kind}-{collective}-{door}-{size}".replace(" ", "_")
-        found.append(pytest.param(kind, collective, door, size, marks=known(kind, size), id=name))
+        found.append(pytest.param(kind, collective, door, size, id=name))
     return found
 
 
@@ -232,7 +220,6 @@ def test_a_collective_reads_its_argument_in_its_own_replica(
 # ---- at the call -------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(raises=AssertionError, reason=LATE)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_started_reduction_has_read_an_on_read_variable(size: int) -> None:
     async def main() -> tuple[Any, ...]:

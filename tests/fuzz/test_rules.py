@@ -18,8 +18,6 @@ from aioreplica.errors import ContextError, MergeMismatchError
 from tests.fuzz.judge import try_program
 from tests.fuzz.program import Plant, Program, Statement
 
-known = pytest.mark.xfail
-
 
 class PlantedError(Exception):
     """What programs raise."""
@@ -57,14 +55,12 @@ def check(*programs: Program) -> None:
 # ---- FAILING_SIBLINGS --------------------------------------------------------------------------
 
 
-@known(raises=AssertionError, reason="a failing task group is reported as a mismatch")
 def test_a_task_group_whose_other_child_fails() -> None:
     meeting = Statement(0, "all_reduce", (0, 1))
 
     check(Program(0, 2, (meeting,), (Plant(1, 0, "sibling raises", late=0),)))
 
 
-@known(raises=AssertionError, reason="a timeout that strikes is reported as a mismatch")
 def test_a_timeout_that_is_not_caught() -> None:
     meeting = Statement(0, "all_reduce", (0, 1, 2))
 
@@ -95,15 +91,12 @@ def frames_of(size: int, step: Callable[[], Awaitable[Any]]) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
-lost = known(raises=AssertionError, reason="the traceback is that of another replica")
-
-
 @pytest.mark.parametrize(
     ("size", "merge"),
     [
         (2, fails_in_merge),
-        pytest.param(3, fails_in_merge, marks=lost),
-        pytest.param(2, fails_in_async_merge, marks=lost),
+        (3, fails_in_merge),
+        (2, fails_in_async_merge),
     ],
 )
 def test_an_error_of_a_merge_shows_its_frames(size: int, merge: Callable[..., Any]) -> None:
@@ -113,7 +106,6 @@ def test_an_error_of_a_merge_shows_its_frames(size: int, merge: Callable[..., An
     assert merge.__name__ in frames_of(size, step)
 
 
-@lost
 def test_an_error_in_an_update_shows_its_frames() -> None:
     async def main() -> None:
         async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
@@ -137,7 +129,7 @@ def test_an_error_in_an_update_shows_its_frames() -> None:
 @pytest.mark.parametrize(
     ("returns", "raises"),
     [
-        pytest.param(1, 2, marks=known(raises=MergeMismatchError, reason="who is first wins")),
+        (1, 2),
         (2, 1),
     ],
 )
@@ -156,7 +148,6 @@ def test_a_failure_beats_a_return_in_the_same_cycle(returns: int, raises: int) -
 # ---- BASE_EXCEPTION_MERGES, HOSTILE_EXCEPTIONS -------------------------------------------------
 
 
-@known(raises=art.DeadlockError, reason="only the last to arrive is released")
 def test_a_merge_that_raises_a_base_exception() -> None:
     def merge(strategy: Any) -> None:
         raise PlantedBaseError
@@ -170,7 +161,6 @@ def test_a_merge_that_raises_a_base_exception() -> None:
     run(3, step)
 
 
-@known(raises=AssertionError, reason="it is replaced by what its methods raise")
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exception_that_refuses_notes(size: int) -> None:
     meeting = Statement(0, "all_reduce", tuple(range(size)))
@@ -181,7 +171,6 @@ def test_an_exception_that_refuses_notes(size: int) -> None:
 # ---- BARE_CANCELLATIONS ------------------------------------------------------------------------
 
 
-@known(raises=AssertionError, reason="a bare CancelledError, which a task group swallows")
 def test_a_replica_that_awaits_what_was_cancelled() -> None:
     meeting = Statement(0, "all_reduce", (0, 1))
 
@@ -200,7 +189,6 @@ def test_reductions_started_in_an_op() -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-@known(raises=TimeoutError, reason="the loop is not woken, in debug mode it hangs")
 async def test_a_reduction_that_an_op_completes_on_a_real_thread() -> None:
     waits = threading.Event()
     loop = asyncio.get_running_loop()
@@ -221,7 +209,6 @@ async def test_a_reduction_that_an_op_completes_on_a_real_thread() -> None:
         assert strategy.local_results(await strategy.run(step)) == (2, 2)
 
 
-@known(raises=BaseException, reason="not refused, or refused with a misleading error")
 def test_a_collective_on_a_foreign_thread_is_refused() -> None:
     async def step() -> None:
         ctx = me()
@@ -275,7 +262,6 @@ def test_crossed_handles_awaited_in_child_tasks_stall(wait: str) -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-@known(raises=pytest.fail.Exception, reason="it waits in silence")
 def test_crossed_handles_awaited_in_child_tasks_are_warned_of(wait: str) -> None:
     with pytest.warns(Warning, match="start_all_reduce"), suppress(Exception):
         run(3, crossed(WAITS[wait]), ar.RunOptions(stall_timeout=30))
@@ -284,7 +270,6 @@ def test_crossed_handles_awaited_in_child_tasks_are_warned_of(wait: str) -> None
 # ---- GROUP_VIEWS -------------------------------------------------------------------------------
 
 
-@known(raises=ValueError, reason="the strategy of a group's merge is that of everyone")
 def test_a_merge_in_a_group_reduces_the_groups_values() -> None:
     async def merge(strategy: Any, value: Any) -> Any:
         return await strategy.reduce("sum", value)
@@ -300,7 +285,6 @@ def test_a_merge_in_a_group_reduces_the_groups_values() -> None:
 # ---- FUTURE_HANDLES ----------------------------------------------------------------------------
 
 
-@known(raises=(TypeError, AttributeError), reason="a handle is an awaitable only")
 def test_a_handle_is_a_future() -> None:
     async def step() -> Any:
         handle: Any = me().start_all_reduce("sum", my_id())
@@ -320,7 +304,6 @@ def test_a_handle_is_a_future() -> None:
 # ---- MISMATCHED_OPS ----------------------------------------------------------------------------
 
 
-@known(raises=art.DeadlockError, reason="an op that waits on the loop is not seen to wait")
 def test_a_circle_through_a_blocking_call_in_an_op() -> None:
     async def step() -> None:
         if my_id() == 0:
@@ -332,7 +315,6 @@ def test_a_circle_through_a_blocking_call_in_an_op() -> None:
         run(3, step)
 
 
-@known(raises=AssertionError, reason="an op sees the withdrawal of another before the run does")
 def test_an_op_in_a_collective_that_another_replica_gives_up() -> None:
     meeting = Statement(1, "all_gather", (0, 1, 3), ("await", "await", "op"))
     cleanups = ("", "", "swallow", "collective")
