@@ -48,9 +48,10 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     in the arguments of collectives on arrays are read in this replica, at the call.
 
     Cancellation:
-        A collective given up before its merge (by a timeout, say) ends the run with a
-        MergeMismatchError, because the other replicas can never complete it. Once a run is
-        aborted every await here raises CancelledError.
+        A collective given up before its merge (by a timeout, say) ends the run, because the other
+        replicas can never complete it: with the exception that the replica ends with, if it does
+        not catch it, else with a MergeMismatchError. Once a run is aborted every await here raises
+        CancelledError.
 
     Determinism:
         Values are combined in ascending replica id, whatever the order of arrival.

@@ -39,9 +39,10 @@ class ReplicaContext(Collectives):
     `run`. A context is of no use to another replica or after its run (ContextError).
 
     Cancellation:
-        A collective given up before its merge (by a timeout, say) ends the run with a
-        MergeMismatchError, because the other replicas can never complete it. Once a run is
-        aborted every await here raises CancelledError.
+        A collective given up before its merge (by a timeout, say) ends the run, because the other
+        replicas can never complete it: with the exception that the replica ends with, if it does
+        not catch it, else with a MergeMismatchError. Once a run is aborted every await here raises
+        CancelledError.
     """
 
     __slots__ = (
