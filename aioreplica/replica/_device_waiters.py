@@ -208,6 +208,8 @@ class _OpWait:
     def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None]) -> None:
         if ended is not None:
             ended()
+        if waiter.cancelled() and self._generation is not None:
+            self._point.withdrew(self._replica, self._generation)
         if waiter.cancelled() or self._point.is_aborted:
             self._error = asyncio.CancelledError()
         self._gate.open()
