@@ -134,6 +134,6 @@ def _check(loop: str, num_streams: int, num_orders: int) -> OrderCount:
         async with ar.MirroredStrategy(ar.list_devices("cpu")) as strategy:
             return await count_different(strategy, trees, plain_sums(trees), num_orders=num_orders)
 
-    moved = mock.patch.multiple(REDUCER, INLINE_SUM_BYTES=THRESHOLD, THREAD_BYTES=THRESHOLD)
+    moved = mock.patch.multiple(REDUCER, INLINE_SUM_BYTES=THRESHOLD, SUM_THREAD_BYTES=THRESHOLD)
     with moved, asyncio.Runner(loop_factory=find_loop_factory(loop)) as runner:
         return runner.run(check())

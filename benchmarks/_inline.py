@@ -120,8 +120,8 @@ def _moved(action: Callable[[], Awaitable[None]], threshold: int) -> Callable[[]
     async def moved() -> None:
         changes: dict[str, Any] = {
             "INLINE_SUM_BYTES": threshold,
-            "THREAD_BYTES": threshold,
-            "MIN_BYTES": 0,
+            "SUM_THREAD_BYTES": threshold,
+            "POOLED_BYTES": 0,
         }
         with mock.patch.multiple(REDUCER, **changes):
             await action()

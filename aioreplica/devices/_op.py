@@ -161,6 +161,11 @@ class Op(asyncio.Future[T]):
         return None if self._lane is None else self._lane.name
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether a task awaits the op itself, and not a group that it is part of."""
+        return self._is_awaited
+
+    @property
     def is_running(self) -> bool:
         """Whether its call has begun and not ended."""
         return not self._claim and self._args is not None
@@ -382,6 +387,11 @@ class OpTracker:
             if op.is_running and _replica_id(op) == replica_id:
                 return op
         return None
+
+    def blocks(self, replica_id: int, task: asyncio.Future[Any] | None) -> bool:
+        """Tell whether a task can do nothing but wait for the one op of its replica in flight."""
+        own = [(op, by) for op, by in self.pending.items() if _replica_id(op) == replica_id]
+        return len(own) == 1 and own[0][0].is_awaited and own[0][1] is task
 
     def unfinished(self, replica_id: int) -> tuple[UnfinishedOp, ...]:
         """Return the ops of this replica in flight, in the order in which they were put."""

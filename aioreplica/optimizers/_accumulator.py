@@ -21,7 +21,7 @@ from ._merged_gradient import merge_gradients
 from ._optimizer import Optimizer, written
 from ._place import replica_on_device, require_cross_replica_context, require_owner
 from ._scaled_gradient import ScaledGradient
-from ._step import INLINE_BYTES, take_step
+from ._step import INLINE_STEP_BYTES, take_step
 
 Array = npt.NDArray[Any]
 
@@ -200,7 +200,7 @@ class GradientAccumulator:
     async def _add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
         replica = PLACE.get().replica
         size, work = self._addition(grads_and_vars)
-        if size <= INLINE_BYTES:
+        if size <= INLINE_STEP_BYTES:
             work()
         elif isinstance(replica, ReplicaContext):
             await replica.run_on_device(work)

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from ..collectives import Job
 from ..values import IndexedSlices, Variable
 from ._merged_gradient import MergedGradient
 
 Array = npt.NDArray[Any]
-Job: TypeAlias = tuple[int, Callable[[], None]]
-"""Some of the arithmetic of a step, independent of the rest: how many bytes it reads and writes,
-and what does it, on any thread."""
-
 BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
 them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""

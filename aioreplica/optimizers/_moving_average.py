@@ -11,10 +11,10 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from ..collectives import Job
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import Variable
-from ._blocks import Job
 from ._hyperparameter import checked_decay
 from ._place import (
     replica_on_device,

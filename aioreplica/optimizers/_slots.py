@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from ..typing import VariableAggregation
-from ..values import PlainVariable, Variable, VariableOptions
+from ..values import PlainVariable, Variable, VariableOptions, WeakVariableDict
 
 
 @final
@@ -20,14 +20,14 @@ class SlotTable:
         names: Names of the slots that every variable has.
 
     Attributes:
-        made: The slots of each variable, in order of `names`.
+        made: The slots of each variable, in order of `names`; they go with the variable.
     """
 
     __slots__ = ("_lock", "made", "names")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.made: dict[Variable, tuple[Variable, ...]] = {}
+        self.made: WeakVariableDict[tuple[Variable, ...]] = WeakVariableDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -48,8 +48,7 @@ class SlotTable:
 
     def all(self) -> tuple[Variable, ...]:
         """Return every slot, variable by variable in order of their first update."""
-        made = tuple(self.made.values())  # another thread may add some
-        return tuple(slot for slots in made for slot in slots)
+        return tuple(slot for slots in self.made.values() for slot in slots)
 
     def make(
         self, variable: Variable, initial: Callable[[str, Variable], Any]
@@ -61,13 +60,14 @@ class SlotTable:
             initial: Called as `initial(name, variable)`, gives a new slot's value.
         """
         with self._lock:  # two blocking runs may take the first step at the same time
-            if variable not in self.made:
+            slots = self.made.get(variable)
+            if slots is None:
                 owner, prefix = variable.strategy, variable.name
-                self.made[variable] = tuple(
+                slots = self.made[variable] = tuple(
                     new_variable(owner, initial(name, variable), f"{prefix}/{name}")
                     for name in self.names
                 )
-            return self.made[variable]
+            return slots
 
 
 def new_variable(strategy: Any, value: Any, name: str) -> Variable:

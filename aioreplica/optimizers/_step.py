@@ -10,20 +10,19 @@ published before the outcome of the check is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Reducer, leaf_bytes
+from ..collectives import Job, Reducer, leaf_bytes, num_threads, run_here, run_on_threads
 from ..context import PLACE
-from ..devices import num_collective_streams, run_together
 from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
-from ._blocks import Job, Range, UpdateBlock, block_jobs, run_rows
+from ._blocks import Range, UpdateBlock, block_jobs, run_rows
 from ._hyperparameter import learning_rate_at
 from ._merged_gradient import MergedGradient, merge_gradients
 from ._scaled_gradient import ScaledGradient
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable with its slots
 
-INLINE_BYTES = 12 * 1024 * 1024
+INLINE_STEP_BYTES = 12 * 1024 * 1024
 """A step that reads and writes no more than this runs on the event loop, which takes it up to a
 millisecond; a thread would have it done 0.2 ms later."""
 
-THREAD_BYTES = 64 * 1024 * 1024
+STEP_THREAD_BYTES = 64 * 1024 * 1024
 """What a further thread has to read and write to be worth waking: two threads of short NumPy calls
 wait for each other's lock, and up to here that costs more than the second core brings."""
 
@@ -198,7 +197,7 @@ def run_stages(stages: Iterator[Sequence[Job]], *, is_blocking: bool) -> Awaitab
         is_blocking: Whether to do everything in the calling thread.
     """
     for jobs in stages:
-        if not is_blocking and sum([size for size, _ in jobs]) > INLINE_BYTES:
+        if not is_blocking and sum([size for size, _ in jobs]) > INLINE_STEP_BYTES:
             return _go_on_in_threads(jobs, stages)
         for _, run in jobs:
             run()
@@ -239,7 +238,7 @@ def sum_gradients(gradients: Sequence[MergedGradient], reducer: Reducer | None) 
     """Sum what cannot be summed as it is read: in code, sparse, of half precision, or strided."""
     if reducer is not None and reducer.options.compression is not None:
         size = sum(gradient.num_bytes for gradient in gradients)
-        return [(2 * size + INLINE_BYTES, partial(_sum_in_code, gradients, reducer))]
+        return [(2 * size + INLINE_STEP_BYTES, partial(_sum_in_code, gradients, reducer))]
     return [
         (gradient.num_bytes, gradient.sum_parts) for gradient in gradients if gradient.needs_sum
     ]
@@ -284,10 +283,11 @@ def apply(
     slots, iterations = settings.slots, settings.iterations
     variables = [gradient.variable for gradient in gradients]
     shared = optimizer.start(variables) if optimizer.is_joint else ()  # type: ignore[attr-defined]
-    for variable in variables:
-        if variable not in slots.made:
-            slots.make(variable, optimizer.new_slot)
-    groups = [(variable, *slots.made[variable]) for variable in variables]
+    made = [slots.made.get(variable) for variable in variables]
+    groups = [
+        (variable, *(slots.make(variable, optimizer.new_slot) if own is None else own))
+        for variable, own in zip(variables, made, strict=True)
+    ]
     read = [*shared, iterations]
     if global_step is not None:
         read.append(global_step)
@@ -316,7 +316,7 @@ def apply(
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
-            size = INLINE_BYTES + 1  # what is compiled first takes long
+            size = INLINE_STEP_BYTES + 1  # what is compiled first takes long
         run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
     else:
         run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
@@ -349,28 +349,11 @@ def publish(
 async def _go_on_in_threads(jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]]) -> None:
     while jobs is not None:
         size = sum(size for size, _ in jobs)
-        if size > INLINE_BYTES:
-            count = max(1, min(num_collective_streams(), size // THREAD_BYTES))
-            await run_together(_shares(jobs, count))
+        if size > INLINE_STEP_BYTES:
+            await run_on_threads(jobs, num_threads(size, STEP_THREAD_BYTES))
         else:
-            _run_all(jobs)
+            run_here(jobs)
         jobs = next(stages, None)
-
-
-def _shares(jobs: Sequence[Job], count: int) -> list[Callable[[], None]]:
-    """Deal jobs into at most `count` shares of about the same size."""
-    shares: list[list[Job]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for job in sorted(jobs, key=lambda each: each[0], reverse=True):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(job)
-        loads[lightest] += job[0]
-    return [partial(_run_all, share) for share in shares if share]
-
-
-def _run_all(jobs: Sequence[Job]) -> None:
-    for _, run in jobs:
-        run()
 
 
 def _refuse(optimizer: Optimizer, gradients: Sequence[MergedGradient]) -> Iterator[Sequence[Job]]:

@@ -322,11 +322,11 @@ class Wait:
         return self._what
 
     def missing_members(self) -> tuple[int, ...]:
-        """No replica is waited for."""
+        """Return none: no replica is waited for."""
         return ()
 
     def awaited(self) -> None:
-        """No task is waited for."""
+        """Return None: no task is waited for."""
 
 
 @final

@@ -43,7 +43,9 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
     Every member must make the same calls in the same order; anything else is a
     MergeMismatchError at once, raised by `run`. Every call raises ContextError outside its own
-    replica, after its run, or while another collective of the replica is awaited.
+    replica, after its run, or while another collective of the replica is awaited; and, apart from
+    `start_all_reduce`, on another thread than the event loop's. Distributed values and variables
+    in the arguments of collectives on arrays are read in this replica, at the call.
 
     Cancellation:
         A collective given up before its merge (by a timeout, say) ends the run with a
@@ -135,7 +137,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
         Raises:
             ValueError: If `op` is unknown, or MIN or MAX for an IndexedSlices.
-            TypeError: If a leaf is not numeric, or `options` are none.
+            TypeError: If a leaf is not numeric, or `options` is not a CommunicationOptions.
 
         Determinism:
             Summed in ascending replica id: bitwise reproducible, and independent of options
@@ -151,10 +153,13 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def start_all_reduce(
         self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
     ) -> Handle:
-        """Start an all_reduce and go on; `await` the handle for its result.
+        """Start an all_reduce without waiting; `await` the handle for its result.
 
         Several may be in flight, and other collectives may be called meanwhile: replicas match
-        calls by the order in which they are made, not by when they are awaited.
+        calls by the order in which they are made, not by when they are awaited. May be called from
+        any thread while a function of `ctx.run_on_device` of this replica runs: then the call is
+        numbered on the event loop, in the order of the calls, and before that function's result is
+        there. Until then other collectives of the replica are a ContextError.
 
         Args:
             op: As for `all_reduce`.
@@ -164,6 +169,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         Raises:
             ValueError: As `all_reduce`.
             TypeError: As `all_reduce`.
+            ContextError: If called from a thread while no op of the replica runs.
 
         Cancellation:
             See `Handle`: a cancelled await gives up nothing.
@@ -215,7 +221,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
         Raises:
             ValueError: If a leaf is a scalar or has no such axis.
-            TypeError: If a leaf is an IndexedSlices, or `options` are none.
+            TypeError: If a leaf is an IndexedSlices, or `options` is not a CommunicationOptions.
         """
         frame = sys._getframe(1)
         if options is not None:
@@ -321,7 +327,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def _start(
         self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
     ) -> Handle:
-        """Make a call that needs no awaiting to go on."""
+        """Make a call that is carried out without being awaited."""
         waiter = self._waiter
         if not isinstance(waiter, TaskWaiter):
             raise no_blocking_handle_error()

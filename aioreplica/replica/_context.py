@@ -241,7 +241,7 @@ class ReplicaContext(Collectives):
 
         Cancellation:
             A queued call is taken back. A started one is waited for, so no buffer is reused under
-            it, and the cancellation goes on after that.
+            it, and the cancellation continues after that.
 
         Determinism:
             Ops of one device run one at a time, in the order of their calls.

@@ -23,7 +23,7 @@ class Agree(Collective):
         return "agree"
 
     def detail(self, argument: Any) -> str:
-        """Nothing: the value is shown where it differs."""
+        """Return nothing: the value is shown where it differs."""
         return ""
 
     def agrees(self, first: Call, call: Call) -> bool:
@@ -57,15 +57,15 @@ class Decision(Collective):
         return self._name
 
     def detail(self, argument: Any) -> str:
-        """Nothing to add."""
+        """Return nothing: there is no argument."""
         return ""
 
     def agrees(self, first: Call, call: Call) -> bool:
-        """Always: flags may differ."""
+        """Return True: flags may differ."""
         return True
 
     def difference(self, first: Call, call: Call) -> str | None:
-        """Flags may differ."""
+        """Return None: flags may differ."""
         return None
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:

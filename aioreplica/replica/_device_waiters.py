@@ -72,7 +72,7 @@ class ThreadWaiter(Waiter):
         return decided.take(call.position)
 
     def elsewhere(self, call: Call) -> Any:
-        """Refuse: a device thread has its calls to itself."""
+        """Raise a ContextError: only the device thread makes the calls of its replica."""
         raise blocking_misuse_error(
             call.collective.name, self.replica, call.group.step, self.place, is_async=False
         )
@@ -122,7 +122,7 @@ class OpWaiter(Waiter):
         """Have the event loop number a call and bring it to the rendezvous; wait for its result."""
         loop = self.point.loop
         assert loop is not None  # ops of a replica run in runs only
-        waiting = _OpWait(self.point, self.replica, call, loop)
+        waiting = _OpWait(self.point, self.replica, call, loop, self._ops)
         return waiting.result()
 
     def elsewhere(self, call: Call) -> Any:
@@ -149,11 +149,17 @@ class OpWaiter(Waiter):
 class _OpWait:
     """One call on its way from an op's thread to the event loop and back."""
 
-    __slots__ = ("_call", "_error", "_gate", "_generation", "_loop", "_point", "_replica")
+    __slots__ = ("_call", "_error", "_gate", "_generation", "_loop", "_ops", "_point", "_replica")
 
     def __init__(
-        self, point: MeetingPoint, replica: Replica, call: Call, loop: asyncio.AbstractEventLoop
+        self,
+        point: MeetingPoint,
+        replica: Replica,
+        call: Call,
+        loop: asyncio.AbstractEventLoop,
+        ops: OpTracker,
     ) -> None:
+        self._ops = ops
         self._point = point
         self._replica = replica
         self._call = call
@@ -186,7 +192,7 @@ class _OpWait:
         return () if self._generation is None else self._generation.missing_members()
 
     def awaited(self) -> None:
-        """Nothing on the event loop is waited for but replicas."""
+        """Return None: only replicas are waited for."""
 
     def _begin(self) -> None:
         point = self._point
@@ -198,7 +204,9 @@ class _OpWait:
             if waiter.done():
                 self._end(None, waiter)
                 return
-            ended = point.wait_for_started(self._replica, generation, blocks=False)
+            replica = self._replica
+            blocks = self._ops.blocks(replica.replica_id, replica.work)
+            ended = point.wait_for_started(replica, generation, blocks=blocks)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread
             self._error = error
             self._gate.open()
@@ -208,7 +216,7 @@ class _OpWait:
     def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None]) -> None:
         if ended is not None:
             ended()
-        if waiter.cancelled() and self._generation is not None:
+        if waiter.cancelled() and self._generation is not None:  # by a task that gave up its call
             self._point.withdrew(self._replica, self._generation)
         if waiter.cancelled() or self._point.is_aborted:
             self._error = asyncio.CancelledError()

@@ -40,7 +40,7 @@ class Along:
 
 
 class Exchange(Collective):
-    """What gathering and handing around have in common: an axis, and sizes that may differ."""
+    """What gathering and exchanging have in common: an axis, and sizes that may differ."""
 
     __slots__ = ()
     is_uneven = True

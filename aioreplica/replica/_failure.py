@@ -63,7 +63,7 @@ class Failures:
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Attach a PEP 678 note unless the exception carries it already, or takes none."""
+    """Attach a PEP 678 note unless the exception has it already or refuses notes."""
     with suppress(Exception):  # an exception of the user may define `add_note` in its own way
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

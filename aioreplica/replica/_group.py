@@ -1,4 +1,4 @@
-"""The replica group: starts the replicas of one run and sees to their end.
+"""The replica group: starts the replicas of one run and waits for their end.
 
 Replicas are bare asyncio tasks; they meet at the group's meeting point (`_meeting_point.py`).
 
@@ -234,7 +234,7 @@ class ReplicaGroup(RunControl):
                 replica.cancel()
 
     def _cancel_withdrawn(self) -> None:
-        """Cancel the replica that withdrew, too: it had its time to end by itself."""
+        """Cancel the replica that withdrew, too, once its time to end by itself is over."""
         if self._withdrawn is not None:
             replica, _ = self._withdrawn
             self._withdrawn = None
@@ -378,7 +378,7 @@ class ReplicaGroup(RunControl):
         self.abort(stall_error(timeout_s, self.step, rows, stacks, call, self._recorder.history()))
 
     async def restart_outside(self) -> None:
-        """Wait for what a given-up call left, where no run does; then start afresh."""
+        """Wait for what a given-up call left behind, outside every run; then start again."""
         await self._drain()
         self.point.restart()
 

@@ -1,4 +1,4 @@
-"""The handle of a collective that was started and goes on by itself."""
+"""The handle of a collective that was started and completes without being awaited."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Handle(Awaitable[Any]):
         """Return what the reduction raised; None if it has a result.
 
         Raises:
-            asyncio.InvalidStateError: If it goes on still.
+            asyncio.InvalidStateError: If the reduction has not ended.
             asyncio.CancelledError: If the run was ended before.
         """
         return self._finished().error
@@ -140,7 +140,7 @@ class Handle(Awaitable[Any]):
         return sum(waiter.remove_done_callback(call) for call in removed)
 
     def discard(self) -> None:
-        """Give up the result, so that no warning says it is lost; the reduction goes on."""
+        """Give up the result, so that no warning says it is lost; the reduction continues."""
         self._replica.started.pop(self._call, None)
 
     def cancel(self) -> None:
@@ -204,7 +204,7 @@ def start(
     position: int,
     frame: FrameType,
 ) -> Handle:
-    """Start a collective on the event loop, or in a thread while an op of the replica runs.
+    """Start a collective, on the event loop or on a thread while an op of the replica runs.
 
     In a thread it is numbered on the event loop: in the order of the calls, and before the op is
     done. Until then the replica's other collectives are refused.

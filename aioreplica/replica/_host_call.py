@@ -103,7 +103,7 @@ class HostCall:
         return self._name
 
     def missing_members(self) -> tuple[int, ...]:
-        """No replica is waited for."""
+        """Return none: no replica is waited for."""
         return ()
 
     def awaited(self) -> asyncio.Task[Any] | None:
@@ -133,7 +133,7 @@ class HostCall:
     # ---- on the event loop ---------------------------------------------------------------
 
     def begin(self) -> None:
-        """Run the function; an async one goes on in a task of its own."""
+        """Run the function; an async one continues in a task of its own."""
         if self._is_over:
             return
         try:

@@ -75,6 +75,7 @@ class SyncGroup:
         whole: The group of all replicas of the run, of which this is a part; None if it is that.
 
     Attributes:
+        num_replicas: How many members there are.
         open: The generations that are not complete, by sequence number.
         is_partial: Whether it is a part of the run's replicas, which tables then name.
         timeout_s: How long members wait for each other unless a call says otherwise, in seconds.
@@ -82,7 +83,7 @@ class SyncGroup:
 
     __slots__ = (
         "_whole", "device_names", "has_plain_values", "is_blocking", "is_partial", "members",
-        "merge_place", "open", "reducer", "step", "strategy", "timeout_s",
+        "merge_place", "num_replicas", "open", "reducer", "step", "strategy", "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +100,7 @@ class SyncGroup:
         whole: SyncGroup | None = None,
     ) -> None:
         self.members = tuple(members)
+        self.num_replicas = len(self.members)
         self.device_names = device_names
         self.strategy = strategy
         self.merge_place = merge_place
@@ -129,11 +131,6 @@ class SyncGroup:
     def run(self) -> SyncGroup:
         """The group of all replicas of the run."""
         return self._whole or self
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas meet."""
-        return len(self.members)
 
     def __repr__(self) -> str:
         return f"<SyncGroup {self.members} | {len(self.open)} open>"
@@ -265,7 +262,7 @@ def new_call(
     sequence: int,
     frame: FrameType | CallSite,
 ) -> Call:
-    """Make the call that a replica made at `frame`."""
+    """Make the call that a replica made at `frame`; 0 stands for a number that is set later."""
     call = _new(Call)
     call.collective = collective
     call.argument = argument
@@ -308,7 +305,7 @@ class Generation:
 
     group: SyncGroup
     first: Call
-    calls: list[Any]  # of Call | None; of Call alone once nobody is missing
+    calls: list[Any]  # of Call | None; of Call alone once none is missing
     visits: list[Any]  # of Visit
     missing: int
     is_merged: bool
@@ -359,7 +356,7 @@ class Generation:
         return tuple(member for member, call in pairs if call is None)
 
     def awaited(self) -> None:
-        """Nothing on the event loop is waited for but replicas."""
+        """Return None: only replicas are waited for."""
 
     def is_given_up(self) -> bool:
         """Tell whether a task that waited was cancelled, and with it the future that all share."""
@@ -426,7 +423,11 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     return generation
 
 
-@lru_cache(maxsize=256)
 def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
     """Return the one collective of a kind that tables show as `name`."""
+    return _named(kind, name)
+
+
+@lru_cache(maxsize=256)
+def _named(kind: Callable[[str], Collective], name: str) -> Collective:
     return kind(name)

@@ -2,7 +2,8 @@
 
 The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
 share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
-(`_device_waiters.py`). Whoever completes a generation merges it at once and releases the others.
+(`_device_waiters.py`). The call that completes a generation merges it at once and releases the
+others.
 Only a merge that has to be awaited goes through a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
@@ -11,7 +12,7 @@ it, that ends the run in any case (`MeetingPoint.withdrew`).
 Invariants:
     * Where threads meet, the rendezvous is touched under `lock` only, by threads and by the event
       loop alike; no merge and no function of the user runs under it.
-    * A gate is opened once for each time its replica is in `parked`, by whoever takes it out.
+    * A gate is opened once for each time its replica is in `parked`, by the code that takes it out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ._replica import Replica, who_withdrew
 from ._table import circle_text, two_at_once_error
 
 CIRCLE_S = 1.0
-"""How long replicas may seem to wait for each other through handles before that is warned of."""
+"""How long replicas may seem to wait for each other through handles before a warning says so."""
 
 
 class RunControl(ABC):

@@ -110,9 +110,10 @@ class MergeCall(Collective):
                 kwargs[key] = merged_column([(call.kwargs or {})[key] for call in calls], devices)
         result = first.context.run(_call_in_merge, group, first.argument, args, kwargs)
         kind = type(result)
-        if kind is PerReplica and len(result) == group.num_replicas:
+        if kind is PerReplica:
             parts: Parts = result.values
-            return parts
+            if len(parts) == group.num_replicas:
+                return parts
         if kind not in LEAF_TYPES and isinstance(result, Awaitable):
             return Pending(result, partial(self._parts, group, first.argument))
         return self._parts(group, first.argument, result)

@@ -1,4 +1,4 @@
-"""Explaining a replica context that was used where it does not belong."""
+"""Errors of a replica context that was used where it does not belong."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Rendezvous:
     def arrive(
         self, replica_id: int, call: Call, now_s: float = 0.0, *, waits: bool = True
     ) -> Generation | Mismatch:
-        """Record that a replica takes part in a collective; with nobody missing it may merge.
+        """Record that a replica takes part in a collective; with no call missing it may merge.
 
         With `waits` its task can do nothing else until then. `now_s` is noted for records.
         """
@@ -142,7 +142,7 @@ class Rendezvous:
         """Record that a task of the replica waits for what was started before.
 
         It `blocks` the replica if it is the replica's own task, which can start nothing meanwhile.
-        Whether a child task that waits keeps the replica from going on cannot be known.
+        Whether a child task that waits keeps the replica from continuing cannot be known.
         """
         waits = self._handle_waits.setdefault(replica_id, {})
         waits[generation] = waits.get(generation, 0) + 1
@@ -225,7 +225,7 @@ class Rendezvous:
     def may_be_stuck(self) -> bool:
         """Tell whether replicas wait for each other in a circle, if child tasks count as waiting.
 
-        They may go on all the same: a replica whose child waits can still make the missing call.
+        They may continue all the same: a replica whose child waits can still make the missing call.
         """
         return not self._is_over and not self._failed and bool(self._stuck(self._all_waits))
 
@@ -260,7 +260,7 @@ class Rendezvous:
     def _all_waits(self, replica_id: int) -> list[Generation]:
         """Return the incomplete generations that tasks of a replica wait for.
 
-        None if one that they wait for is complete: the replica can go on.
+        None if one that they wait for is complete: the replica can continue.
         """
         waits = list(self._handle_waits.get(replica_id, ()))
         current = self._current[replica_id]
@@ -269,7 +269,7 @@ class Rendezvous:
         return waits if all(generation.missing for generation in waits) else []
 
     def _waits(self, replica_id: int) -> list[Generation]:
-        """Return the same, or none where only child tasks wait: then the replica may go on."""
+        """Return the same, or none where only child tasks wait: then the replica may continue."""
         current = self._current[replica_id]
         is_in_call = current is not None and not current.is_merged
         if (is_in_call and replica_id not in self._states) or self._blocked.get(replica_id):
@@ -279,7 +279,7 @@ class Rendezvous:
     def _deadlock(self, joined: Generation) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
 
-        Somebody has just begun to wait in `joined`, so a circle can only lead through it.
+        A replica has just begun to wait in `joined`, so a circle can only lead through it.
         """
         if self._failed or self._is_over or not any(map(self._waits, joined.missing_members())):
             return None
@@ -287,10 +287,10 @@ class Rendezvous:
         return self._mismatch(partial(_crossed, stuck)) if stuck else None
 
     def _stuck(self, waits_of: Callable[[int], list[Generation]]) -> dict[int, list[Generation]]:
-        """Return the replicas that can never go on, and what they wait for.
+        """Return the replicas that can never continue, and what they wait for.
 
-        A replica can go on if it waits for nothing, or if one of the generations it waits for can
-        become complete; that one can if all who are missing in it can go on.
+        A replica can continue if it waits for nothing, or if one of the generations it waits for
+        can become complete; that one can if all who are missing in it can continue.
         """
         waits = {i: waits_of(i) for i in range(len(self._devices))}
         free = {i for i, own in waits.items() if not own}

@@ -123,7 +123,7 @@ def never_awaited_error(step: int, lines: Sequence[str]) -> ContextError:
 def replica_cancelled_error(
     cancelled: BaseException, step: int, fn_name: str
 ) -> ReplicaCancelledError:
-    """Build the error of a replica that was cancelled by somebody else than its run."""
+    """Build the error of a replica that was cancelled by other code than its run."""
     error = ReplicaCancelledError(
         f"A replica of step {step} of {fn_name} ended with a CancelledError, although the run was "
         "not cancelled: it awaited something that was cancelled, or its task was cancelled from "
@@ -135,7 +135,7 @@ def replica_cancelled_error(
 
 
 def left_behind_error(replica_id: int, step: int, left: Sequence[UnfinishedOp]) -> ContextError:
-    """Build the error of a replica that returned while ops of its child tasks go on."""
+    """Build the error of a replica that returned while ops of its child tasks are unfinished."""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     return ContextError(
         f"Replica {replica_id} returned at step {step} while {left[0].describe()}{more} is "

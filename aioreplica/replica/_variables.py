@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..values import PerReplica, Variable, split_per_replica
+from ..context import CurrentStrategy
+from ..values import PerReplica, Variable, split_per_replica, update_components
 
 Merge = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -16,15 +17,19 @@ Merge = tuple[Callable[..., Any], tuple[Any, ...]]
 def create_variable(initial_value: Any, options: dict[str, Any]) -> Merge:
     """Return the merge function and arguments that create a variable.
 
-    The options travel as text as well, which has to be equal on all replicas.
+    The options travel too, as text and functions, which have to be equal on all replicas.
     """
     if not callable(initial_value):
         initial_value = np.asarray(initial_value)
-    text = ", ".join(f"{name}={options[name]!r}" for name in sorted(options))
-    return partial(_create, options), (initial_value, text)
+    plain = [name for name in sorted(options) if not callable(options[name])]
+    functions = {name: option for name, option in options.items() if callable(option)}
+    text = ", ".join(f"{name}={options[name]!r}" for name in plain)
+    return partial(_create, options), (initial_value, text, functions)
 
 
-def _create(options: dict[str, Any], _strategy: object, initial: Any, _text: str) -> Variable:
+def _create(
+    options: dict[str, Any], _strategy: object, initial: Any, _text: str, _functions: object
+) -> Variable:
     first = initial[0] if isinstance(initial, PerReplica) else initial
     return Variable(first, **options)
 
@@ -55,7 +60,7 @@ def update_variable(
 
 def _update(
     group: bool,
-    strategy: Any,  # Any: the strategies layer lies above this one
+    strategy: CurrentStrategy,
     var: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -65,7 +70,4 @@ def _update(
     count = strategy.num_replicas_in_sync
     all_args = split_per_replica(args, count, "args")
     all_kwargs = split_per_replica(kwargs, count, "kwargs")
-    updating: Awaitable[Any] = strategy.extended.update_components(
-        var, fn, all_args, all_kwargs, group
-    )
-    return updating
+    return update_components(strategy, var, fn, all_args, all_kwargs, group)

@@ -40,7 +40,7 @@ Axis = int | tuple[int, ...] | None
 async def reduce_tree(
     replicas: ReplicaSet,
     op: ReduceOp,
-    value: Any,
+    value: object,
     axis: Axis,
     options: CommunicationOptions | None,
 ) -> Any:
@@ -67,7 +67,7 @@ async def reduce_tree(
 
 
 def _add_columns(
-    op: ReduceOp, leaf: Any, replicas: ReplicaSet, columns: list[Sequence[Any]]
+    op: ReduceOp, leaf: object, replicas: ReplicaSet, columns: list[Sequence[Any]]
 ) -> TreeSpec:
     """Add the columns of one distributed leaf, checked; return the structure of a component."""
     flattened = [flatten_summands(part) for part in _reduced_parts(op, leaf, replicas)]
@@ -80,7 +80,7 @@ def _add_columns(
     return spec
 
 
-async def gather_tree(replicas: ReplicaSet, value: Any, axis: int) -> Any:
+async def gather_tree(replicas: ReplicaSet, value: object, axis: int) -> Any:
     """Join every distributed leaf of a pytree along `axis`."""
     return await _maybe_in_thread(
         value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
@@ -91,7 +91,7 @@ async def reduce_pairs(
     strategy: CurrentStrategy,
     replicas: ReplicaSet,
     op: ReduceOp | str,
-    pairs: Sequence[tuple[Any, Any]],
+    pairs: Sequence[tuple[object, object]],
     what: str,
     options: CommunicationOptions | None = None,
 ) -> list[Any]:
@@ -119,7 +119,7 @@ async def reduce_pairs(
 
 
 async def broadcast_value(
-    strategy: CurrentStrategy, replicas: ReplicaSet, value: Any, destinations: Any
+    strategy: CurrentStrategy, replicas: ReplicaSet, value: object, destinations: object
 ) -> Any:
     """Return a Mirrored of `value` with an entry per destination device."""
     what = "extended.broadcast_to"
@@ -139,11 +139,11 @@ async def broadcast_value(
     return _mirrored(frozen, count)
 
 
-def local_results(value: Any, members: Sequence[int] | None = None) -> tuple[Any, ...]:
+def local_results(value: object, members: Sequence[int] | None = None) -> tuple[Any, ...]:
     """Return one tree per replica, or `(value,)` if nothing in it is distributed.
 
     Args:
-        value: Any pytree.
+        value: object pytree.
         members: The replicas whose components of variables are meant; None for all.
     """
     if isinstance(value, DistributedValues):
@@ -165,7 +165,7 @@ def local_results(value: Any, members: Sequence[int] | None = None) -> tuple[Any
     )
 
 
-def _components(leaf: Any, members: Sequence[int] | None = None) -> tuple[Any, ...] | None:
+def _components(leaf: object, members: Sequence[int] | None = None) -> tuple[Any, ...] | None:
     if isinstance(leaf, DistributedValues):
         return leaf.values
     if not isinstance(leaf, Variable):
@@ -176,11 +176,11 @@ def _components(leaf: Any, members: Sequence[int] | None = None) -> tuple[Any, .
     return tuple(components[i] for i in members)
 
 
-def _is_mirrored(leaf: Any) -> bool:
+def _is_mirrored(leaf: object) -> bool:
     return isinstance(leaf, (Variable, DistributedValues)) and leaf.is_mirrored
 
 
-def _reduced_parts(op: ReduceOp, leaf: Any, replicas: ReplicaSet) -> tuple[Any, ...]:
+def _reduced_parts(op: ReduceOp, leaf: object, replicas: ReplicaSet) -> tuple[Any, ...]:
     parts = _parts(leaf, replicas, "reduce")
     if not _is_mirrored(leaf):
         return parts
@@ -192,7 +192,9 @@ def _reduced_parts(op: ReduceOp, leaf: Any, replicas: ReplicaSet) -> tuple[Any, 
     return parts[:1]
 
 
-def _reduce_axis(op: ReduceOp, leaf: Any, axis: int | tuple[int, ...], replicas: ReplicaSet) -> Any:
+def _reduce_axis(
+    op: ReduceOp, leaf: object, axis: int | tuple[int, ...], replicas: ReplicaSet
+) -> Any:
     def merge(column: Sequence[Any]) -> Any:
         for part in column:
             require_reducible(part, "reduce", op)
@@ -202,7 +204,7 @@ def _reduce_axis(op: ReduceOp, leaf: Any, axis: int | tuple[int, ...], replicas:
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
 
-def _gather_leaf(leaf: Any, axis: int, replicas: ReplicaSet) -> Any:
+def _gather_leaf(leaf: object, axis: int, replicas: ReplicaSet) -> Any:
     parts = _parts(leaf, replicas, "gather")
 
     def merge(column: Sequence[Any]) -> Any:
@@ -214,7 +216,7 @@ def _gather_leaf(leaf: Any, axis: int, replicas: ReplicaSet) -> Any:
     return _merge_components(parts, merge)
 
 
-def _parts(leaf: Any, replicas: ReplicaSet, verb: str) -> tuple[Any, ...]:
+def _parts(leaf: object, replicas: ReplicaSet, verb: str) -> tuple[Any, ...]:
     num_replicas = replicas.num_replicas_in_sync
     parts = _components(leaf, replicas.members)
     if parts is None:
@@ -258,7 +260,7 @@ def _same(column: Sequence[Any], compare: Callable[[Any, Any], str | None]) -> N
             raise ValueError(f"Replicas 0 and {replica_id} cannot be combined: {difference}.")
 
 
-async def _maybe_in_thread(value: Any, work: Callable[[], Any]) -> Any:
+async def _maybe_in_thread(value: object, work: Callable[[], Any]) -> Any:
     total = 0
     for leaf in leaves(value):
         for part in _components(leaf) or (leaf,):
@@ -270,25 +272,25 @@ async def _maybe_in_thread(value: Any, work: Callable[[], Any]) -> Any:
 
 
 def _entries(
-    destinations: Any, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
+    destinations: object, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
 ) -> int | None:
     count = _require_destination(destinations, strategy, replicas, what)
     return None if strategy.has_plain_values else count
 
 
-def _mirrored(value: Any, count: int) -> Mirrored:
+def _mirrored(value: object, count: int) -> Mirrored:
     """Repeat a value: containers are built anew for each entry, leaves are shared."""
     structure = flatten(value)
     return Mirrored([unflatten(structure[1], structure[0]) for _ in range(count)])
 
 
-def _one_value(leaf: Any) -> Any:
+def _one_value(leaf: object) -> Any:
     if isinstance(leaf, Variable):
         return leaf.value
     return leaf[0] if isinstance(leaf, DistributedValues) else leaf
 
 
-def _frozen(leaf: Any) -> Any:
+def _frozen(leaf: object) -> Any:
     """Return the leaf as something that cannot be written, copied if it could be."""
     if type(leaf) is not np.ndarray or (leaf.base is None and not leaf.flags.writeable):
         return leaf
@@ -298,7 +300,7 @@ def _frozen(leaf: Any) -> Any:
 
 
 def _require_destination(
-    destinations: Any, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
+    destinations: object, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
 ) -> int | None:
     """Check a destination; return on how many replicas it lives, or None if it is a device.
 

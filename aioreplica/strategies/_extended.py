@@ -102,7 +102,7 @@ class Extended:
         self,
         op: ReduceOp | str,
         value: Any,
-        destinations: Any,
+        destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce values over replicas, to where a destination lives.
@@ -172,7 +172,7 @@ class Extended:
                 )
         return await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
 
-    async def broadcast_to(self, x: Any, destinations: Any) -> Any:
+    async def broadcast_to(self, x: Any, destinations: object) -> Any:
         """Put one value where a destination lives.
 
         Args:
@@ -238,18 +238,7 @@ class Extended:
             raise TypeError(f"{what} needs a function of (variable, *args), got {fn!r}.")
         label = f"{what} of {var.name!r}"
         all_args, all_kwargs = split_arguments(args, kwargs, len(var.components), label)
-        return self.update_components(var, fn, all_args, all_kwargs, group)
-
-    async def update_components(
-        self,
-        var: Variable,
-        fn: Callable[..., Any],
-        all_args: Sequence[Sequence[Any]],
-        all_kwargs: Sequence[dict[str, Any]],
-        group: bool,
-    ) -> Any:
-        """Run `fn` once per component, each with its own arguments; see `values`."""
-        return await update_components(self._strategy, var, fn, all_args, all_kwargs, group)
+        return update_components(self._strategy, var, fn, all_args, all_kwargs, group)
 
     async def update_non_slot(
         self,
@@ -385,7 +374,7 @@ class Extended:
         return self._strategy.needs_static_shapes
 
 
-def _chosen(devices: Any, known: tuple[Device, ...]) -> tuple[Device, ...]:
+def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:
     if isinstance(devices, (str, Device)):
         devices = (devices,)
     if not isinstance(devices, (tuple, list)):

@@ -69,19 +69,19 @@ class GroupView:
         """Devices, updates of single components, and reductions of the group's values."""
         return Extended(self.strategy, self)
 
-    async def reduce(self, op: ReduceOp | str, value: Any, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | str, value: object, axis: Axis = None) -> Any:
         """Reduce values over the members, as `Strategy.reduce` does over all replicas."""
         self.require_cross_replica("reduce", "ctx.group(members).all_reduce(op, value)")
         self.open()
         return await reduce_tree(self, ReduceOp.parse(op), value, axis, None)
 
-    async def gather(self, value: Any, axis: int) -> Any:
+    async def gather(self, value: object, axis: int) -> Any:
         """Join the members' components along `axis`, in the order of their ids."""
         self.require_cross_replica("gather", "ctx.group(members).all_gather(value, axis)")
         self.open()
         return await gather_tree(self, value, axis)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: object) -> tuple[Any, ...]:
         """Return one entry per member, selected through pytrees.
 
         A variable has an entry per replica of the strategy, of which the members' are taken. A

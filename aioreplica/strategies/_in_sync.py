@@ -56,7 +56,7 @@ async def check_in_sync(replicas: ReplicaSet, variables: Iterable[Variable]) -> 
         raise error
 
 
-def _checked(replicas: ReplicaSet, variables: Any) -> list[Variable]:
+def _checked(replicas: ReplicaSet, variables: object) -> list[Variable]:
     if not isinstance(variables, Iterable):
         raise TypeError(
             f"check_in_sync needs a list of variables, got {variables!r} "

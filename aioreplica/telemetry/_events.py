@@ -1,4 +1,4 @@
-"""Events: what happens inside a run, kept in a ring for whoever wants to look."""
+"""Events: what happens inside a run, kept in a ring that any thread may read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The observer protocol: the one way to be told what happens in runs.
 
 An `Observer` names the kinds of events it wants by giving a function for each; `Observers` holds
-those of one strategy, one slot per kind. Where nobody wants a kind its slot is None, so telling
-costs one test:
+those of one strategy, one slot per kind. A kind that no observer wants is None, so telling costs
+one test:
 
     if (tell := observers.call_made) is not None:
         tell(call)
@@ -131,7 +131,7 @@ class ObservedOp(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """What an observer wants to be told: a function for each kind, None for the others.
+    """What is told of a run: a function for each kind of event that is wanted, None for the others.
 
     Functions are called where the event happens, on the event loop or on a device thread, and must
     return quickly. What they raise is logged and does not reach the run.
@@ -170,13 +170,13 @@ KINDS = tuple(field.name for field in fields(Observer))
 
 @final
 class Observers:
-    """Those who are told what happens in the runs of one strategy.
+    """The observers of the runs of one strategy.
 
     Args:
         own: The strategy's own observer, which is told first.
 
-    Every kind is an attribute: None where nobody wants it, else a function that tells all who do,
-    in the order in which they were added.
+    Every kind is an attribute: None if no observer wants it, else a function that tells those that
+    do, in the order in which they were added.
 
     Example:
         >>> observers, seen = Observers(), []

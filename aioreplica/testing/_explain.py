@@ -14,7 +14,7 @@ from ._schedule import HELD, Hold, Schedule
 from ._shrink import describe, shrink
 from ._strategies import maker_of, mix
 from ._token import TokenTooLongError, encode
-from ._trace import Step, Trace
+from ._trace import RECENT, Step, Trace
 
 ENDLESS_STEPS: Final = 2_500
 """How much of an endless schedule is base_trace, at least."""
@@ -46,7 +46,7 @@ def explain(
     limit = None
     if outcome.kind == "endless":  # more than asyncio's own order takes, or that would count too
         own = 0 if base_trace.ending == "endless" else base_trace.num_steps
-        limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * own))
+        limit = min(len(outcome.order), max(ENDLESS_STEPS, 2 * (own + RECENT)))
     again, trace = runner.trace(schedule, limit)
     if not same_end(outcome, again):
         third = runner.trace(schedule)[1]

@@ -32,7 +32,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     def name(self) -> str:
         """Name for errors."""
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> Any:
         for part in kwargs.get("out", ()):
             if isinstance(part, ArrayLike):
                 raise TypeError(
@@ -66,7 +66,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
             return str(self)
         return format(self.value, spec)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.value[index]
 
     def __len__(self) -> int:
@@ -78,5 +78,5 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
         return np.array(self.value, dtype=dtype, copy=copy)
 
 
-def _value_of(part: Any) -> Any:
+def _value_of(part: object) -> object:
     return part.value if isinstance(part, ArrayLike) else part

@@ -102,7 +102,7 @@ def _merged_leaf(column: tuple[Any, ...], devices: Sequence[str] | None) -> Any:
     return new_per_replica(column, devices)
 
 
-def argument_difference(first: Any, other: Any, name: str) -> str | None:
+def argument_difference(first: object, other: object, name: str) -> str | None:
     """Say how one replica's argument cannot be merged with another's; None if it can.
 
     Structures must be equal, and so must strings, enums, functions, classes and variables:
@@ -125,7 +125,7 @@ def argument_difference(first: Any, other: Any, name: str) -> str | None:
     return None
 
 
-def _same_constant(a: Any, b: Any) -> bool:
+def _same_constant(a: object, b: object) -> bool:
     """Tell whether two leaves are equal constants, or no constants at all."""
     if not isinstance(a, _CONSTANT_TYPES) and not isinstance(b, _CONSTANT_TYPES):
         return True

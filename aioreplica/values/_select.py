@@ -74,7 +74,7 @@ def read_at(value: Any, place: Place, what: str) -> Any:
     return map_leaves(partial(_read_one, place, what), value)
 
 
-def _read_one(place: Place, what: str, leaf: Any) -> Any:
+def _read_one(place: Place, what: str, leaf: object) -> Any:
     if isinstance(leaf, Variable):
         overrides = OVERRIDES.get()
         return leaf.value_at(place) if overrides is None else overrides.read(leaf)

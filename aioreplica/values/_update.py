@@ -62,7 +62,7 @@ class Staging:
 async def run_per_component(
     strategy: CurrentStrategy,
     fn: Callable[..., Any],
-    all_args: Sequence[Sequence[Any]],
+    all_args: Sequence[Sequence[object]],
     all_kwargs: Sequence[dict[str, Any]],
     places: Sequence[tuple[int, Device | None]],
 ) -> list[Any]:
@@ -105,7 +105,7 @@ async def update_components(
     strategy: CurrentStrategy,
     var: Variable,
     fn: Callable[..., Any],
-    all_args: Sequence[Sequence[Any]],
+    all_args: Sequence[Sequence[object]],
     all_kwargs: Sequence[dict[str, Any]],
     group: bool,
 ) -> Any:
@@ -140,7 +140,7 @@ async def update_components(
 
 
 def split_arguments(
-    args: Sequence[Any], kwargs: dict[str, Any] | None, count: int, what: str
+    args: Sequence[object], kwargs: dict[str, Any] | None, count: int, what: str
 ) -> tuple[list[Any], list[Any]]:
     """Return the arguments of each component: Mirrored unwrapped, PerReplica refused.
 
@@ -182,7 +182,7 @@ def is_own(variable: Variable, strategy: CurrentStrategy) -> bool:
     return variable.strategy is strategy
 
 
-def require_own(variable: Any, strategy: CurrentStrategy, what: str) -> None:
+def require_own(variable: object, strategy: CurrentStrategy, what: str) -> None:
     """Check that something is a variable of a strategy.
 
     Raises:

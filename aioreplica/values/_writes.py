@@ -28,7 +28,7 @@ class Writes(ABC, Generic[R]):
     __slots__ = ()
 
     @abstractmethod
-    def write(self, verb: str, value: Any, frame: FrameType) -> R:
+    def write(self, verb: str, value: object, frame: FrameType) -> R:
         """Carry out a write, called at `frame`."""
 
     @property
@@ -36,7 +36,7 @@ class Writes(ABC, Generic[R]):
     def name(self) -> str:
         """Name, for errors."""
 
-    def assign(self, value: Any) -> R:
+    def assign(self, value: object) -> R:
         """Replace the value; in a replica, with the aggregate of what all replicas assign.
 
         Raises:
@@ -50,11 +50,11 @@ class Writes(ABC, Generic[R]):
         """
         return self.write("assign", value, sys._getframe(1))
 
-    def assign_add(self, value: Any) -> R:
+    def assign_add(self, value: object) -> R:
         """Add to the value; otherwise as `assign`. IndexedSlices are added row by row."""
         return self.write("assign_add", value, sys._getframe(1))
 
-    def assign_sub(self, value: Any) -> R:
+    def assign_sub(self, value: object) -> R:
         """Subtract from the value; otherwise as `assign`. IndexedSlices likewise."""
         return self.write("assign_sub", value, sys._getframe(1))
 
@@ -117,7 +117,7 @@ class BlockingVariable(Writes[Array]):
         """Name of the variable."""
         return self._variable.name
 
-    def write(self, verb: str, value: Any, frame: FrameType) -> Array:
+    def write(self, verb: str, value: object, frame: FrameType) -> Array:
         """Carry out a write, called at `frame`."""
         variable, place = self._variable, PLACE.get()
         if place.replica is None:

@@ -292,11 +292,10 @@ class World:
             if way == "twice":
                 await handle
             if way == "callback":
-                called: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                handle.add_done_callback(
-                    lambda ended, called=called: called.done() or called.set_result(ended)
-                )
-                results.append((await called).result())
+                called = asyncio.Event()
+                handle.add_done_callback(lambda _ended, called=called: called.set())
+                await called.wait()
+                results.append(handle.result())
             else:
                 wait = self.ways.get(way, World.plainly)
                 results.append(await wait(self, lambda handle=handle: handle))  # type: ignore[misc]

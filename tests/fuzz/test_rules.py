@@ -309,17 +309,27 @@ def test_a_handle_is_a_future() -> None:
 # ---- blocking calls in ops ---------------------------------------------------------------------
 
 
-def test_a_circle_through_a_blocking_call_in_an_op_is_warned_of_and_stalls() -> None:
-    """Whether the replica goes on while its op waits cannot be known."""
+def crossed_in_an_op(wait: Callable[[Awaitable[Any]], Awaitable[Any]]) -> Any:
+    """Make a step in which an op of replica 0 waits for replica 1, which waits for replica 0."""
 
     async def step() -> None:
         if my_id() == 0:
             ctx = me()
-            await ctx.run_on_device(lambda: ctx.blocking.group([0, 1]).barrier())
+            await wait(ctx.run_on_device(lambda: ctx.blocking.group([0, 1]).barrier()))
         await me().barrier()
 
+    return step
+
+
+def test_a_circle_through_a_blocking_call_in_an_op() -> None:
+    with pytest.raises(MergeMismatchError, match="barrier #1 in group"):
+        run(3, crossed_in_an_op(lambda op: op))
+
+
+def test_a_circle_through_an_op_of_a_child_task_is_warned_of_and_stalls() -> None:
+    """Whether the replica goes on while its child waits cannot be known."""
     with pytest.warns(RuntimeWarning, match="barrier #1 in group"), pytest.raises(StallError):
-        run(3, step, ar.RunOptions(stall_timeout=30))
+        run(3, crossed_in_an_op(asyncio.shield), ar.RunOptions(stall_timeout=30))
 
 
 def test_an_op_in_a_collective_that_another_replica_gives_up() -> None:

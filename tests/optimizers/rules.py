@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.optimizers._step import INLINE_BYTES
+from aioreplica.optimizers._step import INLINE_STEP_BYTES
 
 
 class Descent(ar.optimizers.Optimizer):
@@ -44,7 +44,7 @@ class Descent(ar.optimizers.Optimizer):
         return self.finish_with
 
 
-LARGE = INLINE_BYTES // 8 + 1  # elements of a float64 gradient that is merged off the loop
+LARGE = INLINE_STEP_BYTES // 8 + 1  # elements of a float64 gradient that is merged off the loop
 
 
 def made(strategy: ar.Strategy, value: Any = 0.0, name: str = "w") -> ar.Variable:

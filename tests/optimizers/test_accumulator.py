@@ -8,7 +8,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, NonFiniteError
 from aioreplica.optimizers import SGD, Adam
-from aioreplica.optimizers._step import INLINE_BYTES
+from aioreplica.optimizers._step import INLINE_STEP_BYTES
 from tests.conftest import mirrored
 from tests.optimizers.rules import made
 
@@ -116,7 +116,7 @@ async def test_rows_are_joined(pair: ar.MirroredStrategy) -> None:
 
 @pytest.mark.asyncio
 async def test_large_sums_are_built_on_the_device(pair: ar.MirroredStrategy) -> None:
-    size = INLINE_BYTES // 8 + 1
+    size = INLINE_STEP_BYTES // 8 + 1
     with pair.scope():
         w, window = ar.Variable(np.zeros(size)), ar.GradientAccumulator(SGD(1.0))
     before = pair.statistics().lanes

@@ -858,21 +858,22 @@ async def test_a_handle_ends_with_its_run(strategy: ar.Strategy) -> None:
 
 @pytest.mark.asyncio
 async def test_a_task_that_outlives_its_run(strategy: ar.Strategy) -> None:
-    """It still believes to be in the replica; the handle knows better."""
+    """It is outside then; the handle and the context that it kept say so."""
     after = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = []
 
-    async def late(handle: Any) -> None:
+    async def late(ctx: ar.ReplicaContext, handle: Any) -> None:
         await after.wait()
         with pytest.raises(ContextError, match=r"start_all_reduce #1"):
             await handle
         with pytest.raises(ContextError, match="start_all_reduce"):
-            me().start_all_reduce("sum", 1)
+            ctx.start_all_reduce("sum", 1)
+        assert me() is not ctx
 
     async def step() -> None:
         handle = me().start_all_reduce("sum", 1)
         await handle
-        tasks.append(spawn(late(handle)))
+        tasks.append(spawn(late(me(), handle)))
 
     await strategy.run(step)
     after.set()
