@@ -431,7 +431,8 @@ def _plant(rng: random.Random, program: Program, statement: Statement) -> Plant 
 
 WITHDRAWALS = frozenset({"withdraw", "withdraw on", "cancel child"})  # and then go on
 CIRCLES = frozenset({"skip", "never awaited"})  # then replicas may wait for each other
-CHILD_WAYS = frozenset({"task", "wait_for", "gather", "group", "shield", "wait"})
+UNSEEN_WAYS = frozenset({"wait", "callback"})  # the library is not told who waits
+CHILD_WAYS = UNSEEN_WAYS | {"task", "wait_for", "gather", "group", "shield"}
 NEED_LATE = frozenset({
     "withdraw", "withdraw on", "cancel child", "two at once", "sibling raises", "timeout strikes",
 })  # fmt: skip
