@@ -203,7 +203,7 @@ def _is_writable(found: Any) -> bool:
 
 def _wrong_state(program: Program, outcome: Outcome) -> str | None:
     written, assigned = model.states(program, "write"), model.states(program, "assign")
-    slides = any(plant.kind in {"skip", "never awaited"} for plant in program.plants)
+    slides = any(plant.kind in SLIDING - {"return"} for plant in program.plants)
     for u, v, w in outcome.snapshots:
         if slides and v == 2 * u:
             continue  # calls of different statements may have met

@@ -306,8 +306,8 @@ def random_program(seed: int, *, real: bool = False) -> Program:
             program, outside=rng.choice(("cancel", "cancel", "timeout")), moment=_nap(rng)
         )
     if flavour == "async" and rng.random() < 0.4:
-        withdrawn = {p.replica for p in program.plants if p.kind in WITHDRAWALS}
-        cleanups = ["" if i in withdrawn else rng.choice(CLEANUPS) for i in range(size)]
+        own = {p.replica for p in program.plants if p.kind in OWN_CANCELLATIONS}
+        cleanups = ["" if i in own else rng.choice(CLEANUPS) for i in range(size)]
         program = replace(program, cleanups=tuple(cleanups))
     return program
 
@@ -429,7 +429,7 @@ def _plant(rng: random.Random, program: Program, statement: Statement) -> Plant 
     return Plant(replica, statement.uid, kind)
 
 
-WITHDRAWALS = frozenset({"withdraw", "withdraw on", "cancel child"})  # and then go on
+OWN_CANCELLATIONS = frozenset({"withdraw", "withdraw on", "cancel child", "bare cancel"})
 CIRCLES = frozenset({"skip", "never awaited"})  # then replicas may wait for each other
 UNSEEN_WAYS = frozenset({"wait", "callback"})  # the library is not told who waits
 CHILD_WAYS = UNSEEN_WAYS | {"task", "wait_for", "gather", "group", "shield"}

@@ -184,6 +184,16 @@ def test_reductions_started_in_an_op() -> None:
     check(Program(0, 2, (start, *finishes)))
 
 
+def test_after_an_op_that_started_a_reduction_the_context_is_free_again() -> None:
+    async def step() -> Any:
+        ctx = me()
+        handle = await ctx.run_on_device(ctx.start_all_reduce, "sum", 1)
+        pair = ctx.group([0, 1]) if my_id() < 2 else ctx
+        return await handle, pair.num_replicas_in_sync
+
+    assert run(3, step) == ((3, 2), (3, 2), (3, 3))
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_reduction_that_an_op_completes_on_a_real_thread() -> None:
