@@ -83,11 +83,11 @@ def cause_of_unwinding(error: BaseException | None) -> BaseException | None:
     That is the exception itself, or for a CancelledError the one that was handled when it was
     raised.
     """
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
         if not isinstance(error, asyncio.CancelledError):
             return error
-        seen.append(error)
+        seen.add(id(error))
         error = error.__context__
     return None
 

@@ -181,7 +181,8 @@ class ReplicaGroup(RunControl):
                     raise meanwhile
         except asyncio.CancelledError as cancelled:
             self.abort(None)
-            self._cancel_all()  # the replica that withdrew, too
+            self._cancel_withdrawn()
+            self._cancel_all()
             await self._drain()
             self._failures.note_everything(cancelled)
             raise
@@ -234,7 +235,7 @@ class ReplicaGroup(RunControl):
                 replica.cancel()
 
     def _cancel_withdrawn(self) -> None:
-        """Cancel the replica that withdrew, too, once its time to end by itself is over."""
+        """Cancel the replica that withdrew, too: why it did is not waited for any more."""
         if self._withdrawn is not None:
             replica, _ = self._withdrawn
             self._withdrawn = None

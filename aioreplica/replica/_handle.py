@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
-from contextvars import Context
+from contextvars import Context, copy_context
 from types import FrameType
 from typing import Any, final
 
@@ -12,7 +12,7 @@ from ..context import PLACE, Place
 from ..errors import ContextError
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter
-from ._misuse import outlived_op_error
+from ._misuse import is_loop_running, outlived_op_error
 from ._replica import Replica
 
 
@@ -116,19 +116,24 @@ class Handle(Awaitable[Any]):
         Args:
             fn: A plain function.
             context: Context variables to call it in; None takes a copy of the caller's.
+
+        Raises:
+            ContextError: If called on another thread than the event loop's.
         """
-        self._replica.started.pop(self._call, None)
-        if self._generation is None or self._generation.waiter is None:
+        waiter = None if self._generation is None else self._generation.waiter
+        if waiter is None or not is_loop_running():
             raise ContextError(
                 f"A callback was added to the handle of {self._call.collective.name} on the thread "
                 "that started it. Add it on the event loop, after the op has ended."
             )
+        self._replica.started.pop(self._call, None)
 
         def call(_waiter: object) -> None:
             fn(self)
 
         self._callbacks.append((fn, call))
-        self._generation.waiter.add_done_callback(call, context=context)
+        own = copy_context() if context is None else context
+        waiter.add_done_callback(call, context=own)
 
     def remove_done_callback(self, fn: Callable[[Handle], object]) -> int:
         """Take back a callback, every time it was added; return how often that was."""

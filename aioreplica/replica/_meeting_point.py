@@ -39,10 +39,8 @@ from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
+from ._stall import CircleWatch
 from ._table import circle_text, two_at_once_error
-
-CIRCLE_S = 1.0
-"""How long replicas may seem to wait for each other through handles before a warning says so."""
 
 
 class RunControl(ABC):
@@ -120,7 +118,7 @@ class MeetingPoint:
         self.on_abort: list[Callable[[], None]] = []
         self.host_calls: dict[Callable[[], None], None] = {}
         self._child_waits = 0
-        self._last_child_wait_s = 0.0
+        self._circles: CircleWatch | None = None
 
     # ---- arriving ------------------------------------------------------------------------
 
@@ -299,11 +297,12 @@ class MeetingPoint:
         self._continue(
             self.rendezvous.wait_for_started(replica_id, generation, blocks=blocks), waits=True
         )
-        if not blocks and self.loop is not None:
+        if not blocks:
             self._child_waits += 1
-            self._last_child_wait_s = self.loop.time()
-            if self._child_waits == 1:
-                self.loop.call_later(CIRCLE_S, self._look_for_circle, generation)
+        if self._child_waits and self.loop is not None:
+            if self._circles is None:
+                self._circles = CircleWatch(self.loop, self._warn_of_circle)
+            self._circles.touch()
         self.began_to_wait(generation)
 
         def ended() -> None:
@@ -322,15 +321,12 @@ class MeetingPoint:
         if waits:
             raise asyncio.CancelledError
 
-    def _look_for_circle(self, generation: Generation) -> None:
-        if self.is_aborted or not self._child_waits or self.loop is None:
-            return
-        left_s = self._last_child_wait_s + CIRCLE_S - self.loop.time()
-        if left_s > 0:
-            self.loop.call_later(left_s, self._look_for_circle, generation)
-        elif self.rendezvous.may_be_stuck():
-            text = circle_text(self.rendezvous.rows(), self.everyone.step)
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+    def _warn_of_circle(self) -> bool:
+        if self.is_aborted or not self._child_waits or not self.rendezvous.may_be_stuck():
+            return False
+        text = circle_text(self.rendezvous.rows(), self.everyone.step)
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return True
 
     def began_to_wait(self, wait: ObservedWait) -> None:
         """Tell observers that the current task or thread waits from now on."""

@@ -45,7 +45,7 @@ def misuse_error(what: str, replica: Replica, step: int, live: Place | None) -> 
             f"{what} was called on {me} after its run. Get a new one with "
             "ar.get_replica_context() inside each step."
         )
-    if (place is live or place.replica is None) and not _is_loop_running():
+    if (place is live or place.replica is None) and not is_loop_running():
         return _off_the_loop_error(what, me)
     twin = _TWINS.get(what)
     advice = f" Use {twin} there." if place.replica is None and twin else ""
@@ -85,7 +85,8 @@ def _off_the_loop_error(what: str, me: str) -> ContextError:
     )
 
 
-def _is_loop_running() -> bool:
+def is_loop_running() -> bool:
+    """Tell whether the calling thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The stall watch: ends a run that makes no progress, and shows where every replica is."""
+"""Watches of time: one ends a run that makes no progress, one warns of replicas in a circle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ._replica import Replica
 
 CHECKS_PER_TIMEOUT = 8
 MAX_DEPTH = 64
+CIRCLE_S = 1.0
+"""How long replicas may seem to wait for each other through handles before that is warned of."""
 DEVICE_PROGRAM = "run_device_program"
 """The frame below which a device thread runs what the user wrote."""
 
@@ -54,6 +56,32 @@ class StallWatch:
         left = self._since + self._timeout_s - now
         delay = min(self._timeout_s / CHECKS_PER_TIMEOUT, left)
         self._timer = self._loop.call_later(delay, self._look)
+
+
+@final
+class CircleWatch:
+    """Calls `warn()` when a second has passed since the last `touch()`, until that returns true."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, warn: Callable[[], bool]) -> None:
+        self._loop = loop
+        self._warn = warn
+        self._touched = 0.0
+        self._is_over = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def touch(self) -> None:
+        """Count from now on."""
+        self._touched = self._loop.time()
+        if self._timer is None and not self._is_over:
+            self._timer = self._loop.call_later(CIRCLE_S, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        left = self._touched + CIRCLE_S - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._is_over = self._warn()
 
 
 def format_stack(work: asyncio.Future[Any] | None) -> str:

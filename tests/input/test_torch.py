@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.usefixtures("no_task_left"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own: fork and threads
     pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+    pytest.mark.filterwarnings("ignore:os.fork"),  # of JAX, where another test has loaded it
 ]
 
 
