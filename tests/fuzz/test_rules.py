@@ -64,11 +64,11 @@ def test_a_timeout_that_is_not_caught() -> None:
     check(Program(0, 3, (meeting,), (Plant(1, 0, "timeout strikes", late=0),)))
 
 
-def test_a_timeout_that_is_caught_is_a_mismatch() -> None:
+@pytest.mark.parametrize("kind", ["withdraw", "withdraw on", "cancel child"])
+def test_a_timeout_that_is_caught_is_a_mismatch(kind: str) -> None:
     meetings = Statement(0, "all_reduce", (0, 1, 2)), Statement(1, "barrier", (0, 1, 2))
 
-    for kind in ("withdraw", "withdraw on", "cancel child"):
-        check(Program(0, 3, meetings, (Plant(1, 0, kind, late=0),)))
+    check(Program(0, 3, meetings, (Plant(1, 0, kind, late=0),)))
 
 
 # ---- frames of a merge -------------------------------------------------------------------------
