@@ -161,11 +161,6 @@ class Op(asyncio.Future[T]):
         return None if self._lane is None else self._lane.name
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether a task awaits the op itself, and not a group that it is part of."""
-        return self._is_awaited
-
-    @property
     def is_running(self) -> bool:
         """Whether its call has begun and not ended."""
         return not self._claim and self._args is not None
@@ -390,8 +385,9 @@ class OpTracker:
 
     def blocks(self, replica_id: int, task: asyncio.Future[Any] | None) -> bool:
         """Tell whether a task can do nothing but wait for the one op of its replica in flight."""
-        own = [(op, by) for op, by in self.pending.items() if _replica_id(op) == replica_id]
-        return len(own) == 1 and own[0][0].is_awaited and own[0][1] is task
+        own = [op for op in self.pending if _replica_id(op) == replica_id]
+        awaited = _awaited_op(task) if isinstance(task, asyncio.Task) else None
+        return awaited is not None and own == [awaited[0]]
 
     def unfinished(self, replica_id: int) -> tuple[UnfinishedOp, ...]:
         """Return the ops of this replica in flight, in the order in which they were put."""
@@ -446,18 +442,25 @@ def _tasks_that_await(ops: Sequence[AnyOp]) -> dict[AnyOp, tuple[str, str]]:
     """
     found: dict[AnyOp, tuple[str, str]] = {}
     for task in asyncio.all_tasks(ops[0].get_loop()) if ops else ():
-        awaited: Any = task.get_coro()  # Any: a chain of coroutines, generators and futures
-        site = "-"
-        for _ in range(MAX_DEPTH):
-            if isinstance(awaited, Op):  # the task was made of it
-                found[awaited] = task.get_name(), site
-            frame = getattr(awaited, "cr_frame", getattr(awaited, "gi_frame", None))
-            if frame is None:
-                break
-            if frame.f_code is Op.__await__.__code__:
-                found[frame.f_locals["self"]] = task.get_name(), site
-                break
-            if not frame.f_code.co_filename.startswith(PACKAGE):
-                site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            awaited = getattr(awaited, "cr_await", getattr(awaited, "gi_yieldfrom", None))
+        awaited = _awaited_op(task)
+        if awaited is not None:
+            found[awaited[0]] = task.get_name(), awaited[1]
     return found
+
+
+def _awaited_op(task: asyncio.Task[Any]) -> tuple[AnyOp, str] | None:
+    """Return the op that a task awaits, itself or in its coroutines, and `file:line` of that."""
+    awaited: Any = task.get_coro()  # Any: a chain of coroutines, generators and futures
+    site = "-"
+    for _ in range(MAX_DEPTH):
+        if isinstance(awaited, Op):  # the task was made of it
+            return awaited, site
+        frame = getattr(awaited, "cr_frame", getattr(awaited, "gi_frame", None))
+        if frame is None:
+            break
+        if frame.f_code is Op.__await__.__code__:
+            return frame.f_locals["self"], site
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        awaited = getattr(awaited, "cr_await", getattr(awaited, "gi_yieldfrom", None))
+    return None

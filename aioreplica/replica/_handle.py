@@ -218,7 +218,7 @@ def start(
         ContextError: If called elsewhere.
     """
     point, replica = waiter.point, waiter.replica
-    if waiter.is_here or waiter.is_free():
+    if waiter.is_here:
         number = replica.next_in(group)
         call = new_call(collective, argument, args, None, group, position, number, frame)
         handle = Handle(point, replica, call, waiter.home)

@@ -491,6 +491,11 @@ class TaskWaiter(Waiter):
         self.unawaited = replica.unawaited
         self._held_by: Op[Any] | None = None  # which has started collectives from its thread
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling code may make calls: the replica's own, and no op holds it."""
+        return (PLACE.get() is self.place and self.is_on_loop()) or self.is_free()
+
     async def meet(self, call: Call) -> Any:
         """Bring a call to the rendezvous; return its part of the merge's result."""
         replica, point = self.replica, self.point

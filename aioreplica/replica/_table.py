@@ -105,8 +105,8 @@ def stall_error(
 def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
     """Return the warning of replicas that may wait for each other through handles."""
     return (
-        f"Replicas of step {step} seem to wait for each other: each waits for a handle in a child "
-        f"task, and what another one waits for has not been called.\n{format_rows(rows)}\n"
+        f"Replicas of step {step} seem to wait for each other: each waits in a child task or in "
+        f"an op, and what another one waits for has not been called.\n{format_rows(rows)}\n"
         "Await handles in the same order on every replica, or in the replica's own task, where a "
         "circle is an error at once; RunOptions(stall_timeout=...) ends a run that is stuck."
     )

@@ -145,7 +145,7 @@ class SimRLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, or once more."""
         me = self._simulation.who()
-        if self._owner is me:
+        if self._owner == me:
             self._count += 1
         elif self._block.acquire(blocking, timeout):
             self._owner, self._count = me, 1
@@ -155,7 +155,7 @@ class SimRLock:
 
     def release(self) -> None:
         """Give the lock back, once."""
-        if self._owner is not self._simulation.who():
+        if self._owner != self._simulation.who():
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
         if not self._count:
@@ -177,7 +177,7 @@ class SimRLock:
         return self._count if self._is_owned() else 0
 
     def _is_owned(self) -> bool:
-        return self._owner is self._simulation.who()
+        return bool(self._owner == self._simulation.who())
 
     def _release_save(self) -> tuple[int, Any]:
         saved, self._owner, self._count = (self._count, self._owner), None, 0

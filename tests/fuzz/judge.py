@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from aioreplica.errors import ContextError, MergeMismatchError
+from aioreplica.errors import ContextError, MergeMismatchError, StallError
 from tests.fuzz import model
+from tests.fuzz.calls import Outcome
 from tests.fuzz.model import Verdict
-from tests.fuzz.play import Outcome, num_threads, play
-from tests.fuzz.program import Program, smaller
+from tests.fuzz.play import num_threads, play
+from tests.fuzz.program import UNSEEN_WAYS, Program, may_stall, smaller
 
 MAX_THREADS = 40  # lanes of 8 devices and of the host, reducing threads, what pytest brings
 SLIDING = frozenset({"skip", "never awaited", "return", "other", "differs"})
@@ -93,7 +94,9 @@ def _refusal(program: Program, outcome: Outcome, verdict: Verdict) -> str | None
         case "group":
             planted = booms.get((verdict.replicas[0], verdict.uid))
             inside = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-            return None if list(inside) == [planted] else "it should have raised the group"
+            if list(inside) != [planted]:
+                return "it should have raised the group"
+            return _no_note(program, error)
         case "mismatch":
             return _no_mismatch(program, error, verdict)
         case "context":
@@ -104,12 +107,27 @@ def _refusal(program: Program, outcome: Outcome, verdict: Verdict) -> str | None
                 return None if found else "the mismatch should list the calls not awaited"
             return None if type(error) is ContextError else "it should have been a ContextError"
         case "timeout":
-            return None if type(error) is TimeoutError else "it should have been a TimeoutError"
+            if type(error) is not TimeoutError:
+                return "it should have been a TimeoutError"
+            return _no_note(program, error) if verdict.replicas else None
+        case "stall":
+            if type(error) is not StallError:
+                return "it should have been a StallError"
+            is_unseen = any(UNSEEN_WAYS & set(s.ways) for s in program.statements)
+            is_told = outcome.circles or is_unseen
+            return None if is_told else "a circle should have been warned of"
         case "replica cancelled":
             found = type(error).__name__ == "ReplicaCancelledError"
             return None if found else "it should have been a ReplicaCancelledError"
     cancelled = type(error).__name__ == "CancelledError"
     return None if cancelled else "it should have been cancelled"
+
+
+def _no_note(program: Program, error: BaseException | None) -> str | None:
+    """Say so if a withdrawal that ended the run for the others is not told of."""
+    notes = "".join(getattr(error, "__notes__", ()))
+    is_told = len(program.plants) > 1 or "It ended the run for the others: Replica" in notes
+    return None if is_told else "the mismatch should be a note"
 
 
 def _no_mismatch(program: Program, error: BaseException | None, verdict: Verdict) -> str | None:
@@ -185,7 +203,7 @@ def _is_writable(found: Any) -> bool:
 
 def _wrong_state(program: Program, outcome: Outcome) -> str | None:
     written, assigned = model.states(program, "write"), model.states(program, "assign")
-    slides = any(plant.kind in {"skip", "never awaited"} for plant in program.plants)
+    slides = any(plant.kind in SLIDING - {"return"} for plant in program.plants)
     for u, v, w in outcome.snapshots:
         if slides and v == 2 * u:
             continue  # calls of different statements may have met
@@ -205,6 +223,8 @@ def _left_behind(program: Program, outcome: Outcome) -> str | None:
         return f"left behind: {outcome.left}"
     if outcome.probe != (program.size,) * program.size:
         return f"a run on the strategy afterwards gave {outcome.probe}"
+    if outcome.circles and not may_stall(program):
+        return "a circle was warned of where there is none"
     if outcome.alarms:
         return f"complaints: {outcome.alarms}"
     if outcome.error is None and bool(outcome.warned) != model.forgotten(program):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.program import CALLS, MEETINGS, Plant, Program, Statement, Value
+from tests.fuzz.program import CALLS, MEETINGS, Plant, Program, Statement, Value, may_stall
 
 LEAVES = {"leaf": 1, "pair": 2, "dict": 2, "nest": 3}
 
@@ -166,8 +166,8 @@ class Verdict:
     """One way in which a run may end.
 
     Attributes:
-        kind: "ok", "boom", "group", "mismatch", "context", "timeout", "cancelled" or "replica
-            cancelled".
+        kind: "ok", "boom", "group", "mismatch", "context", "timeout", "stall", "cancelled" or
+            "replica cancelled".
         replicas: Who is to blame: those whose exception comes out, or whom a mismatch names.
         uid: The statement.
     """
@@ -182,7 +182,9 @@ def verdicts(program: Program) -> list[Verdict]:
     if not program.plants:
         return [Verdict("ok")]
     alone = [verdict_of(program, plant) for plant in program.plants]
-    if len(alone) == 1:
+    if may_stall(program):
+        alone.append(Verdict("stall"))
+    if len(program.plants) == 1:
         return alone
     unhappy = [verdict for verdict in alone if verdict.kind != "ok"] or [Verdict("ok")]
     booms = [verdict for verdict in unhappy if verdict.kind == "boom"]

@@ -8,23 +8,8 @@ plant makes one replica do something else at one statement, and so decides how t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-
-# ---- what is known to go wrong --------------------------------------------------------------
-# Each kind is left out of generated programs while its constant is False; `test_known.py` holds
-# one program of each.
-
-FAILING_SIBLINGS = False  # a task group's child raises, or a timeout strikes, beside a collective
-RACING_RETURNS = False  # one replica returns in the cycle in which another one raises
-BASE_EXCEPTION_MERGES = False  # a merge function raises a BaseException
-HOSTILE_EXCEPTIONS = False  # an exception refuses notes, or its texts raise
-BARE_CANCELLATIONS = False  # a replica awaits a future that was cancelled
-THREADED_STARTS = False  # start_all_reduce in an op of the replica
-CROSSED_CHILD_HANDLES = False  # crossed groups whose handles are awaited by child tasks
-GROUP_VIEWS = False  # a merge function in a group uses its strategy
-FUTURE_HANDLES = False  # a handle in asyncio.wait, with callbacks, asked for its result
-MISMATCHED_OPS = False  # a mismatch while an op of an async step is in a blocking call
 
 MEETINGS = frozenset({
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "any",
@@ -279,16 +264,23 @@ def _without_member(statement: Statement, position: int) -> Statement:
 
 DTYPES = ("f8", "f4", "f2", "i4", "i8", "u1", "?", "c8", "int", "float", "bool")
 SHAPES = ((), (1,), (3,), (2, 3), (0,), (5, 1))
-MERGES = ("total", "turned", "async turned", "raise", "async raise")
+MERGES = (
+    "total", "turned", "async turned", "raise", "async raise", "base raise", "reduced",
+)  # fmt: skip
+PLAIN_MERGES = ("total", "turned", "raise", "base raise")
 WAYS = (
     "await", "await", "task", "wait_for", "timeout", "gather", "group", "shield", "op", "scope",
 )  # fmt: skip
-FINISHES = ("await", "await", "task", "wait_for", "gather", "group", "shield", "impatient", "twice")
+FINISHES = (
+    "await", "await", "task", "wait_for", "gather", "group", "shield", "impatient", "twice",
+    "wait", "callback",
+)  # fmt: skip
 PLANTS = (
     "raise", "raise", "return", "return", "other", "differs", "skip", "withdraw", "withdraw on",
-    "cancel child", "two at once", "never awaited", "merge raises",
+    "cancel child", "two at once", "never awaited", "merge raises", "sibling raises",
+    "timeout strikes", "bare cancel", "raise hostile",
 )  # fmt: skip
-PLAIN_PLANTS = ("raise", "return", "other", "differs", "skip", "merge raises")
+PLAIN_PLANTS = ("raise", "return", "other", "differs", "skip", "merge raises", "raise hostile")
 CLEANUPS = ("", "", "", "nap", "device", "collective", "raise", "swallow")
 
 
@@ -314,26 +306,18 @@ def random_program(seed: int, *, real: bool = False) -> Program:
             program, outside=rng.choice(("cancel", "cancel", "timeout")), moment=_nap(rng)
         )
     if flavour == "async" and rng.random() < 0.4:
-        withdrawn = {p.replica for p in program.plants if p.kind.startswith("withdraw")}
-        cleanups = ["" if i in withdrawn else rng.choice(CLEANUPS) for i in range(size)]
+        own = {p.replica for p in program.plants if p.kind in OWN_CANCELLATIONS}
+        cleanups = ["" if i in own else rng.choice(CLEANUPS) for i in range(size)]
         program = replace(program, cleanups=tuple(cleanups))
-    kinds = {plant.kind for plant in program.plants}
-    if kinds & CIRCLES and not CROSSED_CHILD_HANDLES:
-        program = _without_ways(program, {"finish"}, CHILD_WAYS)
-    if kinds & (CIRCLES | WITHDRAWALS) and not MISMATCHED_OPS:
-        program = _without_ways(program, MEETINGS, {"op"})
     return program
 
 
-def _without_ways(program: Program, kinds: Set[str], ways: Set[str]) -> Program:
-    """Let replicas await statements of these kinds plainly, not in these ways."""
-    statements = tuple(
-        replace(s, ways=tuple("await" if way in ways else way for way in s.ways))
-        if s.kind in kinds
-        else s
+def may_stall(program: Program) -> bool:
+    """Tell whether replicas may wait for each other in ways that nobody can prove."""
+    return any(plant.kind in CIRCLES for plant in program.plants) and any(
+        (s.kind == "finish" and CHILD_WAYS & set(s.ways)) or (s.kind in MEETINGS and "op" in s.ways)
         for s in program.statements
     )
-    return replace(program, statements=statements)
 
 
 def _statements(rng: random.Random, size: int, flavour: str) -> list[Statement]:
@@ -370,9 +354,8 @@ def _finish(rng: random.Random, uid: int, open_handles: list[tuple[int, int]]) -
     if fate < 0.05:
         return Statement(uid, "device", (replica,), ("await",), (0,))  # the handles are forgotten
     kind = "give_up" if fate < 0.1 else "finish"
-    ways = FINISHES + (("wait", "callback") if FUTURE_HANDLES else ())
     return Statement(
-        uid, kind, (replica,), (rng.choice(ways),), (_nap(rng),), handles=tuple(handles)
+        uid, kind, (replica,), (rng.choice(FINISHES),), (_nap(rng),), handles=tuple(handles)
     )
 
 
@@ -397,12 +380,10 @@ def _statement(
     elif kind == "broadcast":
         number = rng.randrange(len(members))
     elif kind == "merge_call":
-        merges = MERGES if flavour == "async" else ("total", "turned", "raise")
-        if len(members) == size or GROUP_VIEWS:
-            merges += ("reduced",) if flavour == "async" else ()
+        merges = MERGES if flavour == "async" else PLAIN_MERGES
         op = rng.choice(merges)
     if kind == "start":
-        ways = tuple("op" if THREADED_STARTS and rng.random() < 0.2 else "await" for _ in members)
+        ways = tuple("op" if rng.random() < 0.2 else "await" for _ in members)
     if flavour == "plain" or kind == "device":
         ways = ()
     if kind == "write" or (kind == "merge_call" and op not in {"total", "turned"}):
@@ -428,20 +409,13 @@ def _plants(rng: random.Random, program: Program) -> tuple[Plant, ...]:
     if rng.random() < 0.15 and program.size > 1 and first.kind not in {"merge raises", "skip"}:
         statement = rng.choice(calls)
         others = [r for r in statement.members if r != first.replica]
-        racing = first.kind == "return" and not RACING_RETURNS
-        if others and not racing:
+        if others:
             return first, Plant(rng.choice(others), statement.uid, "raise")
     return (first,)
 
 
 def _plant(rng: random.Random, program: Program, statement: Statement) -> Plant | None:
     kinds = PLANTS if program.flavour == "async" else PLAIN_PLANTS
-    if program.flavour == "async" and FAILING_SIBLINGS:
-        kinds += ("sibling raises", "timeout strikes")
-    if program.flavour == "async" and BARE_CANCELLATIONS:
-        kinds += ("bare cancel",)
-    if HOSTILE_EXCEPTIONS:
-        kinds += ("raise hostile",)
     kind = rng.choice(kinds)
     replica = rng.choice(statement.members)
     if kind == "merge raises":
@@ -455,9 +429,10 @@ def _plant(rng: random.Random, program: Program, statement: Statement) -> Plant 
     return Plant(replica, statement.uid, kind)
 
 
+OWN_CANCELLATIONS = frozenset({"withdraw", "withdraw on", "cancel child", "bare cancel"})
 CIRCLES = frozenset({"skip", "never awaited"})  # then replicas may wait for each other
-WITHDRAWALS = frozenset({"withdraw", "withdraw on", "cancel child", "two at once"})
-CHILD_WAYS = frozenset({"task", "wait_for", "gather", "group", "shield", "wait"})
+UNSEEN_WAYS = frozenset({"wait", "callback"})  # the library is not told who waits
+CHILD_WAYS = UNSEEN_WAYS | {"task", "wait_for", "gather", "group", "shield"}
 NEED_LATE = frozenset({
     "withdraw", "withdraw on", "cancel child", "two at once", "sibling raises", "timeout strikes",
 })  # fmt: skip

@@ -11,7 +11,7 @@ from tests.fuzz.model import verdicts
 from tests.fuzz.play import play
 from tests.fuzz.program import Plant, Program, Statement, Value, random_program
 
-SHORT = 12
+SHORT = 6
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +23,7 @@ def _small_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(8))
 def test_random_programs(block: int) -> None:
     for seed in range(block * SHORT, (block + 1) * SHORT):
         program = random_program(seed)

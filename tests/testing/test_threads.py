@@ -515,3 +515,23 @@ def test_a_blocking_collective_in_an_op_names_who_is_missing() -> None:
     [op] = [wait for who, wait in waits.items() if who.startswith("op ")]
     assert op.awaits.startswith("blocking barrier")
     assert op.missing == ("replica 1",)
+
+
+def test_a_reentrant_lock_that_a_program_made_serves_after_it() -> None:
+    async def program() -> Any:
+        return threading.RLock()
+
+    lock = art.run(program)
+    entered: list[bool] = []
+
+    def enter_twice() -> None:
+        with lock:
+            entered.append(lock.acquire(timeout=0))
+            lock.release()
+
+    for _ in range(2):
+        thread = threading.Thread(target=enter_twice)
+        thread.start()
+        thread.join(10)
+
+    assert entered == [True, True]
