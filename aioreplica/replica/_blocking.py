@@ -282,6 +282,8 @@ class BlockingContext(BlockingCollectives):
         call = new_call(
             collective, argument, args, None, self._members, self._position, sequence, site
         )
+        if is_numbered:
+            waiter.point.made(call)
         return waiter.meet(call)
 
     def __repr__(self) -> str:

@@ -198,6 +198,7 @@ class _OpWait:
         point = self._point
         try:
             self._call.sequence = self._replica.next_in(self._call.group)
+            point.made(self._call)
             self._generation = generation = point.start(self._replica, self._call)
             waiter = generation.waiter
             assert waiter is not None  # made by `start`

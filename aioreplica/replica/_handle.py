@@ -55,9 +55,7 @@ class Handle(Awaitable[Any]):
         try:
             if is_posted:
                 call.sequence = self._replica.next_in(call.group)
-            tell = self._point.observers.call_made
-            if tell is not None:
-                tell(call)
+            self._point.made(call)
             self._generation = self._point.start(self._replica, call)
         except BaseException as error:
             self._error = error

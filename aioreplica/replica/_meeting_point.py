@@ -328,6 +328,12 @@ class MeetingPoint:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return True
 
+    def made(self, call: Call) -> None:
+        """Tell observers of a call that was numbered."""
+        tell = self.observers.call_made
+        if tell is not None:
+            tell(call)
+
     def began_to_wait(self, wait: ObservedWait) -> None:
         """Tell observers that the current task or thread waits from now on."""
         tell = self.observers.wait_began
@@ -551,6 +557,7 @@ class TaskWaiter(Waiter):
         if not self.is_free():
             raise self.misuse(call.collective.name)
         call.sequence = self.replica.next_in(call.group)
+        self.point.made(call)
         coroutine = self.replica.unawaited[call] = self.meet(call)
         return coroutine
 

@@ -65,7 +65,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._scope_place = None if devices is None else Place(self)
         self._merge_place = Place(self, in_merge=True)
         self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
-        store = default_store() if devices is None else VariableStore()
+        store = default_store() if devices is None else VariableStore(self._observers)
         super().__init__(store)
         self._extended = Extended(self)
         self._open_loops = OpenLoops()

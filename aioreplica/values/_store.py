@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ..devices import running_loop
 from ..errors import ContextError
+from ..telemetry import Observers
 
 Components = tuple[npt.NDArray[Any], ...]
 
@@ -109,14 +110,18 @@ class _Waiter:
 class VariableStore:
     """Numbers and publishes the writes of one strategy's variables.
 
+    Args:
+        observers: Who is told of writes; None tells those of all strategies.
+
     Attributes:
         version: Number of the newest published write.
     """
 
-    __slots__ = ("_lock", "_waiters", "version")
+    __slots__ = ("_lock", "_observers", "_waiters", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, observers: Observers | None = None) -> None:
         self.version = 0
+        self._observers = observers or Observers()
         self._lock = threading.Lock()
         self._waiters: dict[_Waiter, None] = {}  # a set in order
 
@@ -147,6 +152,9 @@ class VariableStore:
             self.version = number
         if self._waiters:
             self._wake()
+        tell = self._observers.write_published
+        if tell is not None:
+            tell(number)
         return number
 
     def take_previous(self, variable: Stored) -> Cell | None:

@@ -1,0 +1,217 @@
+"""Observers: every kind of event, told where it happens, and nothing of observers that fail."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import aioreplica as ar
+from aioreplica.telemetry import KINDS, Observer, Observers, observe_everywhere
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+@pytest_asyncio.fixture
+async def one() -> AsyncIterator[ar.Strategy]:
+    async with ar.OneDeviceStrategy("cpu:0") as strategy:
+        yield strategy
+
+
+class Log:
+    """Writes down what it is told, one line per event."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        say = self.lines.append
+        self.observer = Observer(
+            run_began=lambda run: say(f"run {run.step} began with {len(run.works)}"),
+            run_ended=lambda run: say(f"run {run.step} ended"),
+            call_made=lambda call: say(f"{call.replica_id} calls {call.describe()}"),
+            wait_began=lambda wait: say(f"waits in {wait.describe()} for {wait.missing_members()}"),
+            wait_ended=lambda wait: say(f"waited in {wait.describe()}"),
+            merge_began=lambda merge: say(f"merge {merge.describe()} of {merge.members}"),
+            merge_ended=lambda merge, error: say(f"merged {merge.sequence}: {error!r}"),
+            op_queued=lambda op, lane: say(f"{op.fn_name} queued on {lane}"),
+            op_started=lambda op, lane: say(f"{op.fn_name} started on {lane}"),
+            op_ended=lambda op, lane: say(f"{op.fn_name} ended on {lane}"),
+            write_published=lambda number: say(f"write {number}"),
+            fault=lambda step, error: say(f"fault in {step}: {type(error).__name__}"),
+        )
+
+
+async def test_a_collective_of_two_replicas(pair: ar.MirroredStrategy) -> None:
+    log = Log()
+    remove = pair.observers.add(log.observer)
+
+    async def step() -> None:
+        await me().barrier()
+
+    await pair.run(step)
+    remove()
+    await pair.run(step)
+
+    assert log.lines == [
+        "run 0 began with 2",
+        "0 calls barrier #1",
+        "waits in barrier #1 for (1,)",
+        "1 calls barrier #1",
+        "merge barrier #1 of (0, 1)",
+        "merged 1: None",
+        "waited in barrier #1",
+        "run 0 ended",
+    ]
+
+
+async def test_a_merge_that_fails_is_a_fault(pair: ar.MirroredStrategy) -> None:
+    log = Log()
+    pair.observers.add(log.observer)
+
+    def fail(_strategy: ar.Strategy) -> None:
+        raise KeyError("mine")
+
+    async def step() -> None:
+        await me().merge_call(fail)
+
+    with pytest.raises(KeyError):
+        await pair.run(step)
+
+    assert "merged 1: KeyError('mine')" in log.lines
+    assert log.lines[-2:] == ["run 0 ended", "fault in 0: KeyError"]
+
+
+async def test_ops_and_writes(one: ar.Strategy) -> None:
+    log = Log()
+    one.observers.add(log.observer)
+    with one.scope():
+        total = ar.Variable(0.0, aggregation="sum")
+
+    def work() -> int:
+        return 3
+
+    async def step() -> None:
+        await me().run_on_device(work)
+        await total.assign(1.0)
+
+    await one.run(step)
+
+    name = "test_ops_and_writes.<locals>.work"
+    lane = str(one.extended.worker_devices[0])
+    ops = [line for line in log.lines if name in line]
+    assert ops == [f"{name} {what} on {lane}" for what in ("queued", "started", "ended")]
+    assert "write 1" in log.lines
+
+
+async def test_calls_are_told_wherever_they_are_made(one: ar.Strategy) -> None:
+    """Awaited, started, in a group, from a device thread, from an op."""
+    log = Log()
+    one.observers.add(log.observer)
+
+    async def step() -> None:
+        ctx = me()
+        await ctx.start_all_reduce("sum", 1)
+        await ctx.group([0]).barrier()
+        await ctx.run_on_device(lambda: ctx.blocking.barrier())
+
+    def plain() -> None:
+        me().blocking.barrier()
+
+    await one.run(step)
+    await one.run(plain)
+
+    calls = [line for line in log.lines if "calls" in line]
+    assert calls == [
+        "0 calls start_all_reduce #1 (SUM)",
+        "0 calls barrier #2",
+        "0 calls barrier #3",
+        "0 calls barrier #1",
+    ]
+
+
+async def test_a_wait_in_a_host_call_shows_its_task(one: ar.Strategy) -> None:
+    seen: list[Any] = []
+    one.observers.add(Observer(wait_ended=lambda wait: seen.append(wait.awaited())))
+
+    async def outside() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    def step(_ctx: ar.MultiStepContext) -> None:
+        assert ar.outside_compilation(outside) == 7
+
+    await one.run_steps(lambda ctx, _x: step(ctx), [np.ones(1)], 1)
+
+    assert [task for task in seen if isinstance(task, asyncio.Task)]
+
+
+async def test_an_observer_of_all_strategies(one: ar.Strategy, pair: ar.MirroredStrategy) -> None:
+    log = Log()
+    remove = observe_everywhere(log.observer)
+    try:
+
+        async def step() -> None: ...
+
+        await one.run(step)
+        async with ar.MirroredStrategy(["cpu:0"]) as later:
+            await later.run(step)
+        assert log.lines.count("run 0 ended") == 2
+    finally:
+        remove()
+    await pair.run(step)
+    assert log.lines.count("run 0 ended") == 2
+
+
+async def test_an_observer_that_fails_is_logged_and_does_no_harm(
+    pair: ar.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_call: object) -> None:
+        raise ValueError("a bad observer")
+
+    pair.observers.add(Observer(call_made=fail))
+
+    async def step() -> int:
+        total: int = await me().all_reduce("sum", 1)
+        return total
+
+    with caplog.at_level(logging.ERROR, "aioreplica.telemetry"):
+        assert (await pair.run(step)).values == (2, 2)
+
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [
+        ("a bad observer",),
+        ("a bad observer",),
+    ]
+
+
+async def test_kinds_that_are_not_wanted_are_none() -> None:
+    observers = Observers()
+    assert [kind for kind in KINDS if getattr(observers, kind) is not None] == []
+
+    seen: list[int] = []
+    observer = Observer(write_published=seen.append)
+    observers.add(observer)
+    assert [kind for kind in KINDS if getattr(observers, kind) is not None] == ["write_published"]
+    assert repr(observers) == "<Observers | 1 want write_published>"
+    observers.remove(observer)
+    observers.remove(observer)
+    assert observers.write_published is None
+
+
+async def test_strategies_are_not_kept_by_those_who_observe_all() -> None:
+    remove = observe_everywhere(Observer(write_published=lambda _number: None))
+    strategy = ar.MirroredStrategy(["cpu:0"])
+    observers = strategy.observers
+    del strategy
+    gc.collect()
+    assert observers.write_published is not None
+    remove()
+    assert observers.write_published is None
