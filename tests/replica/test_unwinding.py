@@ -402,3 +402,31 @@ def test_the_strategy_goes_on_after_an_unwinding() -> None:
             assert strategy.local_results(await strategy.run(good)) == (2, 2)
 
     art.run(main)
+
+
+def test_a_child_gets_no_result_that_was_ready_when_the_run_ended() -> None:
+    """The group's merge and the mismatch come in one cycle, before the child has woken."""
+    outcomes: list[str] = []
+
+    async def child() -> None:
+        try:
+            await me().group([0, 1]).barrier()
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+            raise
+        outcomes.append("a result of an ended run")
+
+    async def step() -> None:
+        if my_id() == 0:
+            me().start_all_reduce("max", 1)
+            waits = asyncio.ensure_future(child())
+            await asyncio.Event().wait()
+            await waits
+        await cycles(5)
+        if my_id() == 1:
+            await me().group([0, 1]).barrier()
+        me().start_all_reduce("sum", 1)
+
+    with pytest.raises(MergeMismatchError, match="MAX and SUM differ"):
+        simulate(3, step)
+    assert set(outcomes) == {"cancelled"}
