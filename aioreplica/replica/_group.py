@@ -268,7 +268,8 @@ class ReplicaGroup(RunControl):
         if self.ops.pending and not self.is_blocking:
             left = self.ops.unfinished(replica.replica_id)
             if left:
-                self.abort(left_behind_error(replica.replica_id, self.step, left))
+                error = left_behind_error(replica.replica_id, self.step, left)
+                self._call_soon(self.abort, error)
                 return
         mismatch = self.point.leave(replica.replica_id, ReplicaState.RETURNED)
         if mismatch is not None:
@@ -309,7 +310,7 @@ class ReplicaGroup(RunControl):
         if error is not None or self.is_aborted:
             return
         if given_up is None:
-            self.abort(never_awaited_error(self.step, lines))
+            self._call_soon(self.abort, never_awaited_error(self.step, lines))
             return
         mismatch = self.point.leave(replica.replica_id, ReplicaState.WITHDREW, given_up)
         if mismatch is not None:

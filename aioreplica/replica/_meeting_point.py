@@ -265,7 +265,7 @@ class MeetingPoint:
         if not self.merging.pop(generation):
             pending.discard()
         error = error_of(task)
-        if not self.is_aborted:
+        if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
             self.release(generation, () if error is not None else task.result(), error)
         with suppress(ReferenceError):  # the run was given up in an interrupt
             self.run.merge_ended()

@@ -1,8 +1,10 @@
 """A handle is a future; crossed handles that child tasks await are warned of, never misjudged."""
 
 import asyncio
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from types import FrameType
@@ -401,3 +403,17 @@ def test_a_circle_of_child_waits_that_is_resolved_in_time_is_no_error() -> None:
         return sorted([await child, other])
 
     assert simulate(3, step) == ([2, 3], [2, 3], [3])
+
+
+def test_the_arguments_are_let_go_in_the_run_once_it_is_done() -> None:
+    async def step() -> bool:
+        value = np.ones(3)
+        gone = weakref.ref(value)
+        await me().start_all_reduce("sum", value)
+        del value
+        await me().barrier()
+        await cycles(3)
+        gc.collect()
+        return gone() is None
+
+    assert asyncio.run(program(2, step)()) == (True, True)

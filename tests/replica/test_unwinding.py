@@ -402,3 +402,57 @@ def test_the_strategy_goes_on_after_an_unwinding() -> None:
             assert strategy.local_results(await strategy.run(good)) == (2, 2)
 
     art.run(main)
+
+
+def test_a_child_gets_no_result_that_was_ready_when_the_run_ended() -> None:
+    """The group's merge and the mismatch come in one cycle, before the child has woken."""
+    outcomes: list[str] = []
+
+    async def child() -> None:
+        try:
+            await me().group([0, 1]).barrier()
+        except asyncio.CancelledError:
+            outcomes.append("cancelled")
+            raise
+        outcomes.append("a result of an ended run")
+
+    async def step() -> None:
+        if my_id() == 0:
+            me().start_all_reduce("max", 1)
+            waits = asyncio.ensure_future(child())
+            await asyncio.Event().wait()
+            await waits
+        await cycles(5)
+        if my_id() == 1:
+            await me().group([0, 1]).barrier()
+        me().start_all_reduce("sum", 1)
+
+    with pytest.raises(MergeMismatchError, match="MAX and SUM differ"):
+        simulate(3, step)
+    assert set(outcomes) == {"cancelled"}
+
+
+@pytest.mark.parametrize("delay", range(12))
+def test_giving_up_in_the_cycle_in_which_a_merge_ends(delay: int) -> None:
+    """Either it was in time, and all have the result, or the one who gave up is named."""
+
+    async def slow(strategy: ar.Strategy) -> int:
+        await cycles(3)
+        return 7
+
+    async def step() -> int:
+        if my_id() != 1:
+            return int(await me().merge_call(slow))
+        child = asyncio.ensure_future(me().merge_call(slow))
+        await cycles(delay)
+        child.cancel()
+        with suppress(asyncio.CancelledError):
+            await child
+        return 7
+
+    try:
+        results = simulate(3, step)
+    except MergeMismatchError as error:
+        assert error.reason.startswith("Replica 1 withdrew from merge_call #1")
+    else:
+        assert results == (7, 7, 7)
