@@ -22,7 +22,7 @@ import warnings
 from abc import ABC, abstractmethod
 from asyncio import current_task
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Lock, get_ident
@@ -41,6 +41,8 @@ from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
 from ._stall import CircleWatch
 from ._table import circle_text, two_at_once_error
+
+NO_LOCK = nullcontext()
 
 
 class RunControl(ABC):
@@ -113,6 +115,7 @@ class MeetingPoint:
         self.now = now
         self.run: RunControl = proxy(run)  # the run holds the point: no circle
         self.lock = Lock() if everyone.is_blocking else None
+        self._guard: AbstractContextManager[object] = self.lock or NO_LOCK
         self.parked: dict[int, Gate] = {}
         self._replicas = replicas
         self.on_abort: list[Callable[[], None]] = []
@@ -157,9 +160,7 @@ class MeetingPoint:
         self, replica_id: int, state: ReplicaState, call: Call | None = None
     ) -> Mismatch | None:
         """Record that a replica ended; see `Rendezvous.leave`."""
-        if self.lock is None:
-            return self.rendezvous.leave(replica_id, state, call)
-        with self.lock:
+        with self._guard:
             return self.rendezvous.leave(replica_id, state, call)
 
     def withdrew(self, replica: Replica, generation: Generation) -> None:
@@ -174,9 +175,7 @@ class MeetingPoint:
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""
-        if self.lock is None:
-            return self.rendezvous.group(members)
-        with self.lock:
+        with self._guard:
             return self.rendezvous.group(members)
 
     # ---- merging -------------------------------------------------------------------------
@@ -350,9 +349,7 @@ class MeetingPoint:
 
     def rows(self) -> tuple[ReplicaRow, ...]:
         """Describe every replica, in replica order."""
-        if self.lock is None:
-            return self.rendezvous.rows()
-        with self.lock:
+        with self._guard:
             return self.rendezvous.rows()
 
     def unseen_by(self, replica_id: int) -> BaseException | None:
@@ -414,11 +411,8 @@ class MeetingPoint:
 
     def forget(self) -> None:
         """Let go of every call."""
-        if self.lock is None:
+        with self._guard:
             self.rendezvous.forget()
-        else:
-            with self.lock:
-                self.rendezvous.forget()
         self.unseen.clear()
 
 

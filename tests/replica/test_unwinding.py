@@ -451,8 +451,7 @@ def test_giving_up_in_the_cycle_in_which_a_merge_ends(delay: int) -> None:
         return 7
 
     try:
-        results = simulate(3, step)
-    except MergeMismatchError as error:
-        assert error.reason.startswith("Replica 1 withdrew from merge_call #1")
-    else:
-        assert results == (7, 7, 7)
+        ended: object = simulate(3, step)
+    except MergeMismatchError as mismatch:
+        ended = mismatch.reason.partition(" (")[0]
+    assert ended in {(7, 7, 7), "Replica 1 withdrew from merge_call #1"}
