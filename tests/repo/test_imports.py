@@ -9,22 +9,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_MODULES_IN_A_CIRCLE = 3
-PACKAGES_WITHOUT_LARGE_CIRCLES = (
-    "autodiff",
-    "collectives",
-    "context",
-    "device_loop",
-    "devices",
-    "errors",
-    "input",
-    "integrations",
-    "metrics",
-    "telemetry",
-    "tree",
-    "typing",
-)
-"""Packages that keep the limit; one that gets there is added."""
-
 Graph = Mapping[str, set[str]]
 
 
@@ -56,8 +40,7 @@ def test_no_packages_import_each_other_not_even_for_types(modules: "Modules") ->
 def test_few_modules_of_a_package_depend_on_each_other(modules: "Modules") -> None:
     found = circles(modules.graph(at_run_time=False))
 
-    large = [circle for circle in found if len(circle) > MAX_MODULES_IN_A_CIRCLE]
-    assert [c for c in large if package_of(c[0]) in PACKAGES_WITHOUT_LARGE_CIRCLES] == []
+    assert [circle for circle in found if len(circle) > MAX_MODULES_IN_A_CIRCLE] == []
 
 
 # --- the measurement --------------------------------------------------------------------------
