@@ -5,7 +5,7 @@ replica i brings component i whoever arrives last. merge_call and update pass a 
 """
 
 import asyncio
-import time
+import threading
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -123,7 +123,7 @@ async def through(
         got[my_id()] = await call(where, collective, value, source)
 
     def plain(*_context: Any) -> None:
-        time.sleep(order.index(my_id()))
+        threading.Event().wait(order.index(my_id()))  # in simulated time
         got[my_id()] = call(me().blocking, collective, get(my_id()), source)
 
     if door == "run_steps":

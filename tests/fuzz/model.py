@@ -187,7 +187,7 @@ def verdicts(program: Program) -> list[Verdict]:
     if len(program.plants) == 1:
         return alone
     unhappy = [verdict for verdict in alone if verdict.kind != "ok"] or [Verdict("ok")]
-    booms = [verdict for verdict in unhappy if verdict.kind == "boom"]
+    booms = [verdict for verdict in unhappy if verdict.kind in {"boom", "replica cancelled"}]
     if len(booms) > 1:
         unhappy.append(Verdict("booms", tuple(b.replicas[0] for b in booms)))
     return unhappy

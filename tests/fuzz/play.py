@@ -7,7 +7,6 @@ import gc
 import logging
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -280,7 +279,7 @@ class World:
     async def finish(self, way: str, handles: list[Any]) -> list[Any]:
         if way == "gather":
             return list(await asyncio.gather(*handles))
-        if way == "wait":
+        if way == "wait" and handles:
             await asyncio.wait(handles)
             return [handle.result() for handle in handles]
         results = []
@@ -355,7 +354,7 @@ class World:
         me = own.replica_id_in_sync_group
         for statement in self.program.part_of(me):
             plant = self.program.plant_of(me, statement.uid)
-            time.sleep(self.calls.seconds(statement.nap_of(me)))
+            threading.Event().wait(self.calls.seconds(statement.nap_of(me)))
             if plant is not None and plant.kind == "return":
                 return me
             if plant is not None and plant.kind == "raise":

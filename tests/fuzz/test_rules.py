@@ -191,7 +191,12 @@ def test_after_an_op_that_started_a_reduction_the_context_is_free_again() -> Non
         pair = ctx.group([0, 1]) if my_id() < 2 else ctx
         return await handle, pair.num_replicas_in_sync
 
+    async def main() -> Any:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as strategy:
+            return strategy.local_results(await strategy.run(step))
+
     assert run(3, step) == ((3, 2), (3, 2), (3, 3))
+    assert asyncio.run(main()) == ((3, 2), (3, 2), (3, 3))
 
 
 @pytest.mark.slow
@@ -224,7 +229,7 @@ def test_a_collective_on_a_foreign_thread_is_refused() -> None:
         await asyncio.to_thread(lambda: ctx.start_all_reduce("sum", 1))
 
     async def main() -> None:
-        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        async with ar.MirroredStrategy(["cpu:0"]) as strategy:
             await strategy.run(step)
 
     with pytest.raises(ContextError, match="thread"):
