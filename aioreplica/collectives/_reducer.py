@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeAlias, final
 
+import numpy as np
+
 from ..devices import run_together
+from ..devices.backends import reduce_arrays
 from ..typing import ReduceOp
 from ._buffers import POOLED_BYTES, BufferPool
 from ._compress import Compressed
@@ -81,9 +84,16 @@ class Reducer:
         chosen = options or self.options
         first = rows[0]
         if len(first) == 1 and chosen.compression is None:
-            size = leaf_bytes(first[0])
-            if size < POOLED_BYTES and size * len(rows) <= INLINE_SUM_BYTES:
-                return [reduce_leaves(op, [row[0] for row in rows])]  # no plan is needed
+            leaf = first[0]
+            is_array = type(leaf) is np.ndarray
+            size = leaf.nbytes if is_array else leaf_bytes(leaf)
+            if size < POOLED_BYTES and size * len(rows) <= INLINE_SUM_BYTES:  # no plan is needed
+                column = [row[0] for row in rows]
+                if not is_array:
+                    return [reduce_leaves(op, column)]
+                total = reduce_arrays(op, column)
+                total.flags.writeable = False
+                return [total]
         self._pool.next_call()
         if chosen.compression is not None:
             code = Compressed(chosen.compression, op, rows, members or range(len(rows)))

@@ -46,20 +46,15 @@ def reduce_arrays(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     is_float = dtype is _F8 or dtype is _F4
     if is_float and first.nbytes <= SMALL_BYTES and len(arrays) > 1:
         is_sum = op is ReduceOp.SUM or op is ReduceOp.MEAN
-        if is_sum and first.ndim and first.flags.c_contiguous:
-            return _sum_small(op, arrays)
+        if is_sum and first.ndim and first.flags.c_contiguous:  # the same sums, with less around
+            total = np.add(first, arrays[1])
+            for array in arrays[2:]:
+                np.add(total, array, total)
+            if op is ReduceOp.MEAN:
+                np.divide(total, len(arrays), total)
+            return total
     total = np.empty(first.shape, result_dtype(op, dtype))
     reduce_into(op, total, arrays)
-    return total
-
-
-def _sum_small(op: ReduceOp, arrays: Sequence[Array]) -> Array:
-    """Sum small arrays of floats: the same sums, with less around them."""
-    total = np.add(arrays[0], arrays[1])
-    for array in arrays[2:]:
-        np.add(total, array, total)
-    if op is ReduceOp.MEAN:
-        np.divide(total, len(arrays), total)
     return total
 
 

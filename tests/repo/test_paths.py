@@ -1,0 +1,82 @@
+"""How many functions and files a reader follows through a collective and an optimizer step."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.optimizers import SGD
+
+Passed = set[tuple[str, str]]
+
+
+def properties() -> set[str]:
+    """Return the qualified names of the package's properties, which nobody counts as a call."""
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "aioreplica"]
+    classes = [c for module in modules for c in vars(module).values() if inspect.isclass(c)]
+    found = [p for c in classes for p in vars(c).values() if isinstance(p, property)]
+    return {p.fget.__qualname__ for p in found if p.fget is not None}
+
+
+@contextmanager
+def functions(passed: Passed) -> Iterator[None]:
+    """Collect the named functions of the package that are called inside the block."""
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and "aioreplica/" in code.co_filename and code.co_name[0] != "<":
+            passed.add((code.co_filename, code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+async def passed_by(strategy: ar.Strategy, call: Callable[[ar.ReplicaContext], Any]) -> Passed:
+    """Return what the last replica passes through in a call that the others wait in."""
+    passed: Passed = set()
+
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        await call(ctx)  # makes what is made once
+        if ctx.replica_id_in_sync_group == 0:
+            await call(ctx)
+            return
+        with functions(passed):
+            await call(ctx)
+
+    await strategy.run(step)
+    skipped = properties()
+    return {each for each in passed if each[1] not in skipped}
+
+
+@pytest.mark.asyncio
+async def test_an_all_reduce(pair: ar.MirroredStrategy) -> None:
+    value = np.ones(4)
+
+    passed = await passed_by(pair, lambda ctx: ctx.all_reduce("sum", value))
+
+    assert len(passed) <= 20, sorted(passed)
+    assert len({file for file, _ in passed}) <= 8
+
+
+@pytest.mark.asyncio
+async def test_a_step_of_sgd(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        weights, optimizer = ar.Variable(np.zeros(4)), SGD(0.1)
+    gradient = np.ones(4)
+
+    passed = await passed_by(pair, lambda _ctx: optimizer.apply_gradients([(gradient, weights)]))
+
+    assert "ApplyGradients.perform" in {name for _, name in passed}
+    assert len(passed) <= 50, sorted(passed)
+    assert len({file for file, _ in passed}) <= 16
