@@ -107,7 +107,7 @@ class ReplicaGroup(RunControl):
         self._failures = Failures(device_names, step, fn_name)
         self._fn_name = fn_name
         self._observers = observers
-        self._withdrawn: tuple[Replica, BaseException] | None = None
+        self._withdrawn: Replica | None = None  # and has not ended
         self._unwind_timer: asyncio.TimerHandle | None = None
         self._recancel: asyncio.TimerHandle | None = None
         self._gave_up = False
@@ -229,16 +229,14 @@ class ReplicaGroup(RunControl):
 
     def _cancel_all(self) -> None:
         self.point.cancel()
-        unwinding = self._withdrawn[0] if self._withdrawn is not None else None
         for replica in self.replicas:
-            if replica is not unwinding:
+            if replica is not self._withdrawn:
                 replica.cancel()
 
     def _cancel_withdrawn(self) -> None:
         """Cancel the replica that withdrew, too: why it did is not waited for any more."""
-        if self._withdrawn is not None:
-            replica, _ = self._withdrawn
-            self._withdrawn = None
+        replica, self._withdrawn = self._withdrawn, None
+        if replica is not None:
             replica.cancel()
 
     def _cancel_again(self, delay: float) -> None:
@@ -252,8 +250,10 @@ class ReplicaGroup(RunControl):
     def _ended(self, replica: Replica, work: asyncio.Future[Any]) -> None:
         """Record a replica's end, one loop cycle after it."""
         self._num_left -= 1
-        error = error_of(work) or self.point.unseen_by(replica.replica_id)
-        if self._withdrawn is not None and self._withdrawn[0] is replica:
+        error = error_of(work)
+        if error is None:  # asked by identity: an exception of the user may be false
+            error = self.point.unseen_by(replica.replica_id)
+        if self._withdrawn is replica:
             self._has_unwound(replica, error)
         elif error is not None:
             self._replica_failed(replica, error)
@@ -365,7 +365,7 @@ class ReplicaGroup(RunControl):
             mismatch.reason, mismatch.rows, self.step, unawaited, self._recorder.history()
         )
         if withdrew is not None and self._loop is not None:
-            self._withdrawn = (withdrew, error)
+            self._withdrawn = withdrew
             self._unwind_timer = self._loop.call_later(UNWIND_S, self._cancel_withdrawn)
         self.abort(error)
 

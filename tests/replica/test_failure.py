@@ -315,3 +315,19 @@ async def test_a_failure_is_not_a_library_error(pair: ar.MirroredStrategy) -> No
 
     assert not isinstance(caught.value, (ContextError, MergeMismatchError))
     assert caught.value.__cause__ is None
+
+
+class FalsyError(Exception):
+    """An exception that is false, as one with the methods of a container may be."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.asyncio
+async def test_an_exception_that_is_false_is_raised(strategy: ar.Strategy) -> None:
+    async def step() -> None:
+        raise FalsyError("empty")
+
+    with pytest.raises(FalsyError, match="empty"):
+        await strategy.run(step)
