@@ -164,7 +164,7 @@ def test_an_iterator_that_hangs_without_patience_is_a_deadlock() -> None:
     with pytest.raises(art.DeadlockError) as caught:
         art.run(main)
     waits = {wait.who.partition(" #")[0]: wait.awaits for wait in caught.value.waits}
-    assert waits["replica 0"] == "the infeed"
+    assert waits["replica 0"] == "the infeed for step 1"
     assert waits["op ThreadFeeder._feed"].startswith("threading.Event")
 
 

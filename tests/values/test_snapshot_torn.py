@@ -132,7 +132,7 @@ async def check_interleaving(num_replicas: int, writers: Sequence[Writer], on_ho
     with pytest.MonkeyPatch.context() as patch:
         if on_host:  # as if the arrays were large
             patch.setattr("aioreplica.values._variable.INLINE_WRITE_BYTES", 0)
-            patch.setattr("aioreplica.optimizers._step.INLINE_BYTES", 0)
+            patch.setattr("aioreplica.optimizers._step.INLINE_STEP_BYTES", 0)
         devices = [f"cpu:{i}" for i in range(num_replicas)]
         async with ar.MirroredStrategy(devices) as strategy:
             await interleave(Model(strategy, 3), writers)
