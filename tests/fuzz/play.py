@@ -144,9 +144,11 @@ class World:
         self.outcome.left = [repr(task) for task in asyncio.all_tasks() - before]
 
     async def watch(self, strategy: ar.Strategy) -> None:
-        while True:
+        real = self.program.real
+        pause_s = STALL_S[real] / 50 if may_stall(self.program) else UNIT_S[real]
+        while True:  # seldom where a timeout is waited for: a simulated run has a budget of steps
             self.look(strategy)
-            await asyncio.sleep(UNIT_S[self.program.real])
+            await asyncio.sleep(pause_s)
 
     def look(self, strategy: ar.Strategy) -> None:
         u, v = self.calls.pair
