@@ -24,7 +24,7 @@ def properties() -> set[str]:
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "aioreplica"]
     classes = [c for module in modules for c in vars(module).values() if inspect.isclass(c)]
     found = [p for c in classes for p in vars(c).values() if isinstance(p, property)]
-    return {p.fget.__qualname__ for p in found if p.fget is not None}
+    return {getattr(p.fget, "__qualname__", "") for p in found}
 
 
 @contextmanager
