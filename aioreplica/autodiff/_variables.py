@@ -232,7 +232,7 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
         ValueError: If an index is negative or too large.
 
     Shapes:
-        variable: (num_rows, *row). Result: (*indices.shape, *row).
+        variable: `(num_rows, *row)`. Result: `(*indices.shape, *row)`.
 
     Example:
         >>> import autograd.numpy as np
