@@ -344,21 +344,24 @@ async def test_batches_of_a_loop_that_was_replaced_do_not_move_the_place(
     pair: ar.MirroredStrategy,
 ) -> None:
     """A device loop has read them; its steps end after another loop has begun."""
-    is_there, goes_on = asyncio.Event(), asyncio.Event()
+    are_there, goes_on = asyncio.Event(), asyncio.Event()
+    arrived: list[int] = []
 
-    async def wait() -> None:
-        is_there.set()
+    async def wait(replica_id: int) -> None:
+        arrived.append(replica_id)
+        if len(arrived) == 2:  # both have completed two steps
+            are_there.set()
         await goes_on.wait()
 
     def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        if my_id() == 0 and ctx.steps_run == 2:
-            ar.outside_compilation(wait)
+        if ctx.steps_run == 2:
+            ar.outside_compilation(wait, my_id())
         me().blocking.barrier()
 
     states: list[Any] = []
     async with pair.distribute_dataset(ar.ArrayDataset(np.arange(16), 4)) as batches:
         running = spawn(pair.run_steps(step, aiter(batches), 4))
-        await is_there.wait()
+        await are_there.wait()
         states.append(batches.state_dict())
         await anext(aiter(batches))
         states.append(batches.state_dict())
