@@ -1,12 +1,14 @@
 """Synchronous data-parallel computation as plain async Python."""
 
 from . import autodiff as autodiff
+from . import checkpoint as checkpoint
 from . import collectives as collectives
 from . import device_loop as device_loop
 from . import errors as errors
 from . import metrics as metrics
 from . import optimizers as optimizers
 from . import telemetry as telemetry
+from .checkpoint import CheckpointManager as CheckpointManager
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
@@ -55,6 +57,7 @@ from .values import Weighted as Weighted
 
 __all__ = [
     "ArrayDataset",
+    "CheckpointManager",
     "CommunicationOptions",
     "Dataset",
     "DefaultStrategy",
@@ -88,6 +91,7 @@ __all__ = [
     "VariableSynchronization",
     "Weighted",
     "autodiff",
+    "checkpoint",
     "collectives",
     "current_device",
     "device",

@@ -3,6 +3,8 @@
 from .._export import export_public
 from ._errors import AioReplicaError as AioReplicaError
 from ._errors import CheckpointError as CheckpointError
+from ._errors import CheckpointNotCommittedError as CheckpointNotCommittedError
+from ._errors import CheckpointUncertainError as CheckpointUncertainError
 from ._errors import ContextError as ContextError
 from ._errors import DeviceError as DeviceError
 from ._errors import LoopMismatchError as LoopMismatchError
@@ -17,6 +19,8 @@ from ._errors import WorkerLostError as WorkerLostError
 __all__ = [
     "AioReplicaError",
     "CheckpointError",
+    "CheckpointNotCommittedError",
+    "CheckpointUncertainError",
     "ContextError",
     "DeviceError",
     "LoopMismatchError",

@@ -120,9 +120,18 @@ class WorkerLostError(AioReplicaError, ConnectionError):
     """Raised on every surviving worker when another one is gone."""
 
 
-@final
 class CheckpointError(AioReplicaError, OSError):
     """Raised when a checkpoint cannot be written, or none can be read back."""
+
+
+@final
+class CheckpointNotCommittedError(CheckpointError):
+    """Raised when a checkpoint was not saved: what was there before is unchanged."""
+
+
+@final
+class CheckpointUncertainError(CheckpointError):
+    """Raised when a checkpoint was saved, but may not survive a crash of the machine."""
 
 
 @final

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
 from ..replica import ReplicaContext, ReplicaGroup
-from ..values import PlainVariable, Variable, VariableOptions
+from ..values import PlainVariable, Variable, VariableOptions, default_store
 from ._strategy import Strategy
 
 
@@ -98,4 +98,10 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def _default_strategy() -> DefaultStrategy:
-    return REGISTRY.once("default_strategy", DefaultStrategy)
+    return REGISTRY.once("default_strategy", _new_default_strategy)
+
+
+def _new_default_strategy() -> DefaultStrategy:
+    strategy = DefaultStrategy()
+    strategy._lifecycle.numbers = default_store().gate  # those that a checkpoint keeps
+    return strategy

@@ -30,6 +30,9 @@ async def launch(
     options: RunOptions,
 ) -> Any:
     """Run `fn` once per replica and regroup what the replicas return."""
+    gate = lifecycle.gate
+    if gate.is_closed:
+        await gate.opened()
     num_replicas = strategy.num_replicas_in_sync
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
@@ -52,6 +55,8 @@ async def launch(
         results = await run.group.wait(options.stall_timeout)
     finally:
         run.end(lifecycle)
+    if gate.is_closed:
+        await gate.opened()
     if strategy.has_plain_values:
         return results[0]
     return regroup_results(results, strategy.device_names)

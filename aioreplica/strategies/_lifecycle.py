@@ -23,7 +23,7 @@ from ..devices import (
 from ..errors import ContextError, LoopMismatchError
 from ..input import OpenLoops
 from ..replica import ReplicaGroup
-from ..values import VariableStore
+from ..values import StepGate, VariableStore
 
 
 @final
@@ -54,6 +54,11 @@ class Lifecycle:
         is_bound: Whether it belongs to one loop; the default strategy does not.
         store: Where waits for its variables are.
         open_loops: The loops over its datasets.
+
+    Attributes:
+        gate: What runs wait for while they are held back.
+        numbers: Counts the steps; the gate itself, which checkpoints look at, except in default
+            strategies that are not the one of the process.
     """
 
     __slots__ = (
@@ -66,11 +71,12 @@ class Lifecycle:
         "_label",
         "_lane_names",
         "_loop",
-        "_next_step",
         "_open_loops",
         "_port",
         "_state",
         "_store",
+        "gate",
+        "numbers",
     )
 
     def __init__(
@@ -84,6 +90,8 @@ class Lifecycle:
     ) -> None:
         self._label = label
         self._store = store
+        self.gate: StepGate = store.gate
+        self.numbers = store.gate if is_bound else StepGate()
         self._open_loops = open_loops
         self._drains = 0
         self._lane_names = lane_names
@@ -92,8 +100,7 @@ class Lifecycle:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._port: CompletionQueue | None = None
         self._generation = 0
-        self._next_step = 0
-        self._active: set[ReplicaGroup] = set()
+        self._active: set[ReplicaGroup] = self.gate.running
         self._idle: list[asyncio.Future[None]] = []
         self._holds_lanes = False
 
@@ -110,7 +117,7 @@ class Lifecycle:
         """Return the current counts."""
         lanes = lane_table().statistics()
         own = {name: lanes[name] for name in self._lane_names if name in lanes}
-        return StrategyStatistics(self.state, self._next_step, len(self._active), own)
+        return StrategyStatistics(self.state, self.numbers.next_step, len(self._active), own)
 
     def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionQueue]:
         """Return the running loop and its port, binding to it if the one before is closed.
@@ -159,14 +166,15 @@ class Lifecycle:
 
     def new_step(self, count: int = 1) -> int:
         """Number the next run, or the first of the next `count` steps of a device loop."""
-        step = self._next_step
-        self._next_step = step + count
+        numbers = self.numbers
+        step = numbers.next_step
+        numbers.next_step = step + count
         return step
 
     def give_back_steps(self, first: int, end: int) -> None:
         """Let the next run have the numbers of steps that were not run, if none began since."""
-        if self._next_step == end:
-            self._next_step = first
+        if self.numbers.next_step == end:
+            self.numbers.next_step = first
 
     def started(self, group: ReplicaGroup) -> None:
         """Count a run in progress."""
@@ -175,6 +183,8 @@ class Lifecycle:
     def ended(self, group: ReplicaGroup) -> None:
         """Forget a run."""
         self._active.discard(group)
+        if self.gate.is_closed:
+            self.gate.step_ended()
         if not self._active:
             for waiter in self._idle:
                 if not waiter.done():

@@ -101,6 +101,9 @@ async def run_steps(
     strategy: Runner, lifecycle: Lifecycle, iterators: KeptIterators, plan: LoopPlan
 ) -> MultiStepContext:
     """Run a device loop and combine what it leaves behind."""
+    gate = lifecycle.gate
+    if gate.is_closed:
+        await gate.opened()
     lifecycle.open()
     count, num_steps = strategy.num_replicas_in_sync, plan.num_steps
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
@@ -126,6 +129,8 @@ async def run_steps(
         num_run = min(context.steps_run for context in contexts)
         lifecycle.give_back_steps(step + num_run, step + num_steps)
         strategy.events.add("loop", "end", step, value=num_run)
+    if gate.is_closed:
+        await gate.opened()
     if feeder.error is not None:
         _raise_source_error(feeder.error, num_run)
     if num_run < num_steps:

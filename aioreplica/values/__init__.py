@@ -17,6 +17,8 @@ from ._select import read_at as read_at
 from ._select import split_per_replica as split_per_replica
 from ._snapshot import Snapshot as Snapshot
 from ._snapshot import take_snapshot as take_snapshot
+from ._step_gate import StepGate as StepGate
+from ._step_gate import between_steps as between_steps
 from ._store import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
 from ._store import Done as Done
 from ._store import VariableStore as VariableStore
@@ -49,6 +51,7 @@ __all__ = [
     "PlainVariable",
     "Snapshot",
     "Staging",
+    "StepGate",
     "SyncOnReadVariable",
     "Variable",
     "VariableOptions",
@@ -56,6 +59,7 @@ __all__ = [
     "WeakVariableDict",
     "Weighted",
     "argument_difference",
+    "between_steps",
     "default_store",
     "is_own",
     "merged_column",

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ..devices import running_loop
 from ..errors import ContextError
 from ..telemetry import Observers
+from ._step_gate import StepGate
 
 Components = tuple[npt.NDArray[Any], ...]
 
@@ -115,12 +116,14 @@ class VariableStore:
 
     Attributes:
         version: Number of the newest published write.
+        gate: Holds steps back while a checkpoint reads or replaces the variables.
     """
 
-    __slots__ = ("_lock", "_observers", "_waiters", "version")
+    __slots__ = ("_lock", "_observers", "_waiters", "gate", "version")
 
     def __init__(self, observers: Observers | None = None) -> None:
         self.version = 0
+        self.gate = StepGate()
         self._observers = observers or Observers()
         self._lock = threading.Lock()
         self._waiters: dict[_Waiter, None] = {}  # a set in order

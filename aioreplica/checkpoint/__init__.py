@@ -1,0 +1,26 @@
+"""Checkpoints: a state saved between two steps, and put back whole."""
+
+from .._export import export_public
+from ._manager import CheckpointManager as CheckpointManager
+from ._manager import CheckpointStatistics as CheckpointStatistics
+from ._manager import StepDescription as StepDescription
+from ._manager import EntryDescription as EntryDescription
+from ._restoring import Restored as Restored
+from ._storage import LocalStorage as LocalStorage
+from ._storage import Sink as Sink
+from ._storage import Source as Source
+from ._storage import Storage as Storage
+
+__all__ = [
+    "CheckpointManager",
+    "CheckpointStatistics",
+    "EntryDescription",
+    "LocalStorage",
+    "Restored",
+    "Sink",
+    "Source",
+    "StepDescription",
+    "Storage",
+]
+
+export_public(__name__, __all__, globals())

@@ -1,0 +1,377 @@
+"""The files of a checkpoint: safetensors headers, the manifest, checksums, and what is legal in them.
+
+`docs/checkpoints.md` has the format byte by byte. Everything that is read is distrusted: sizes are
+compared with those of the files before memory is allocated, names are labels and never paths, and
+nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointError
+
+Array = npt.NDArray[Any]
+
+FORMAT = "aioreplica.checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_DIMENSIONS = 32
+
+STEP_FOLDER = re.compile(r"step-([0-9]{10,18})")
+DATA_FILE = re.compile(r"data-([0-9]{4,9})-[0-9]{3,9}\.safetensors")
+
+_PREFIX = b'{"crc32":"'
+_MIDDLE = b'","manifest":'
+_SUFFIX = b"}\n"
+_NUM_DIGITS = 8
+
+_DTYPES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
+    "float16": "F16", "float32": "F32", "float64": "F64",
+    "complex64": "F32", "complex128": "F64",  # with one more axis, of length 2
+}  # fmt: skip
+"""What safetensors calls the dtypes that a checkpoint can hold."""
+
+
+class DamagedError(Exception):
+    """Raised inside the package when what is stored is not what was written; says what."""
+
+
+# ---- tensors -----------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Where one array is stored.
+
+    Attributes:
+        file: Index in the list of files.
+        offset: Where its bytes begin in the file.
+        bytes: How many there are.
+        crc32: Their checksum.
+    """
+
+    file: int
+    offset: int
+    bytes: int
+    crc32: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of tensors.
+
+    Attributes:
+        name: Its name in the folder of the step.
+        bytes: Its length.
+        crc32: Checksum of all of it.
+        header_bytes: Length of what comes before the tensors.
+        header_crc32: Checksum of that.
+    """
+
+    name: str
+    bytes: int
+    crc32: int
+    header_bytes: int
+    header_crc32: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntryRecord:
+    """One entry of a state.
+
+    Attributes:
+        kind: "variable", "array" or "value".
+        owner: Key of the variable that it belongs to (of a slot), else "".
+        object: Key of the object that it is a part of (an optimizer), else "".
+        part: Its name in that object.
+        shape: Of each tensor of a variable or array.
+        dtype: NumPy's name of it.
+        synchronization: Of a variable.
+        aggregation: Of a variable.
+        value: Of a value: plain data, with tensors replaced by their numbers.
+        tensors: One for each stored component, for an array one.
+        forms: Shape and dtype of each tensor of a value.
+    """
+
+    kind: str
+    owner: str = ""
+    object: str = ""
+    part: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    synchronization: str = ""
+    aggregation: str = ""
+    value: Any = None
+    tensors: tuple[TensorRecord, ...] = ()
+    forms: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+    def form_of(self, index: int) -> tuple[tuple[int, ...], str]:
+        """Return shape and dtype of one of the tensors."""
+        return self.forms[index] if self.kind == "value" else (self.shape, self.dtype)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: The step it was saved as.
+        sequence: Counts the saves into the directory; the newest one has the largest.
+        next_steps: Number of the next step of each strategy that has variables in the state.
+        files: The files of tensors.
+        entries: The state, by key.
+    """
+
+    step: int
+    sequence: int
+    next_steps: tuple[int, ...]
+    files: tuple[FileRecord, ...]
+    entries: Mapping[str, EntryRecord]
+
+
+def dtype_name(dtype: np.dtype[Any], key: str) -> str:
+    """Return the name of a dtype that can be stored.
+
+    Raises:
+        TypeError: If it cannot.
+    """
+    name = dtype.newbyteorder("=").name
+    if name not in _DTYPES:
+        raise TypeError(
+            f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
+            f"{', '.join(_DTYPES)}."
+        )
+    return name
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return the dtype of a name.
+
+    Raises:
+        DamagedError: If a checkpoint cannot hold it.
+        CheckpointError: If the package that defines it is missing.
+    """
+    if name not in _DTYPES:
+        raise DamagedError(f"dtype {name!r} is unknown")
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError as missing:
+            raise CheckpointError(
+                "The checkpoint holds bfloat16, which needs the ml_dtypes package. Run: "
+                "pip install ml-dtypes"
+            ) from missing
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def tensors_header(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> bytes:
+    """Return the first bytes of a safetensors file.
+
+    Args:
+        tensors: Label, shape, dtype and number of bytes of each, in the order they follow.
+    """
+    entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION)}}
+    offset = 0
+    for label, shape, dtype, size in tensors:
+        stored = [*shape, 2] if dtype.startswith("complex") else list(shape)
+        entries[label] = {
+            "dtype": _DTYPES[dtype], "shape": stored, "data_offsets": [offset, offset + size]
+        }  # fmt: skip
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---- the manifest ------------------------------------------------------------------------
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of the manifest file, its checksum included."""
+    entries = {key: _lean(asdict(entry)) for key, entry in manifest.entries.items()}
+    body = json.dumps(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": manifest.step,
+            "sequence": manifest.sequence,
+            "next_steps": manifest.next_steps,
+            "files": [asdict(file) for file in manifest.files],
+            "entries": entries,
+        },
+        separators=(",", ":"),
+        allow_nan=False,
+    ).encode()
+    return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
+
+
+def _lean(fields: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what has its default, but never a value."""
+    return {
+        name: [list(each.values()) for each in value] if name == "tensors" else value
+        for name, value in fields.items()
+        if (fields["kind"] == "value" if name == "value" else name == "kind" or value)
+    }
+
+
+def parse_manifest(data: bytes, step: int) -> Manifest:
+    """Return the manifest that a file holds.
+
+    Raises:
+        DamagedError: If it is not what was written, or describes what cannot be.
+        CheckpointError: If it is of another version of the format.
+    """
+    start, end = len(_PREFIX) + _NUM_DIGITS + len(_MIDDLE), len(data) - len(_SUFFIX)
+    body = data[start:end]
+    frame = (_PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE, _SUFFIX)
+    if end < start or (data[:start], data[end:]) != frame:
+        raise DamagedError(f"{MANIFEST} fails its checksum ({len(data)} bytes)")
+    try:
+        found = json.loads(body)
+        if found["format"] != FORMAT:
+            raise DamagedError(f"{MANIFEST} has format {found['format']!r}")
+        if found["version"] != VERSION:
+            raise CheckpointError(
+                f"The checkpoint of step {step} has version {found['version']!r} of the format, "
+                f"but this release reads version {VERSION}. Read it with the release that wrote it."
+            )
+        manifest = Manifest(
+            step=_natural(found["step"]),
+            sequence=_natural(found["sequence"]),
+            next_steps=tuple(map(_natural, found["next_steps"])),
+            files=tuple(_file_record(each) for each in found["files"]),
+            entries={str(key): _entry(each) for key, each in found["entries"].items()},
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedError(f"{MANIFEST} is no manifest: {type(error).__name__}: {error}") from None
+    if manifest.step != step:
+        raise DamagedError(f"{MANIFEST} is that of step {manifest.step}")
+    _check_layout(manifest)
+    return manifest
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no natural number")
+    return value
+
+
+def _file_record(found: Mapping[str, Any]) -> FileRecord:
+    name = found["name"]
+    if not isinstance(name, str) or DATA_FILE.fullmatch(name) is None:
+        raise ValueError(f"{name!r} is no name of a data file")
+    numbers = (found["bytes"], found["crc32"], found["header_bytes"], found["header_crc32"])
+    return FileRecord(name, *map(_natural, numbers))
+
+
+def _form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in _DTYPES:
+        raise ValueError(f"there is no array of shape {shape!r} and dtype {dtype!r}")
+    return tuple(map(_natural, shape)), dtype
+
+
+def _entry(found: Mapping[str, Any]) -> EntryRecord:
+    kind = found["kind"]
+    if kind not in {"variable", "array", "value"}:
+        raise ValueError(f"kind {kind!r} is unknown")
+    texts = [found.get(n, "") for n in ("owner", "object", "part", "synchronization", "aggregation")]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"names must be text, got {texts!r}")
+    owner, of, part, synchronization, aggregation = texts
+    shape, dtype = ((), "") if kind == "value" else _form(found.get("shape", []), found["dtype"])
+    tensors = tuple(TensorRecord(*map(_natural, each)) for each in found.get("tensors", ()))
+    forms = tuple(_form(*each) for each in found.get("forms", ()))
+    if (len(forms) != len(tensors)) if kind == "value" else not tensors:
+        raise ValueError(f"an entry has {len(tensors)} tensors")
+    return EntryRecord(
+        kind, owner, of, part, shape, dtype, synchronization, aggregation, found.get("value"),
+        tensors, forms,
+    )  # fmt: skip
+
+
+def _check_layout(manifest: Manifest) -> None:
+    """Check that every tensor lies in its file and has the size that its shape says.
+
+    Raises:
+        DamagedError: If one does not.
+    """
+    for key, entry in manifest.entries.items():
+        for index, tensor in enumerate(entry.tensors):
+            shape, dtype = entry.form_of(index)
+            size = math.prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+            file = manifest.files[tensor.file] if tensor.file < len(manifest.files) else None
+            if (
+                file is None
+                or size != tensor.bytes
+                or not file.header_bytes <= tensor.offset <= file.bytes - tensor.bytes
+            ):
+                raise DamagedError(
+                    f"{MANIFEST} puts {tensor.bytes} bytes of {key!r} (shape {shape}, {dtype}) at "
+                    f"offset {tensor.offset} of file {tensor.file}, where they cannot be"
+                )
+
+
+# ---- checksums ---------------------------------------------------------------------------
+
+
+def combine_crc32(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two byte strings, one behind the other, from those of the two.
+
+    Example:
+        >>> combine_crc32(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
+        True
+
+    Source:
+        crc32_combine of zlib: appending zeros is a linear map over GF(2).
+    """
+    return _apply(_zeros_operator(second_bytes), first) ^ second
+
+
+@lru_cache(maxsize=256)
+def _zeros_operator(num_bytes: int) -> tuple[int, ...]:
+    """Return the matrix, by columns, of what appending zero bytes does to a checksum."""
+    power = (0xEDB88320, *(1 << bit for bit in range(31)))  # one zero bit
+    for _ in range(3):
+        power = _square(power)
+    result = tuple(1 << bit for bit in range(32))
+    while num_bytes:
+        if num_bytes & 1:
+            result = tuple(_apply(power, column) for column in result)
+        num_bytes >>= 1
+        if num_bytes:
+            power = _square(power)
+    return result
+
+
+def _square(matrix: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(_apply(matrix, column) for column in matrix)
+
+
+def _apply(matrix: tuple[int, ...], vector: int) -> int:
+    total = 0
+    for column in matrix:
+        if not vector:
+            break
+        if vector & 1:
+            total ^= column
+        vector >>= 1
+    return total

@@ -1,0 +1,96 @@
+"""The threads that read and write files: a lane of their own, so that nothing queues behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar, final
+
+from ..devices import CompletionQueue, lane_table, run_on_lane, wait_shielded
+
+T = TypeVar("T")
+
+LANE = "checkpoint"
+NUM_THREADS = 4
+
+
+@final
+class StoppedError(Exception):
+    """Raised on a thread whose work is not wanted any more."""
+
+
+@final
+class Stop:
+    """Tells threads that their work is not wanted any more."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def check(self) -> None:
+        """Raise StoppedError if it is so."""
+        if self.is_set:
+            raise StoppedError
+
+
+async def run_all(
+    fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool = False
+) -> list[T]:
+    """Call blocking functions on threads at the same time; return what they return.
+
+    Args:
+        fns: The functions.
+        stop: Is set when one of them fails, or the caller is cancelled.
+        shielded: Whether cancellations have to wait: for cleaning up.
+
+    Raises:
+        Exception: What the first one raises that was not just stopped.
+
+    Cancellation:
+        Sets `stop`, waits until all have ended, then goes on.
+    """
+    table = lane_table()
+    table.acquire((LANE,))
+    try:
+        lane = table.lane(LANE, num_streams=NUM_THREADS)
+        completions = CompletionQueue.of_running_loop()
+        ops = [run_on_lane(lane, completions, _guarded, (fn, stop), {}) for fn in fns]
+        waiter = asyncio.gather(*ops, return_exceptions=True)
+        cancelled: list[asyncio.CancelledError] = []
+
+        def on_cancel(error: asyncio.CancelledError) -> None:
+            cancelled.append(error)
+            if not shielded:
+                stop.is_set = True
+
+        await wait_shielded(waiter.done, lambda: _follow(waiter), on_cancel)
+        if cancelled and not shielded:
+            raise cancelled[0]
+        results = waiter.result()
+    finally:
+        table.release((LANE,))
+    errors = [result for result in results if isinstance(result, BaseException)]
+    for error in sorted(errors, key=lambda each: isinstance(each, StoppedError)):
+        raise error
+    if cancelled:
+        raise cancelled[0]
+    return results  # type: ignore[return-value]  # none is an exception
+
+
+def _guarded(fn: Callable[[], T], stop: Stop) -> T:
+    stop.check()
+    try:
+        return fn()
+    except BaseException:
+        stop.is_set = True
+        raise
+
+
+def _follow(waiter: asyncio.Future[list[T | BaseException]]) -> asyncio.Future[None]:
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_done: object) -> None:
+        if not future.done():
+            future.set_result(None)
+
+    waiter.add_done_callback(wake)
+    return future

@@ -1,0 +1,481 @@
+"""The checkpoint manager: saves a state as steps of a directory, and restores it from there."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, final
+
+from ..devices import OwnedTask
+from ..errors import CheckpointError
+from ..values import between_steps
+from ._format import DamagedError, Manifest
+from ._lane import Stop, run_all
+from ._reading import (
+    FoundStep,
+    find_steps,
+    look_at,
+    newest_first,
+    read_manifest,
+    read_tensors,
+    verify_step,
+)
+from ._restoring import Restored, apply_plan, make_plan
+from ._retention import steps_to_remove
+from ._state import Cut, read_state, require_outside_steps, take_cut
+from ._storage import LocalStorage, Storage
+from ._writing import removal, write_cut
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckpointStatistics:
+    """What a manager has done.
+
+    Attributes:
+        num_saved: Steps it has saved.
+        is_saving: Whether a save is going on.
+    """
+
+    num_saved: int
+    is_saving: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntryDescription:
+    """One entry of a saved state.
+
+    Attributes:
+        key: Its name.
+        kind: "variable", "array" or "value".
+        shape: Of each component; () for a value.
+        dtype: Its dtype; "" for a value.
+        num_components: How many arrays are stored.
+        num_bytes: How many bytes they have together.
+    """
+
+    key: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_components: int
+    num_bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepDescription:
+    """What a step holds.
+
+    Attributes:
+        step: Its number.
+        num_bytes: Length of its files of tensors together.
+        files: Their names.
+        entries: The state, in order.
+    """
+
+    step: int
+    num_bytes: int
+    files: tuple[str, ...]
+    entries: tuple[EntryDescription, ...]
+
+
+@final
+class CheckpointManager:
+    """Saves a state as numbered steps in a directory, and restores it from there.
+
+    A state is a dict or list, nested as you like, of variables, optimizers, metrics, distributed
+    datasets, accumulators, random generators, arrays, plain data and objects with `state_dict` and
+    `load_state_dict`. A save is a cut between steps: it waits for the steps under way of the
+    strategies whose variables are in the state, and holds new ones back while it reads. It reads
+    references only, so that takes microseconds; then training goes on while files are written.
+
+    Either all of a step is saved or nothing. A step whose files are damaged is found by its
+    checksums; `restore` then takes the newest good one and warns.
+
+    Use it in `async with`, which waits for a save in the background at the end. One manager at a
+    time saves into a directory; any number may read.
+
+    Args:
+        directory: A folder, made at the first save; or a `Storage`.
+        max_to_keep: How many of the newest steps are kept; None keeps all.
+        keep_every: Steps that this number divides are kept for good.
+
+    Raises:
+        ValueError: If a number is below 1.
+        TypeError: If one is no int, or `directory` is neither a path nor a storage.
+
+    Example:
+        >>> import asyncio, tempfile
+        >>> from aioreplica import Variable
+        >>> async def main(directory):
+        ...     w = Variable([1.0, 2.0])
+        ...     state = {"model": [w], "epoch": 3}
+        ...     async with CheckpointManager(directory) as manager:
+        ...         await manager.save(10, state)
+        ...         await w.assign([0.0, 0.0])
+        ...         state["epoch"] = 0
+        ...         return await manager.restore(state), w.value, state["epoch"]
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     asyncio.run(main(directory))
+        (10, array([1., 2.]), 3)
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | Storage,
+        *,
+        max_to_keep: int | None = 3,
+        keep_every: int | None = None,
+    ) -> None:
+        self._storage = _storage_of(directory)
+        self._max_to_keep = _checked_count("max_to_keep", max_to_keep)
+        self._keep_every = _checked_count("keep_every", keep_every)
+        self._turn = asyncio.Lock()  # of the save that is going on
+        self._background: OwnedTask[None] | None = None
+        self._failure: BaseException | None = None  # of a save in the background
+        self._lock: Any = None  # Any: whatever the storage gives
+        self._num_saved = 0
+        self._restored: Restored | None = None
+
+    # ---- saving --------------------------------------------------------------------------
+
+    async def save(self, step: int, state: Any, *, wait: bool = True) -> None:
+        """Save a state as a step; a step of that number is replaced.
+
+        A save that is going on is waited for first, so at most one state is held at a time.
+
+        Args:
+            step: Its number.
+            state: What to save.
+            wait: Whether to wait until it is durable. With False it returns after the cut, and
+                files are written in the background; what goes wrong there is raised by the next
+                `save`, `restore`, `wait` or `aclose`.
+
+        Raises:
+            CheckpointNotCommittedError: If the step was not saved.
+            CheckpointUncertainError: If it was, but may not survive a crash of the machine.
+            CheckpointError: If another manager saves into the directory.
+            TypeError: If something in the state cannot be saved.
+            ValueError: If `step` is negative, the state is no container, or two of its entries
+                have one name.
+            ContextError: If called in a step.
+
+        Cancellation:
+            The step is saved or not, never by half; steps that were held back go on.
+        """
+        number = _checked_step(step)
+        require_outside_steps("CheckpointManager.save")
+        await self._turn.acquire()
+        try:
+            self._raise_failure()
+            cut = await take_cut(state)
+            if wait:
+                await self._write(number, cut)
+        except BaseException:
+            self._turn.release()
+            raise
+        if wait:
+            self._turn.release()
+        else:
+            self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
+
+    async def wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            CheckpointError: What went wrong with it.
+
+        Cancellation:
+            Stops waiting; the save goes on.
+        """
+        while self._background is not None and not self._background.is_done:
+            await self._background.done_or_cancelled()
+        self._raise_failure()
+
+    async def _write_behind(self, step: int, cut: Cut) -> None:
+        try:
+            await self._write(step, cut)
+        except BaseException as error:  # noqa: BLE001 - raised at the next await of the manager
+            self._failure = error
+        finally:
+            self._turn.release()
+
+    async def _write(self, step: int, cut: Cut) -> None:
+        if self._lock is None:
+            [self._lock] = await run_all([self._take_lock], Stop())
+        [found] = await run_all([partial(newest_first, self._storage)], Stop())
+        sequences = [each.manifest.sequence for each in found if each.manifest is not None]
+        sequence = 1 + max(sequences, default=0)
+        await write_cut(self._storage, step, sequence, cut)
+        self._num_saved += 1
+        await self._remove_old([step, *(each.step for each in found if each.step != step)])
+
+    def _take_lock(self) -> Any:
+        self._storage.make_folder("")
+        return self._storage.lock()
+
+    async def _remove_old(self, steps: list[int]) -> None:
+        doomed = steps_to_remove(
+            steps, max_to_keep=self._max_to_keep, keep_every=self._keep_every
+        )
+        for step in doomed:
+            try:
+                await run_all([removal(self._storage, step)], Stop())
+            except OSError as error:
+                warnings.warn(
+                    f"Step {step} could not be removed from {self._storage}: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    # ---- restoring -----------------------------------------------------------------------
+
+    async def restore(self, state: Any, step: int | None = None, *, partial: bool = False) -> int:
+        """Put a saved state back into the objects it was taken from, or into others like them.
+
+        The strategy, its kind and its number of replicas may be others. Everything is read and
+        checked before anything is changed; then all is changed at once, between two steps.
+        Plain data are replaced in the dict or list that holds them. Slots of a fresh optimizer
+        take their values when they are made. `restored` says what did not match.
+
+        Args:
+            state: What to restore, built as the state that was saved.
+            step: Which step; None takes the newest one that is not damaged, and warns of newer
+                ones that are.
+            partial: Whether to restore what matches, although the state or the checkpoint has more.
+
+        Returns:
+            The step that was restored.
+
+        Raises:
+            CheckpointError: If there is none, all are damaged, or it does not fit the state.
+            TypeError: If something in the state cannot be restored.
+            ContextError: If called in a step.
+
+        Cancellation:
+            Leaves everything as it was, or restores all.
+        """
+        number = None if step is None else _checked_step(step)
+        require_outside_steps("CheckpointManager.restore")
+        await self.wait()
+        read_state(state)  # what cannot be restored is said first
+        if number is not None:
+            candidates = [FoundStep(number, None, "")]
+            if number not in await self._find_steps():
+                raise self._none_error(number)
+        else:
+            [candidates] = await run_all([partial_(newest_first, self._storage)], Stop())
+        damaged: list[tuple[int, str]] = []
+        for found in candidates:
+            try:
+                if found.damage:
+                    raise DamagedError(found.damage)  # noqa: TRY301
+                await self._restore_from(found, state, partial, tuple(damaged))
+            except DamagedError as error:
+                damaged.append((found.step, str(error)))
+                continue
+            self._warn_of(damaged, found.step)
+            return found.step
+        if damaged:
+            listed = "; ".join(f"step {one}: {what}" for one, what in damaged)
+            raise CheckpointError(f"No step in {self._storage} can be restored. {listed}.")
+        raise self._none_error(None)
+
+    async def _restore_from(
+        self, found: FoundStep, state: Any, is_partial: bool, damaged: tuple[tuple[int, str], ...]
+    ) -> None:
+        manifest = found.manifest
+        if manifest is None:
+            [manifest] = await run_all(
+                [partial_(read_manifest, self._storage, found.step)], Stop()
+            )
+        plan = make_plan(read_state(state), manifest, partial=is_partial)
+        arrays = await read_tensors(self._storage, manifest, plan.keys)
+        async with between_steps(read_state(state).gates):
+            now = read_state(state)
+            plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
+            apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
+        self._restored = Restored(
+            found.step, tuple(plan.missing), tuple(plan.unclaimed), tuple(plan.deferred), damaged
+        )
+
+    def _warn_of(self, damaged: list[tuple[int, str]], step: int) -> None:
+        if damaged:
+            listed = "; ".join(f"step {one} ({what})" for one, what in damaged)
+            warnings.warn(
+                f"Restored step {step} from {self._storage}, because newer ones are damaged: "
+                f"{listed}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _none_error(self, step: int | None) -> CheckpointError:
+        steps = find_steps(self._storage)
+        known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
+        what = "no step" if step is None else f"no step {step}"
+        return CheckpointError(f"There is {what} to restore in {self._storage}. {known}")
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last `restore` did, and what did not match; None before the first one."""
+        return self._restored
+
+    # ---- looking -------------------------------------------------------------------------
+
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps that are saved, ascending; reads the directory.
+
+        Raises:
+            OSError: If it cannot be read.
+        """
+        return tuple(find_steps(self._storage))
+
+    def latest(self) -> int | None:
+        """Return the step that was saved last and is whole, None if there is none.
+
+        Only the disk is asked: manifests are read, and the sizes of files compared. `verify` reads
+        everything.
+
+        Raises:
+            OSError: If the directory cannot be read.
+        """
+        whole = (each.step for each in newest_first(self._storage) if not each.damage)
+        return next(whole, None)
+
+    async def verify(self, step: int) -> None:
+        """Read every byte of a step and compare all checksums.
+
+        Raises:
+            CheckpointError: If there is no such step; or naming everything that is damaged.
+
+        Cancellation:
+            Changes nothing.
+        """
+        number = _checked_step(step)
+        if number not in await self._find_steps():
+            raise self._none_error(number)
+        try:
+            await verify_step(self._storage, number)
+        except DamagedError as error:
+            raise CheckpointError(
+                f"Step {number} in {self._storage} is damaged: {error}."
+            ) from None
+
+    def describe(self, step: int) -> StepDescription:
+        """Return what a step holds; reads its manifest.
+
+        Raises:
+            CheckpointError: If there is no such step, or its manifest is damaged.
+        """
+        number = _checked_step(step)
+        if number not in find_steps(self._storage):
+            raise self._none_error(number)
+        found = look_at(self._storage, number)
+        if found.manifest is None:
+            raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
+        return _description_of(found.manifest)
+
+    async def _find_steps(self) -> list[int]:
+        [steps] = await run_all([partial_(find_steps, self._storage)], Stop())
+        return steps
+
+    def statistics(self) -> CheckpointStatistics:
+        """Return what the manager has done."""
+        return CheckpointStatistics(self._num_saved, self._turn.locked())
+
+    def __repr__(self) -> str:
+        state = "saving" if self._turn.locked() else "idle"
+        return f"<CheckpointManager {self._storage} | {self._num_saved} saved, {state}>"
+
+    # ---- closing -------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Wait for the save in the background and let the directory go. Idempotent.
+
+        Raises:
+            CheckpointError: What went wrong with the save.
+
+        Cancellation:
+            Raised again once the save has ended.
+        """
+        try:
+            if self._background is not None:
+                await self._background.ended()
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.close()
+        self._raise_failure()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            await self.aclose()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(f"A save in the background had failed too: {failure}")
+
+
+partial_ = partial  # `restore` has an argument of that name
+
+
+def _storage_of(directory: Any) -> Storage:
+    if isinstance(directory, (str, os.PathLike)):
+        return LocalStorage(directory)
+    if not hasattr(directory, "replace") or not hasattr(directory, "lock"):
+        raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
+    return directory  # type: ignore[no-any-return]  # a protocol
+
+
+def _checked_step(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an int, got {step!r}.") from None
+    if not 0 <= number < 10**18 or isinstance(step, bool):
+        raise ValueError(f"step must be between 0 and 10**18, got {step!r}.")
+    return number
+
+
+def _checked_count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int or None, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    return value
+
+
+def _description_of(manifest: Manifest) -> StepDescription:
+    entries = tuple(
+        EntryDescription(
+            key, entry.kind, entry.shape, entry.dtype, len(entry.tensors),
+            sum(tensor.bytes for tensor in entry.tensors),
+        )  # fmt: skip
+        for key, entry in manifest.entries.items()
+    )
+    files = manifest.files
+    return StepDescription(
+        manifest.step, sum(file.bytes for file in files), tuple(f.name for f in files), entries
+    )

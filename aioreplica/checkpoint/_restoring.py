@@ -1,0 +1,276 @@
+"""Restoring: what of a checkpoint goes where, found first; then everything is put there at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointError
+from ..typing import VariableAggregation
+from ..values import Variable
+from ._format import EntryRecord, Manifest, dtype_name
+from ._state import Entry, State, Stateful, decode
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Sequence[Array]]
+
+NUM_LISTED = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What became of a state and of the checkpoint it was restored from.
+
+    Attributes:
+        step: The step that was restored.
+        missing: Keys of the state that the checkpoint has nothing for; they are as they were.
+        unclaimed: Keys of the checkpoint that nothing in the state took.
+        deferred: Keys whose values wait for an object to be made: slots of an optimizer.
+        damaged: Newer steps that were passed over, and why.
+    """
+
+    step: int
+    missing: tuple[str, ...] = ()
+    unclaimed: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
+    damaged: tuple[tuple[int, str], ...] = ()
+
+
+@final
+@dataclass(slots=True)
+class Plan:
+    """What of a checkpoint goes where.
+
+    Attributes:
+        direct: Entries of the state that have one in the checkpoint.
+        deferred: Keys of the checkpoint for parts that are not made yet, with their owners.
+        missing: As in `Restored`.
+        unclaimed: As in `Restored`.
+    """
+
+    direct: list[Entry] = field(default_factory=list)
+    deferred: dict[str, Variable | None] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unclaimed: list[str] = field(default_factory=list)
+
+    @property
+    def keys(self) -> list[str]:
+        """The entries of the checkpoint that have to be read."""
+        return [*(entry.key for entry in self.direct), *self.deferred]
+
+
+def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
+    """Find out what of a checkpoint goes where.
+
+    Raises:
+        CheckpointError: If a shape, dtype or kind differs; or, unless `partial`, if an entry of
+            either side has none on the other.
+    """
+    plan, problems = Plan(), []
+    for key, entry in state.entries.items():
+        record = manifest.entries.get(key)
+        if record is None:
+            if not _is_empty_part(entry):
+                plan.missing.append(key)
+            continue
+        plan.direct.append(entry)
+        problems += _problems(entry, record)
+    for key, record in manifest.entries.items():
+        if key in state.entries:
+            continue
+        composite = state.composites.get(record.object)
+        owner = state.variables.get(record.owner)
+        if (
+            composite is not None
+            and (owner is not None or not record.owner)
+            and composite.awaits_entry(owner, record.part)
+        ):
+            plan.deferred[key] = owner
+        else:
+            plan.unclaimed.append(key)
+    if problems:
+        raise CheckpointError(
+            f"Step {manifest.step} does not fit the state: {_listed(problems)}. Nothing was "
+            "changed."
+        )
+    if (plan.missing or plan.unclaimed) and not partial:
+        raise CheckpointError(
+            f"Step {manifest.step} does not match the state. Only in the state: "
+            f"{_listed(plan.missing)}. Only in the checkpoint: {_listed(plan.unclaimed)}. Nothing "
+            "was changed; restore(state, partial=True) takes what matches."
+        )
+    return plan
+
+
+def _is_empty_part(entry: Entry) -> bool:
+    """Tell whether it is a part that the program has made meanwhile: a slot that starts anew."""
+    return entry.composite is not None and not isinstance(entry.thing, Variable)
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
+    return "; ".join(found[:NUM_LISTED]) + more if found else "nothing"
+
+
+def _problems(entry: Entry, record: EntryRecord) -> list[str]:
+    """Say what of an entry does not fit."""
+    thing, key = entry.thing, entry.key
+    if isinstance(thing, Variable):
+        expected, kind = (thing.shape, dtype_name(thing.dtype, key)), "variable"
+    elif isinstance(thing, (np.ndarray, np.generic)):
+        expected, kind = (thing.shape, dtype_name(thing.dtype, key)), "array"
+    else:
+        expected, kind = None, "value"
+    if record.kind != kind:
+        return [f"{key!r} is a {kind} here and a {record.kind} there"]
+    if expected is not None and expected != (record.shape, record.dtype):
+        return [
+            f"{key!r} has shape {expected[0]} and dtype {expected[1]} here, shape {record.shape} "
+            f"and dtype {record.dtype} there"
+        ]
+    if isinstance(thing, np.random.Generator):
+        mine = type(thing.bit_generator).__name__
+        saved = record.value.get("bit_generator") if isinstance(record.value, dict) else None
+        return [] if mine == saved else [f"{key!r} is a generator of {mine} here, {saved} there"]
+    return []
+
+
+# ---- variables ---------------------------------------------------------------------------
+
+
+def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Array]) -> Any:
+    """Return the components of a variable for those that were saved.
+
+    As many as there are now are taken as they are. Else an on-read variable gets what a reader
+    outside the replicas saw, divided over its components if they are added up.
+
+    Source:
+        tf.distribute's restore of SyncOnReadVariable.
+    """
+    count = len(variable.components)
+    if variable.is_mirrored or len(saved) == 1 == count:
+        return (_aggregate(record, saved),) * count
+    if len(saved) == count and record.synchronization == variable.synchronization.value:
+        return tuple(saved)
+    shares = variable.shares("assign", _aggregate(record, saved))
+    return tuple(map(_read_only, shares))
+
+
+def _aggregate(record: EntryRecord, saved: Sequence[Array]) -> Array:
+    if len(saved) == 1 or record.aggregation in {
+        VariableAggregation.NONE.value, VariableAggregation.ONLY_FIRST_REPLICA.value
+    }:  # fmt: skip
+        return saved[0]
+    total = saved[0]
+    for each in saved[1:]:
+        total = total + each
+    if record.aggregation == VariableAggregation.MEAN.value:
+        total = total / len(saved)
+        if saved[0].dtype.kind in "iu":
+            total = np.rint(total)
+    return _read_only(np.asarray(total).astype(saved[0].dtype, copy=False))
+
+
+def _read_only(array: Any) -> Array:
+    array = np.asarray(array)
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return array
+
+
+# ---- applying ----------------------------------------------------------------------------
+
+
+def apply_plan(
+    state: State, plan: Plan, manifest: Manifest, arrays: Arrays, *, with_steps: bool
+) -> None:
+    """Put everything where it belongs, all or nothing; for who holds the steps back.
+
+    Raises:
+        Exception: What an object raises that refuses its state. Then nothing has changed.
+    """
+    changes: dict[int, dict[Variable, Any]] = {}
+    values: dict[str, Any] = {}
+    for entry in plan.direct:
+        record, saved = manifest.entries[entry.key], arrays[entry.key]
+        if isinstance(entry.thing, Variable):
+            own = changes.setdefault(id(entry.thing.store), {})
+            own[entry.thing] = components_for(entry.thing, record, saved)
+        else:
+            values[entry.key] = value_of(record, saved)
+    deferred: dict[int, dict[Any, Any]] = {}
+    for key, owner in plan.deferred.items():
+        record = manifest.entries[key]
+        own_parts = deferred.setdefault(id(state.composites[record.object]), {})
+        own_parts[owner, record.part] = value_of(record, arrays[key])
+    with ExitStack() as undo:
+        for entry in plan.direct:
+            if entry.key in values and entry.composite is None:
+                _put(entry, values[entry.key], undo.callback)
+        undo.pop_all()
+    for own in changes.values():
+        next(iter(own)).store.write(own)
+    for entry in plan.direct:
+        if entry.key in values and entry.composite is not None:
+            parts = deferred.setdefault(id(entry.composite), {})
+            parts[entry.owner, entry.part] = values[entry.key]
+    for composite in state.composites.values():
+        composite.load_entries(deferred.get(id(composite), {}))
+    if with_steps:
+        for gate, number in zip(state.gates, manifest.next_steps, strict=False):
+            gate.next_step = number
+
+
+def value_of(record: EntryRecord, saved: Sequence[Array]) -> Any:
+    """Return what an entry that is no variable in place holds."""
+    if record.kind == "value":
+        return decode(record.value, [np.array(array) for array in saved])
+    return _aggregate(record, saved) if record.kind == "variable" else np.array(saved[0])
+
+
+def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:
+    """Replace one value; `undo` is called with what puts the old one back."""
+    thing = entry.thing
+    if isinstance(thing, np.random.Generator):
+        generator = thing.bit_generator
+        undo(_set_generator, generator, generator.state)
+        generator.state = value
+    elif isinstance(thing, np.ndarray) and thing.flags.writeable:
+        undo(np.copyto, thing, thing.copy())
+        np.copyto(thing, value)
+    elif isinstance(thing, list) and isinstance(value, list):
+        undo(_fill_list, thing, [*thing])
+        _fill_list(thing, value)
+    elif isinstance(thing, dict) and isinstance(value, dict):
+        undo(_fill_dict, thing, {**thing})
+        _fill_dict(thing, value)
+    elif entry.container is not None:
+        undo(_set_item, entry.container, entry.index, thing)
+        entry.container[entry.index] = value[()] if isinstance(thing, np.generic) else value
+    elif isinstance(thing, Stateful):
+        undo(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
+        thing.load_state_dict(value)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    generator.state = state
+
+
+def _fill_list(old: list[Any], new: list[Any]) -> None:
+    old[:] = new
+
+
+def _fill_dict(old: dict[Any, Any], new: dict[Any, Any]) -> None:
+    old.clear()
+    old.update(new)
+
+
+def _set_item(container: Any, index: Any, value: Any) -> None:
+    container[index] = value

@@ -1,0 +1,370 @@
+"""What a state is made of: its entries, by key, and a cut of them between two steps.
+
+A key is the way to an entry through the containers of the state, such as `model/0`. What an object
+consists of is below its own key: `optimizer/iterations`, `optimizer/slots/model/0/m`.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ..context import PLACE
+from ..errors import ContextError
+from ..values import StepGate, Variable, between_steps, take_snapshot
+from ._format import EntryRecord, dtype_name
+
+Array = npt.NDArray[Any]
+PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+
+
+@runtime_checkable
+class Composite(Protocol):
+    """An object that names its parts, some of which it may not have made yet: an optimizer."""
+
+    def checkpoint_entries(self) -> Mapping[tuple[Variable | None, str], Any]:
+        """Return variables, arrays and plain data, by the variable they belong to and a name."""
+
+    def awaits_entry(self, owner: Variable | None, name: str) -> bool:
+        """Tell whether `load_entries` has a use for a value of that name."""
+
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+        """Take values of parts that are no variables, or not made yet. Must not fail."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives its state as plain data: a distributed dataset."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state back."""
+
+
+@runtime_checkable
+class HasVariables(Protocol):
+    """An object that is nothing but variables, always in the same order: a metric."""
+
+    @property
+    def variables(self) -> Sequence[Variable]:
+        """The variables."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a state as the program has it.
+
+    Attributes:
+        key: Names it.
+        thing: A variable, an object with a state, a random generator, an array or plain data.
+        container: What holds it, if it can be replaced there.
+        index: Where in the container.
+        composite: The object that it is a part of.
+        owner: The variable that the part belongs to.
+        part: Its name there.
+        object: Key of that object.
+        owner_key: Key of that variable.
+    """
+
+    key: str
+    thing: Any
+    container: Any = None
+    index: Any = None
+    composite: Composite | None = None
+    owner: Variable | None = None
+    part: str = ""
+    object: str = ""
+    owner_key: str = ""
+
+
+@final
+@dataclass(slots=True)
+class State:
+    """The entries of a state, and the strategies whose steps write it.
+
+    Attributes:
+        entries: By key.
+        composites: The objects that name their parts, by key.
+        variables: The variables that stand in the state themselves, by key.
+        gates: Those of the strategies of its variables, in the order they were met.
+    """
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    composites: dict[str, Composite] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    gates: list[StepGate] = field(default_factory=list)
+
+    def add(self, entry: Entry) -> None:
+        if entry.key in self.entries:
+            raise ValueError(
+                f"Two entries of the state are called {entry.key!r}. Give them names of their own; "
+                "keys of dicts must differ as text."
+            )
+        self.entries[entry.key] = entry
+        if isinstance(entry.thing, Variable) and entry.thing.store.gate not in self.gates:
+            self.gates.append(entry.thing.store.gate)
+
+
+def read_state(state: Any) -> State:
+    """Find the entries of a state.
+
+    Raises:
+        TypeError: If something in it cannot be saved.
+        ValueError: If the state is no container, or two entries have one key.
+    """
+    if not isinstance(state, (Mapping, list, tuple)):
+        raise ValueError(
+            f"A state is a dict or list of what is to be saved, got {state!r}. Write "
+            '{"model": variables, "optimizer": optimizer}.'
+        )
+    found = State()
+    _walk(found, "", state, None, None)
+    keys = {id(variable): key for key, variable in reversed(found.variables.items())}
+    for key, composite in found.composites.items():
+        for (owner, name), thing in composite.checkpoint_entries().items():
+            owner_key = "" if owner is None else keys.get(id(owner), owner.name)
+            middle = f"/slots/{owner_key}" if owner is not None else ""
+            found.add(
+                Entry(
+                    f"{key}{middle}/{name}", thing, composite=composite, owner=owner, part=name,
+                    object=key, owner_key=owner_key,
+                )  # fmt: skip
+            )
+    return found
+
+
+def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None:
+    if isinstance(node, Variable):
+        found.variables[key] = node
+        found.add(Entry(key, node))
+    elif key and is_plain(node):
+        if container is None and not isinstance(node, (list, dict)):
+            raise TypeError(
+                f"{key!r} in the state is {node!r} in a tuple, where a restore could not put "
+                "another value. Use a list or dict."
+            )
+        found.add(Entry(key, node, container, index))
+    elif isinstance(node, (np.ndarray, np.generic, np.random.Generator)):
+        found.add(Entry(key, node, container, index))
+    elif isinstance(node, Mapping):
+        for name, child in node.items():
+            if not isinstance(name, (str, int)):
+                raise TypeError(
+                    f"The state has the key {name!r} in {key or 'its root'!r}. Keys are str or int."
+                )
+            own = node if isinstance(node, MutableMapping) else None
+            _walk(found, _below(key, str(name)), child, own, name)
+    elif isinstance(node, (list, tuple)):
+        for number, child in enumerate(node):
+            own = node if isinstance(node, MutableSequence) else None
+            _walk(found, _below(key, str(number)), child, own, number)
+    elif isinstance(node, Composite):
+        found.composites[key] = node
+    elif isinstance(node, HasVariables):
+        for number, variable in enumerate(node.variables):
+            found.add(Entry(_below(key, str(number)), variable))
+    elif isinstance(node, Stateful):
+        found.add(Entry(key, node))
+    else:
+        raise TypeError(
+            f"{key!r} in the state is {node!r} ({type(node).__name__}), which cannot be saved. A "
+            "state holds variables, optimizers, metrics, datasets, random generators, arrays, "
+            "plain numbers and text, and objects with state_dict and load_state_dict."
+        )
+
+
+def is_plain(node: Any) -> bool:
+    """Tell whether it is plain data through and through: one value of a state, which may grow."""
+    if type(node) in {list, tuple}:
+        return all(map(is_plain, node))
+    if type(node) is dict:
+        return all(type(name) in {str, int} and is_plain(child) for name, child in node.items())
+    return type(node) in PLAIN
+
+
+def _below(key: str, name: str) -> str:
+    name = name.replace("%", "%25").replace("/", "%2F")
+    return f"{key}/{name}" if key else name
+
+
+# ---- the cut -----------------------------------------------------------------------------
+
+
+@final
+@dataclass(slots=True)
+class Cut:
+    """A state as it was between two steps.
+
+    Attributes:
+        next_steps: The numbers of the next steps.
+        records: The entries, without their tensors.
+        arrays: The tensors of each entry. The writer takes each out when it is written, so that
+            its memory is free.
+    """
+
+    next_steps: tuple[int, ...]
+    records: dict[str, EntryRecord]
+    arrays: dict[str, list[Array]]
+
+
+def require_outside_steps(what: str) -> None:
+    """Check that the caller is not part of a step, whose end it would wait for.
+
+    Raises:
+        ContextError: If it is.
+    """
+    place = PLACE.get()
+    if (
+        place.replica is not None
+        or place.in_merge
+        or place.is_outside
+        or place.update_replica_id is not None
+    ):
+        raise ContextError(
+            f"{what} was called in {place.describe()}, and waits for steps under way: it would "
+            "wait for itself. Call it between steps, or from another task."
+        )
+
+
+async def take_cut(state: Any) -> Cut:
+    """Wait for steps under way, and read the state while new ones are held back.
+
+    Raises:
+        TypeError: If something in it cannot be saved.
+        ValueError: As `read_state`.
+
+    Cancellation:
+        Lets the steps go on.
+    """
+    gates = read_state(state).gates
+    async with between_steps(gates):
+        while True:
+            found = read_state(state)  # steps may have made slots meanwhile
+            if all(gate in gates for gate in found.gates):
+                return cut_now(found)
+            raise RuntimeError("The state got variables of another strategy while it was saved.")
+
+
+def cut_now(found: State) -> Cut:
+    """Read a state; for who holds the steps back."""
+    by_store: dict[int, list[Variable]] = {}
+    for entry in found.entries.values():
+        if isinstance(entry.thing, Variable):
+            by_store.setdefault(id(entry.thing.store), []).append(entry.thing)
+    snapshots = {
+        store: take_snapshot(variables[0].store, variables)
+        for store, variables in by_store.items()
+    }
+    cut = Cut(tuple(gate.next_step for gate in found.gates), {}, {})
+    taken: dict[int, list[Array]] = {}
+    for key, entry in found.entries.items():
+        thing = entry.thing
+        names = (entry.owner_key, entry.object, entry.part)
+        if isinstance(thing, Variable):
+            if id(thing) not in taken:
+                components = snapshots[id(thing.store)].take(thing)
+                taken[id(thing)] = list(components[:1] if thing.is_mirrored else components)
+            arrays = [*taken[id(thing)]]
+            cut.records[key] = EntryRecord(
+                "variable", *names, shape=arrays[0].shape, dtype=dtype_name(arrays[0].dtype, key),
+                synchronization=thing.synchronization.value, aggregation=thing.aggregation.value,
+            )  # fmt: skip
+        elif isinstance(thing, (np.ndarray, np.generic)):
+            arrays = [frozen(thing)]
+            name = dtype_name(arrays[0].dtype, key)
+            cut.records[key] = EntryRecord("array", *names, shape=arrays[0].shape, dtype=name)
+        else:
+            arrays = []
+            value = encode(_plain_state(thing), key, arrays)
+            forms = tuple((array.shape, dtype_name(array.dtype, key)) for array in arrays)
+            cut.records[key] = EntryRecord("value", *names, value=value, forms=forms)
+        cut.arrays[key] = arrays
+    return cut
+
+
+def frozen(array: Any) -> Array:
+    """Return an array that nobody writes any more: itself if it is read-only, else a copy."""
+    if isinstance(array, np.ndarray) and array.flags.owndata and not array.flags.writeable:
+        return array
+    return np.array(array)
+
+
+def _plain_state(thing: Any) -> Any:
+    if isinstance(thing, np.random.Generator):
+        return thing.bit_generator.state
+    return thing.state_dict() if isinstance(thing, Stateful) else thing
+
+
+# ---- plain data --------------------------------------------------------------------------
+
+
+def encode(value: Any, key: str, arrays: list[Array]) -> Any:
+    """Return plain data as JSON has it; arrays go to `arrays` and leave their number.
+
+    Raises:
+        TypeError: If something is no plain data.
+
+    Example:
+        >>> encode({"rate": 0.5, "shape": (2, 3)}, "settings", [])
+        {'rate': 0.5, 'shape': {'$tuple': [2, 3]}}
+    """
+    if isinstance(value, bool) or value is None or type(value) in {str, int}:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, (np.ndarray, np.generic)):
+        arrays.append(frozen(value))
+        return {"$scalar" if isinstance(value, np.generic) else "$tensor": len(arrays) - 1}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list):
+        return [encode(child, key, arrays) for child in value]
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(child, key, arrays) for child in value]}
+    if isinstance(value, Mapping):
+        if all(type(name) is str and not name.startswith("$") for name in value):
+            return {name: encode(child, key, arrays) for name, child in value.items()}
+        return {"$items": [[encode(each, key, arrays) for each in item] for item in value.items()]}
+    raise TypeError(
+        f"{key!r} in the state holds {value!r} ({type(value).__name__}), which is no plain data: "
+        "numbers, text, bytes, arrays, and lists, tuples and dicts of these."
+    )
+
+
+def decode(value: Any, arrays: Sequence[Array]) -> Any:
+    """Return what `encode` was given; anything else than its results is an error of any kind."""
+    if isinstance(value, list):
+        return [decode(child, arrays) for child in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        [(tag, content)] = value.items()
+        if tag == "$float":
+            return float(content)
+        if tag == "$tensor":
+            return arrays[content]
+        if tag == "$scalar":
+            return arrays[content][()]
+        if tag == "$bytes":
+            return base64.b64decode(content, validate=True)
+        if tag == "$tuple":
+            return tuple(decode(content, arrays))
+        if tag == "$items":
+            return {decode(name, arrays): decode(child, arrays) for name, child in content}
+    return {name: decode(child, arrays) for name, child in value.items()}
+
+
+def walk_arrays(cut: Cut) -> Iterator[tuple[str, int, Array]]:
+    """Yield key, number and array of each tensor of a cut."""
+    for key, arrays in cut.arrays.items():
+        for number, array in enumerate(arrays):
+            yield key, number, array

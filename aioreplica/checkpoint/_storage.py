@@ -1,0 +1,291 @@
+"""Where checkpoints are kept: a small protocol, and the local file system.
+
+All calls may block, so the manager makes them on threads. Paths are relative, with `/`; the manager
+makes them of numbers and never of what it has read.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from ..errors import CheckpointError
+
+LOCK = ".lock"
+
+
+class Sink(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+
+    def finish(self) -> None:
+        """Make what was written durable, and close the file."""
+
+    def discard(self) -> None:
+        """Close the file, whatever becomes of it. Never raises."""
+
+
+class Source(Protocol):
+    """A file that is being read."""
+
+    @property
+    def size(self) -> int:
+        """Its length in bytes."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` from an offset on; return how many bytes there were."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class Storage(Protocol):
+    """What a checkpoint manager needs of a file system or an object store.
+
+    Every method may raise an OSError.
+    """
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in a folder, "" for the root; none if there is no such folder."""
+
+    def make_folder(self, folder: str) -> None:
+        """Make a folder, durably, unless it is there."""
+
+    def create(self, path: str) -> Sink:
+        """Begin a new file."""
+
+    def open(self, path: str) -> Source:
+        """Open a file for reading."""
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Make `data` the content of a file: on failure the old content is left, never a mix.
+
+        The data are durable before they take the name; the name itself is after `sync`.
+        """
+
+    def sync(self, folder: str) -> None:
+        """Make the names in a folder durable."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file; no error if there is none."""
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove an empty folder; no error if there is none."""
+
+    def lock(self) -> Any:  # Any: what is closed to give the lock back
+        """Take the directory for one writer: something with `close()`.
+
+        Raises:
+            CheckpointError: If another one has it.
+        """
+
+
+@final
+class LocalStorage:
+    """A folder of the local file system.
+
+    Links are not followed, and nothing but regular files is read.
+
+    Args:
+        directory: The folder; made at the first save.
+        calls: The `os` module, or what stands for it in a test.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, calls: Any = os) -> None:
+        self._directory = Path(directory)
+        self._os = calls
+
+    def list(self, folder: str) -> list[str]:
+        """Return the names in a folder; none if there is no such folder."""
+        path = self._path(folder)
+        try:
+            if folder and not stat.S_ISDIR(self._os.lstat(path).st_mode):
+                return []
+            return sorted(self._os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def make_folder(self, folder: str) -> None:
+        """Make a folder and those above it, and sync the folders that they are in."""
+        path = self._path(folder)
+        missing = [path, *path.parents]
+        while missing and self._is_folder(missing[-1]):
+            missing.pop()
+        for each in reversed(missing):
+            with suppress(FileExistsError):
+                self._os.mkdir(each)
+            self._sync(each.parent)
+        if folder and not stat.S_ISDIR(self._os.lstat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory of its own", str(path))
+
+    def create(self, path: str) -> Sink:
+        """Begin a new file; one of that name must not exist."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
+        return _LocalSink(self._os, self._os.open(self._path(path), flags, 0o644))
+
+    def open(self, path: str) -> Source:
+        """Open a regular file for reading."""
+        fd = self._os.open(self._path(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
+        try:
+            status = self._os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "Not a regular file", str(self._path(path)))
+            return _LocalSource(self._os, fd, status.st_size)
+        except BaseException:
+            self._os.close(fd)
+            raise
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a temporary file, sync it, and give it the name."""
+        temporary = f"{path}.tmp"
+        self.remove(temporary)
+        sink = self.create(temporary)
+        try:
+            sink.write(memoryview(data))
+            sink.finish()
+            self._os.replace(self._path(temporary), self._path(path))
+        except BaseException:
+            sink.discard()
+            with suppress(OSError):
+                self.remove(temporary)
+            raise
+
+    def sync(self, folder: str) -> None:
+        """Sync a folder."""
+        self._sync(self._path(folder))
+
+    def remove(self, path: str) -> None:
+        """Remove a file."""
+        with suppress(FileNotFoundError):
+            self._os.unlink(self._path(path))
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove an empty folder."""
+        with suppress(FileNotFoundError):
+            self._os.rmdir(self._path(folder))
+
+    def lock(self) -> Any:
+        """Lock a file in the folder, for as long as the process lives at most.
+
+        Raises:
+            CheckpointError: If another manager has it, of this process or another one.
+        """
+        return _Lock(self._path(LOCK), self._directory)
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def __repr__(self) -> str:
+        return f"<LocalStorage {self._directory}>"
+
+    def _path(self, relative: str) -> Path:
+        return self._directory / relative if relative else self._directory
+
+    def _is_folder(self, path: Path) -> bool:
+        try:
+            return stat.S_ISDIR(self._os.stat(path).st_mode)
+        except FileNotFoundError:
+            return False
+
+    def _sync(self, folder: Path) -> None:
+        fd = self._os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            self._os.fsync(fd)
+        finally:
+            self._os.close(fd)
+
+
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+@final
+class _LocalSink:
+    def __init__(self, calls: Any, fd: int) -> None:
+        self._os = calls
+        self._fd: int | None = fd
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            written = self._os.write(self._fd, data)
+            if written <= 0:
+                raise OSError(errno.EIO, "A write wrote nothing")
+            data = data[written:]
+
+    def finish(self) -> None:
+        self._os.fsync(self._fd)
+        fd, self._fd = self._fd, None
+        self._os.close(fd)
+
+    def discard(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with suppress(OSError):
+                self._os.close(fd)
+
+
+@final
+class _LocalSource:
+    def __init__(self, calls: Any, fd: int, size: int) -> None:
+        self._os = calls
+        self._fd = fd
+        self.size = size
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer):
+            count = self._os.preadv(self._fd, [buffer[done:]], offset + done)
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        self._os.close(self._fd)
+
+
+@final
+class _Lock:
+    """A lock that the kernel takes back when the process ends."""
+
+    def __init__(self, path: Path, directory: Path) -> None:
+        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+        try:
+            try:
+                import fcntl
+            except ModuleNotFoundError:  # no POSIX system: the file alone says who writes
+                return
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise CheckpointError(
+                    f"{directory} is in use: a checkpoint manager of process {holder} saves "
+                    "there. Close it, or give each one a directory of its own."
+                ) from None
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+
+@contextmanager
+def opened(storage: Storage, path: str) -> Iterator[Source]:
+    """Open a file of a storage for the length of a block."""
+    source = storage.open(path)
+    try:
+        yield source
+    finally:
+        source.close()

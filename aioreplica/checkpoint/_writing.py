@@ -1,0 +1,292 @@
+"""Writing a cut: files of tensors at the same time, then the manifest, whose name commits all.
+
+The order is the whole protocol. Every file is durable before the manifest takes its name, and a
+step is saved if and only if its folder has a manifest, so whatever interrupts a save leaves the
+state before it or the state after it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointNotCommittedError, CheckpointUncertainError
+from ._format import (
+    DATA_FILE,
+    MANIFEST,
+    EntryRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    combine_crc32,
+    dump_manifest,
+    tensors_header,
+)
+from ._lane import NUM_THREADS, Stop, run_all
+from ._state import Cut, walk_arrays
+from ._storage import Storage, opened
+
+Array = npt.NDArray[Any]
+Tensor = tuple[str, int]
+"""Key of an entry, and the number of the tensor in it."""
+
+CHUNK_BYTES = 4 * 1024 * 1024
+FILE_BYTES = 32 * 1024 * 1024
+"""A file for each so many bytes, as many as there are threads at most."""
+
+
+def folder_of(step: int) -> str:
+    """Return the folder of a step.
+
+    Example:
+        >>> folder_of(42)
+        'step-0000000042'
+    """
+    return f"step-{step:010d}"
+
+
+async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Manifest:
+    """Write a cut as a step, durably.
+
+    Raises:
+        CheckpointNotCommittedError: If it was not written; what was there before still is.
+        CheckpointUncertainError: If it was, but could not be made durable.
+
+    Cancellation:
+        Before the manifest takes its name nothing is saved, and files are removed again.
+    """
+    stop = Stop()
+    write = _StepWriter(storage, step, sequence, cut, stop)
+    try:
+        [names] = await run_all([write.begin], stop)
+        files = [partial(write.write_file, number, name) for number, name in enumerate(names)]
+        records = await run_all(files, stop)
+    except BaseException as error:
+        await run_all([write.clean_up], Stop(), shielded=True)
+        if isinstance(error, OSError):
+            raise _not_committed(storage, step, error) from error
+        raise
+    [manifest] = await run_all([partial(write.commit, records)], stop)
+    return manifest
+
+
+@final
+class _StepWriter:
+    """Writes the files of one step; every method blocks."""
+
+    def __init__(
+        self, storage: Storage, step: int, sequence: int, cut: Cut, stop: Stop
+    ) -> None:
+        self._storage = storage
+        self._step = step
+        self._sequence = sequence
+        self._cut = cut
+        self._stop = stop
+        self._folder = folder_of(step)
+        self._groups = _in_files(cut)
+        self._tensors: dict[Tensor, TensorRecord] = {}
+        self._names: list[str] = []
+
+    def begin(self) -> list[str]:
+        """Make the folder, and names of files that it does not have yet."""
+        storage, folder = self._storage, self._folder
+        storage.make_folder(folder)
+        matches = map(DATA_FILE.fullmatch, storage.list(folder))
+        attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
+        count = len(self._groups)
+        self._names = [f"data-{attempt:04d}-{i:03d}.safetensors" for i in range(count)]
+        return self._names
+
+    def write_file(self, number: int, name: str) -> FileRecord:
+        """Write one file of tensors and make it durable."""
+        tensors, cut = self._groups[number], self._cut
+        forms = [(key, index, *cut.records[key].form_of(index)) for key, index in tensors]
+        header = tensors_header([
+            (_label(key, index), shape, dtype, cut.arrays[key][index].nbytes)
+            for key, index, shape, dtype in forms
+        ])  # fmt: skip
+        header_crc = crc = zlib.crc32(header)
+        size = len(header)
+        sink = self._storage.create(f"{self._folder}/{name}")
+        try:
+            sink.write(memoryview(header))
+            for key, index in tensors:
+                array = cut.arrays[key][index]
+                tensor_crc = 0
+                for chunk in chunks(array):
+                    self._stop.check()
+                    tensor_crc = zlib.crc32(chunk, tensor_crc)
+                    sink.write(chunk)
+                self._tensors[key, index] = TensorRecord(number, size, array.nbytes, tensor_crc)
+                crc = combine_crc32(crc, tensor_crc, array.nbytes)
+                size += array.nbytes
+                cut.arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
+                del array
+            sink.finish()
+        finally:
+            sink.discard()
+        return FileRecord(name, size, crc, len(header), header_crc)
+
+    def commit(self, files: Sequence[FileRecord]) -> Manifest:
+        """Give the manifest its name, then make that durable, then remove what it replaced.
+
+        Raises:
+            CheckpointNotCommittedError: If the manifest did not take its name.
+            CheckpointUncertainError: If it did, but may not survive a crash of the machine.
+        """
+        manifest = Manifest(
+            self._step, self._sequence, self._cut.next_steps, tuple(files), self._records()
+        )
+        data = dump_manifest(manifest)
+        path = f"{self._folder}/{MANIFEST}"
+        try:
+            self._storage.sync(self._folder)
+            self._storage.replace(path, data)
+        except OSError as error:
+            if not self._has(path, data):
+                self.clean_up()
+                raise _not_committed(self._storage, self._step, error) from error
+            raise self._uncertain(error) from error
+        try:
+            self._storage.sync(self._folder)
+        except OSError as error:
+            raise self._uncertain(error) from error
+        with suppress(OSError):
+            _remove_others(self._storage, self._folder, {MANIFEST, *self._names})
+        return manifest
+
+    def clean_up(self) -> None:
+        """Remove what was written, as far as that is possible."""
+        with suppress(OSError):
+            for name in self._names:
+                self._storage.remove(f"{self._folder}/{name}")
+            if not self._storage.list(self._folder):
+                self._storage.remove_folder(self._folder)
+
+    def _records(self) -> dict[str, EntryRecord]:
+        return {
+            key: replace(
+                record,
+                tensors=tuple(self._tensors[key, i] for i in range(len(self._cut.arrays[key]))),
+            )
+            for key, record in self._cut.records.items()
+        }
+
+    def _has(self, path: str, data: bytes) -> bool:
+        try:
+            return read_all(self._storage, path, len(data)) == data
+        except OSError:
+            return False
+
+    def _uncertain(self, error: OSError) -> CheckpointUncertainError:
+        return CheckpointUncertainError(
+            f"Step {self._step} was saved in {self._storage} and can be restored, but it may not "
+            f"survive a crash of the machine: {error}. Save again."
+        )
+
+
+_NOTHING: Array = np.empty(0)
+
+
+def _not_committed(storage: Storage, step: int, error: OSError) -> CheckpointNotCommittedError:
+    return CheckpointNotCommittedError(
+        f"Step {step} was not saved in {storage}: {error}. What was saved before is unchanged."
+    )
+
+
+def _label(key: str, index: int) -> str:
+    return key if index == 0 else f"{key}#{index}"
+
+
+def _in_files(cut: Cut) -> list[list[Tensor]]:
+    """Divide the tensors over files of about the same size, in order."""
+    sizes = {(key, number): array.nbytes for key, number, array in walk_arrays(cut)}
+    total = sum(sizes.values())
+    count = max(1, min(NUM_THREADS, total // FILE_BYTES)) if sizes else 0
+    groups: list[list[Tensor]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for tensor, size in sizes.items():
+        smallest = filled.index(min(filled))
+        groups[smallest].append(tensor)
+        filled[smallest] += size
+    return groups
+
+
+def chunks(array: Array) -> Iterator[memoryview]:
+    """Yield the bytes of an array in C order, little-endian, without a copy of the whole.
+
+    Only an array with another layout is copied, some megabytes at a time.
+    """
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and _IS_BIG):
+        for part in _parts(array):
+            yield _bytes_of(part.astype(part.dtype.newbyteorder("<")))
+    elif array.flags.c_contiguous:
+        whole = _bytes_of(array)
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]
+    else:
+        for part in _parts(array):
+            yield _bytes_of(np.ascontiguousarray(part))
+
+
+_IS_BIG = np.little_endian is False
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _parts(array: Array) -> Iterator[Array]:
+    if array.nbytes <= CHUNK_BYTES or array.ndim == 0:
+        if array.size:
+            yield array
+        return
+    row_bytes = array.nbytes // array.shape[0]
+    if row_bytes > CHUNK_BYTES:
+        for row in array:
+            yield from _parts(row)
+        return
+    num_rows = max(1, CHUNK_BYTES // row_bytes)
+    for start in range(0, array.shape[0], num_rows):
+        yield array[start : start + num_rows]
+
+
+def _remove_others(storage: Storage, folder: str, kept: set[str]) -> None:
+    for name in storage.list(folder):
+        if name not in kept:
+            storage.remove(f"{folder}/{name}")
+
+
+def read_all(storage: Storage, path: str, limit: int) -> bytes:
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises:
+        OSError: If it cannot be read, or is larger.
+    """
+    with opened(storage, path) as source:
+        size = source.size
+        if size > limit:
+            raise OSError(f"{path} has {size} bytes, more than {limit}")
+        buffer = bytearray(size)
+        count = source.read_into(0, memoryview(buffer))
+    return bytes(buffer[:count])
+
+
+def removal(storage: Storage, step: int) -> Callable[[], None]:
+    """Return what removes a step: its name first, so that it is never there by half."""
+
+    def remove() -> None:
+        folder = folder_of(step)
+        storage.remove(f"{folder}/{MANIFEST}")
+        storage.sync(folder)
+        _remove_others(storage, folder, set())
+        storage.remove_folder(folder)
+
+    return remove

@@ -1,0 +1,117 @@
+"""The gate of a strategy's steps: closed while all its variables are read, or replaced, at once.
+
+Invariants:
+    * Who has closed the gate and finds it idle may look at everything between two steps until the
+      next `await`: a step that wants to begin waits, and so does the caller of one that has ended,
+      so that it does not take its next batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, final
+
+from ..context import PLACE
+
+
+@final
+class StepGate:
+    """Holds the steps of one strategy back.
+
+    Attributes:
+        running: The runs in progress.
+        is_closed: Whether steps have to wait; looked at by each.
+        next_step: Number of the next step.
+    """
+
+    __slots__ = ("_closers", "_idle", "_open", "is_closed", "next_step", "running")
+
+    def __init__(self) -> None:
+        self.running: set[Any] = set()  # Any: the replica layer lies above this one
+        self.is_closed = False
+        self.next_step = 0
+        self._closers = 0
+        self._open: list[asyncio.Future[None]] = []
+        self._idle: list[asyncio.Future[None]] = []
+
+    async def opened(self) -> None:
+        """Wait until the gate is open, unless the caller is part of a step under way.
+
+        Cancellation:
+            Stops waiting; nothing else changes.
+        """
+        place = PLACE.get()
+        if place.in_merge or place.is_outside:
+            return  # a step inside a step: what waits for idleness waits for this one too
+        while self.is_closed:
+            await _wait_in(self._open)
+
+    def close(self) -> None:
+        """Hold steps back, until every `close` was followed by an `open`."""
+        self._closers += 1
+        self.is_closed = True
+
+    def open(self) -> None:
+        """Take one `close` back."""
+        self._closers -= 1
+        if self._closers == 0:
+            self.is_closed = False
+            _wake(self._open)
+
+    async def idle(self) -> None:
+        """Wait until no step is under way."""
+        while self.running:
+            await _wait_in(self._idle)
+
+    def step_ended(self) -> None:
+        """Learn that a step has ended; needed while the gate is closed."""
+        if not self.running:
+            _wake(self._idle)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else "open"
+        return f"<StepGate | {state}, {len(self.running)} steps under way>"
+
+
+@asynccontextmanager
+async def between_steps(gates: Sequence[StepGate]) -> AsyncIterator[None]:
+    """Hold the steps of some strategies back for a block, entered when none is under way.
+
+    The block must not wait, and code of several event loops must not use it at the same time.
+
+    Cancellation:
+        While steps under way are waited for, opens the gates again.
+    """
+    for gate in gates:
+        gate.close()
+    try:
+        while any(gate.running for gate in gates):
+            for gate in gates:
+                await gate.idle()
+        yield
+    finally:
+        for gate in gates:
+            gate.open()
+
+
+async def _wait_in(waiters: list[asyncio.Future[None]]) -> None:
+    future = asyncio.get_running_loop().create_future()
+    waiters.append(future)
+    try:
+        await future
+    finally:
+        with suppress(ValueError):
+            waiters.remove(future)
+
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for future in tuple(waiters):
+        with suppress(RuntimeError):  # its loop is closed, and the wait with it
+            future.get_loop().call_soon_threadsafe(_resolve, future)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
