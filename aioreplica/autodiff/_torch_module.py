@@ -136,6 +136,11 @@ class TorchModule:
             write_state({v: shell.tensor(key).numpy(force=True) for key, v in named.items()})
         return result
 
+    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Variable]:
+        """Return parameters and buffers by name, as a checkpoint keeps them."""
+        named = {**self._parameters, **self._buffers}
+        return {(None, name): variable for name, variable in named.items()}
+
     def copy_to(self, module: nn.Module) -> None:
         """Copy the values of the variables into a module with parameters of the same names.
 

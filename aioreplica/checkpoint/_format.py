@@ -179,7 +179,8 @@ def dtype_of(name: str) -> np.dtype[Any]:
                 "The checkpoint holds bfloat16, which needs the ml_dtypes package. Run: "
                 "pip install ml-dtypes"
             ) from missing
-        return np.dtype(ml_dtypes.bfloat16)
+        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return bfloat16
     return np.dtype(name)
 
 
@@ -293,7 +294,9 @@ def _entry(found: Mapping[str, Any]) -> EntryRecord:
     kind = found["kind"]
     if kind not in {"variable", "array", "value"}:
         raise ValueError(f"kind {kind!r} is unknown")
-    texts = [found.get(n, "") for n in ("owner", "object", "part", "synchronization", "aggregation")]
+    texts = [
+        found.get(n, "") for n in ("owner", "object", "part", "synchronization", "aggregation")
+    ]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"names must be text, got {texts!r}")
     owner, of, part, synchronization, aggregation = texts

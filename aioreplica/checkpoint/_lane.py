@@ -32,9 +32,7 @@ class Stop:
             raise StoppedError
 
 
-async def run_all(
-    fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool = False
-) -> list[T]:
+async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool = False) -> list[T]:
     """Call blocking functions on threads at the same time; return what they return.
 
     Args:

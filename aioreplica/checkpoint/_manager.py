@@ -7,12 +7,12 @@ import operator
 import os
 import warnings
 from dataclasses import dataclass
-from functools import partial
+from functools import partial as bound
 from types import TracebackType
 from typing import Any, Self, final
 
 from ..devices import OwnedTask
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointNotCommittedError
 from ..values import between_steps
 from ._format import DamagedError, Manifest
 from ._lane import Stop, run_all
@@ -202,7 +202,12 @@ class CheckpointManager:
     async def _write_behind(self, step: int, cut: Cut) -> None:
         try:
             await self._write(step, cut)
-        except BaseException as error:  # noqa: BLE001 - raised at the next await of the manager
+        except asyncio.CancelledError:
+            self._failure = CheckpointNotCommittedError(
+                f"Step {step} was not saved in {self._storage}: its task was cancelled."
+            )
+            raise
+        except Exception as error:  # noqa: BLE001 - raised at the next await of the manager
             self._failure = error
         finally:
             self._turn.release()
@@ -210,7 +215,7 @@ class CheckpointManager:
     async def _write(self, step: int, cut: Cut) -> None:
         if self._lock is None:
             [self._lock] = await run_all([self._take_lock], Stop())
-        [found] = await run_all([partial(newest_first, self._storage)], Stop())
+        [found] = await run_all([bound(newest_first, self._storage)], Stop())
         sequences = [each.manifest.sequence for each in found if each.manifest is not None]
         sequence = 1 + max(sequences, default=0)
         await write_cut(self._storage, step, sequence, cut)
@@ -222,9 +227,7 @@ class CheckpointManager:
         return self._storage.lock()
 
     async def _remove_old(self, steps: list[int]) -> None:
-        doomed = steps_to_remove(
-            steps, max_to_keep=self._max_to_keep, keep_every=self._keep_every
-        )
+        doomed = steps_to_remove(steps, max_to_keep=self._max_to_keep, keep_every=self._keep_every)
         for step in doomed:
             try:
                 await run_all([removal(self._storage, step)], Stop())
@@ -276,7 +279,7 @@ class CheckpointManager:
             if number not in await self._find_steps():
                 raise self._none_error(number)
         else:
-            [candidates] = await run_all([partial_(newest_first, self._storage)], Stop())
+            [candidates] = await run_all([bound(newest_first, self._storage)], Stop())
         damaged: list[tuple[int, str]] = []
         for found in candidates:
             try:
@@ -298,9 +301,7 @@ class CheckpointManager:
     ) -> None:
         manifest = found.manifest
         if manifest is None:
-            [manifest] = await run_all(
-                [partial_(read_manifest, self._storage, found.step)], Stop()
-            )
+            [manifest] = await run_all([bound(read_manifest, self._storage, found.step)], Stop())
         plan = make_plan(read_state(state), manifest, partial=is_partial)
         arrays = await read_tensors(self._storage, manifest, plan.keys)
         async with between_steps(read_state(state).gates):
@@ -388,7 +389,7 @@ class CheckpointManager:
         return _description_of(found.manifest)
 
     async def _find_steps(self) -> list[int]:
-        [steps] = await run_all([partial_(find_steps, self._storage)], Stop())
+        [steps] = await run_all([bound(find_steps, self._storage)], Stop())
         return steps
 
     def statistics(self) -> CheckpointStatistics:
@@ -436,9 +437,6 @@ class CheckpointManager:
             error.add_note(f"A save in the background had failed too: {failure}")
 
 
-partial_ = partial  # `restore` has an argument of that name
-
-
 def _storage_of(directory: Any) -> Storage:
     if isinstance(directory, (str, os.PathLike)):
         return LocalStorage(directory)
@@ -470,7 +468,11 @@ def _checked_count(name: str, value: Any) -> int | None:
 def _description_of(manifest: Manifest) -> StepDescription:
     entries = tuple(
         EntryDescription(
-            key, entry.kind, entry.shape, entry.dtype, len(entry.tensors),
+            key,
+            entry.kind,
+            entry.shape,
+            entry.dtype,
+            len(entry.tensors),
             sum(tensor.bytes for tensor in entry.tensors),
         )  # fmt: skip
         for key, entry in manifest.entries.items()

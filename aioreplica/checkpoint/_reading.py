@@ -133,13 +133,9 @@ async def read_tensors(
     for number, tensors in sorted(wanted.items()):
         count = math.ceil(NUM_THREADS / len(wanted))
         size = math.ceil(len(tensors) / count)
-        jobs += [
-            (number, tensors[start : start + size]) for start in range(0, len(tensors), size)
-        ]
+        jobs += [(number, tensors[start : start + size]) for start in range(0, len(tensors), size)]
     stop = Stop()
-    read = await run_all(
-        [partial(_read_some, storage, manifest, *job, stop) for job in jobs], stop
-    )
+    read = await run_all([partial(_read_some, storage, manifest, *job, stop) for job in jobs], stop)
     arrays = {tensor: array for part in read for tensor, array in part.items()}
     return {
         key: [arrays[key, index] for index in range(len(manifest.entries[key].tensors))]
@@ -194,9 +190,7 @@ class _Opened:
             raise DamagedError(f"{self._file.name} cannot be read: {error}") from error
         if source.size != self._file.bytes:
             source.close()
-            raise DamagedError(
-                f"{self._file.name} has {source.size} bytes, not {self._file.bytes}"
-            )
+            raise DamagedError(f"{self._file.name} has {source.size} bytes, not {self._file.bytes}")
         return source
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

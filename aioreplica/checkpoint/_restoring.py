@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..typing import VariableAggregation
 from ..values import Variable
 from ._format import EntryRecord, Manifest, dtype_name
-from ._state import Entry, State, Stateful, decode
+from ._state import Deferring, Entry, State, Stateful, decode
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Sequence[Array]]
@@ -51,12 +51,14 @@ class Plan:
     Attributes:
         direct: Entries of the state that have one in the checkpoint.
         deferred: Keys of the checkpoint for parts that are not made yet, with their owners.
+        forgotten: Parts that were not made yet when the state was saved.
         missing: As in `Restored`.
         unclaimed: As in `Restored`.
     """
 
     direct: list[Entry] = field(default_factory=list)
     deferred: dict[str, Variable | None] = field(default_factory=dict)
+    forgotten: list[Entry] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)
 
@@ -74,10 +76,13 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
             either side has none on the other.
     """
     plan, problems = Plan(), []
+    objects = {record.object for record in manifest.entries.values()}
     for key, entry in state.entries.items():
         record = manifest.entries.get(key)
         if record is None:
-            if not _is_empty_part(entry):
+            if entry.owner is not None and entry.object in objects:
+                plan.forgotten.append(entry)
+            elif entry.composite is None or isinstance(entry.thing, Variable):
                 plan.missing.append(key)
             continue
         plan.direct.append(entry)
@@ -88,7 +93,7 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
         composite = state.composites.get(record.object)
         owner = state.variables.get(record.owner)
         if (
-            composite is not None
+            isinstance(composite, Deferring)
             and (owner is not None or not record.owner)
             and composite.awaits_entry(owner, record.part)
         ):
@@ -109,11 +114,6 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
     return plan
 
 
-def _is_empty_part(entry: Entry) -> bool:
-    """Tell whether it is a part that the program has made meanwhile: a slot that starts anew."""
-    return entry.composite is not None and not isinstance(entry.thing, Variable)
-
-
 def _listed(found: Sequence[str]) -> str:
     more = f" and {len(found) - NUM_LISTED} more" if len(found) > NUM_LISTED else ""
     return "; ".join(found[:NUM_LISTED]) + more if found else "nothing"
@@ -128,7 +128,7 @@ def _problems(entry: Entry, record: EntryRecord) -> list[str]:
         expected, kind = (thing.shape, dtype_name(thing.dtype, key)), "array"
     else:
         expected, kind = None, "value"
-    if record.kind != kind:
+    if (record.kind == "value") != (kind == "value"):
         return [f"{key!r} is a {kind} here and a {record.kind} there"]
     if expected is not None and expected != (record.shape, record.dtype):
         return [
@@ -221,8 +221,12 @@ def apply_plan(
         if entry.key in values and entry.composite is not None:
             parts = deferred.setdefault(id(entry.composite), {})
             parts[entry.owner, entry.part] = values[entry.key]
+    for entry in plan.forgotten:
+        if isinstance(entry.composite, Deferring) and entry.owner is not None:
+            entry.composite.forget_entries(entry.owner)
     for composite in state.composites.values():
-        composite.load_entries(deferred.get(id(composite), {}))
+        if isinstance(composite, Deferring):
+            composite.load_entries(deferred.get(id(composite), {}))
     if with_steps:
         for gate, number in zip(state.gates, manifest.next_steps, strict=False):
             gate.next_step = number

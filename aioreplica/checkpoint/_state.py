@@ -26,16 +26,24 @@ PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
 
 @runtime_checkable
 class Composite(Protocol):
-    """An object that names its parts, some of which it may not have made yet: an optimizer."""
+    """An object that names its parts: a model."""
 
     def checkpoint_entries(self) -> Mapping[tuple[Variable | None, str], Any]:
         """Return variables, arrays and plain data, by the variable they belong to and a name."""
+
+
+@runtime_checkable
+class Deferring(Protocol):
+    """A composite with parts that it makes later, or that are no variables: an optimizer."""
 
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether `load_entries` has a use for a value of that name."""
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
         """Take values of parts that are no variables, or not made yet. Must not fail."""
+
+    def forget_entries(self, owner: Variable) -> None:
+        """Let go of the parts of a variable that were not made when the state was saved."""
 
 
 @runtime_checkable
@@ -94,7 +102,7 @@ class State:
     Attributes:
         entries: By key.
         composites: The objects that name their parts, by key.
-        variables: The variables that stand in the state themselves, by key.
+        variables: Its variables that belong to no other one, by key.
         gates: Those of the strategies of its variables, in the order they were met.
     """
 
@@ -110,8 +118,11 @@ class State:
                 "keys of dicts must differ as text."
             )
         self.entries[entry.key] = entry
-        if isinstance(entry.thing, Variable) and entry.thing.store.gate not in self.gates:
-            self.gates.append(entry.thing.store.gate)
+        if isinstance(entry.thing, Variable):
+            if entry.owner is None:
+                self.variables[entry.key] = entry.thing
+            if entry.thing.store.gate not in self.gates:
+                self.gates.append(entry.thing.store.gate)
 
 
 def read_state(state: Any) -> State:
@@ -128,23 +139,25 @@ def read_state(state: Any) -> State:
         )
     found = State()
     _walk(found, "", state, None, None)
-    keys = {id(variable): key for key, variable in reversed(found.variables.items())}
+    owned = []
     for key, composite in found.composites.items():
         for (owner, name), thing in composite.checkpoint_entries().items():
-            owner_key = "" if owner is None else keys.get(id(owner), owner.name)
-            middle = f"/slots/{owner_key}" if owner is not None else ""
-            found.add(
-                Entry(
-                    f"{key}{middle}/{name}", thing, composite=composite, owner=owner, part=name,
-                    object=key, owner_key=owner_key,
-                )  # fmt: skip
-            )
+            if owner is None:
+                found.add(
+                    Entry(_below(key, name), thing, composite=composite, part=name, object=key)
+                )
+            else:
+                owned.append((key, composite, owner, name, thing))
+    keys = {id(variable): key for key, variable in reversed(found.variables.items())}
+    for key, composite, owner, name, thing in owned:
+        owner_key = keys.get(id(owner), owner.name)
+        own_key = f"{_below(key, 'slots')}/{owner_key}/{name}"
+        found.add(Entry(own_key, thing, None, None, composite, owner, name, key, owner_key))
     return found
 
 
 def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None:
     if isinstance(node, Variable):
-        found.variables[key] = node
         found.add(Entry(key, node))
     elif key and is_plain(node):
         if container is None and not isinstance(node, (list, dict)):
@@ -261,8 +274,7 @@ def cut_now(found: State) -> Cut:
         if isinstance(entry.thing, Variable):
             by_store.setdefault(id(entry.thing.store), []).append(entry.thing)
     snapshots = {
-        store: take_snapshot(variables[0].store, variables)
-        for store, variables in by_store.items()
+        store: take_snapshot(variables[0].store, variables) for store, variables in by_store.items()
     }
     cut = Cut(tuple(gate.next_step for gate in found.gates), {}, {})
     taken: dict[int, list[Array]] = {}

@@ -81,9 +81,7 @@ async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Man
 class _StepWriter:
     """Writes the files of one step; every method blocks."""
 
-    def __init__(
-        self, storage: Storage, step: int, sequence: int, cut: Cut, stop: Stop
-    ) -> None:
+    def __init__(self, storage: Storage, step: int, sequence: int, cut: Cut, stop: Stop) -> None:
         self._storage = storage
         self._step = step
         self._sequence = sequence

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from ..values import Variable
 from ._joint import JointOptimizer
 from ._optimizer import Optimizer
-from ._settings import OptimizerOptions
-from ._slots import new_variable
+from ._settings import SHARED, OptimizerOptions
+from ._slots import new_variable, value_at_start
 from ._staged_write import StagedWrite
 
 Array = npt.NDArray[Any]
@@ -187,9 +187,13 @@ class _FromOptax(JointOptimizer):
                 self._initial[owner, name] = np.array(leaf)
             else:
                 self._places.append(("", len(self._shared)))
-                self._shared.append(new_variable(strategy, np.asarray(leaf), name or str(index)))
+                restored = self.settings.restored.get(f"{SHARED}.{len(self._shared)}")
+                label = name or str(index)
+                value = value_at_start(label, np.asarray(leaf), restored)
+                self._shared.append(new_variable(strategy, value, label))
         self._names = tuple(values)
         self.settings.shared = tuple(self._shared)
+        self.settings.restored = {}
 
     def _slot_names(self) -> tuple[str, ...]:
         """Look what the transformation keeps for a variable, on one that is all alone."""

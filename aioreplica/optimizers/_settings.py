@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
@@ -23,6 +23,7 @@ from .schedules import ReduceOnPlateau
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 CHOICES = ("raise", "skip", "ignore")
+SHARED = "shared"
 
 
 class OptimizerOptions(TypedDict, total=False):
@@ -59,6 +60,7 @@ class StepSettings:
         scratch: Free memory for blocks.
         touched: What sparse updates changed.
         shared: What a rule of another library keeps beside the slots.
+        restored: Values of a checkpoint for `shared` before it is made, by number.
 
     Source:
         Clipping: the arguments of those names of tf.keras.optimizers.Optimizer, and their formulas.
@@ -79,6 +81,7 @@ class StepSettings:
     scratch: Scratch
     touched: TouchedRows
     shared: tuple[Variable, ...] = ()
+    restored: dict[str, Any] = field(default_factory=dict)
 
     @property
     def needs_norms(self) -> bool:
@@ -96,6 +99,53 @@ class StepSettings:
             *self.shared,
             *self.slots.all(),
         )
+
+    def entries(self) -> dict[tuple[Variable | None, str], Any]:
+        """Return everything that is remembered, by the variable it belongs to and a name.
+
+        What a checkpoint has brought and is not made yet is among it, as arrays.
+        """
+        scaling, rate = self.loss_scaling, self.learning_rate
+        named: dict[str, Any] = {"iterations": self.iterations}
+        if self.skipped is not None:
+            named["skipped_steps"] = self.skipped
+        if self.norm is not None:
+            named["gradient_norm"] = self.norm
+        groups = {
+            "loss_scale": () if scaling is None else scaling.variables,
+            "learning_rate": rate.variables if type(rate) is ReduceOnPlateau else (),
+            SHARED: self.shared,
+        }
+        for name, variables in groups.items():
+            named.update({f"{name}.{i}": variable for i, variable in enumerate(variables)})
+        found: dict[tuple[Variable | None, str], Any] = {
+            (None, name): each for name, each in {**named, **self.restored}.items()
+        }
+        for owner, slots in self.slots.made.items():
+            found |= {(owner, n): slot for n, slot in zip(self.slots.names, slots, strict=True)}
+        for owner, values in self.slots.restored.items():
+            found |= {(owner, name): value for name, value in values.items()}
+        return found
+
+    def awaits(self, owner: Variable | None, name: str) -> bool:
+        """Tell whether a slot, or shared state, of that name may still be made."""
+        if owner is not None:
+            return name in self.slots.names and owner not in self.slots.made
+        return not self.shared and name.startswith(f"{SHARED}.")
+
+    def load(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+        """Keep values of a checkpoint until what they belong to is made; others are dropped."""
+        self.restored = {}
+        for owner in self.slots.restored:
+            self.slots.restored.pop(owner)
+        for (owner, name), value in entries.items():
+            if owner is None:
+                self.restored[name] = value
+            else:
+                own = self.slots.restored.get(owner)
+                if own is None:
+                    own = self.slots.restored[owner] = {}
+                own[name] = value
 
 
 def checked_settings(

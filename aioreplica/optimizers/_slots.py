@@ -21,13 +21,15 @@ class SlotTable:
 
     Attributes:
         made: The slots of each variable, in order of `names`; they go with the variable.
+        restored: Values of a checkpoint for slots that are not made yet, by name.
     """
 
-    __slots__ = ("_lock", "made", "names")
+    __slots__ = ("_lock", "made", "names", "restored")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
         self.made: WeakVariableDict[tuple[Variable, ...]] = WeakVariableDict()
+        self.restored: WeakVariableDict[dict[str, Any]] = WeakVariableDict()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -63,11 +65,35 @@ class SlotTable:
             slots = self.made.get(variable)
             if slots is None:
                 owner, prefix = variable.strategy, variable.name
-                slots = self.made[variable] = tuple(
-                    new_variable(owner, initial(name, variable), f"{prefix}/{name}")
+                restored = self.restored.get(variable) or {}
+                values = [
+                    value_at_start(f"{prefix}/{name}", initial(name, variable), restored.get(name))
                     for name in self.names
+                ]
+                slots = self.made[variable] = tuple(
+                    new_variable(owner, value, f"{prefix}/{name}")
+                    for name, value in zip(self.names, values, strict=True)
                 )
+                self.restored.pop(variable)
             return slots
+
+
+def value_at_start(name: str, initial: Any, restored: Any) -> Any:
+    """Return the value of a new slot: that of a checkpoint if there is one.
+
+    Raises:
+        ValueError: If it has another shape or dtype.
+    """
+    if restored is None:
+        return initial
+    fresh = np.asarray(initial)
+    if (fresh.shape, fresh.dtype) != (restored.shape, restored.dtype):
+        raise ValueError(
+            f"The slot {name!r} has shape {fresh.shape} and dtype {fresh.dtype}, but the "
+            f"checkpoint that was restored has {restored.shape} and {restored.dtype} for it. Make "
+            "the optimizer as it was when the checkpoint was saved."
+        )
+    return restored
 
 
 def new_variable(strategy: Any, value: Any, name: str) -> Variable:

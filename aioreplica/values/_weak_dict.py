@@ -46,6 +46,16 @@ class WeakVariableDict(Generic[T]):
         entry = self._entries.get(id(variable))
         return None if entry is None else entry[1]
 
+    def pop(self, variable: Variable) -> T | None:
+        """Take the entry of a variable out, None if there is none."""
+        entry = self._entries.pop(id(variable), None)
+        return None if entry is None else entry[1]
+
+    def items(self) -> list[tuple[Variable, T]]:
+        """Return the variables that live with their entries, in the order they were added."""
+        alive = [(reference(), thing) for reference, thing in tuple(self._entries.values())]
+        return [(variable, thing) for variable, thing in alive if variable is not None]
+
     def __len__(self) -> int:
         return len(self._entries)
 
