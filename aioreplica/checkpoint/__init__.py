@@ -3,8 +3,8 @@
 from .._export import export_public
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
-from ._manager import StepDescription as StepDescription
 from ._manager import EntryDescription as EntryDescription
+from ._manager import StepDescription as StepDescription
 from ._restoring import Restored as Restored
 from ._storage import LocalStorage as LocalStorage
 from ._storage import Sink as Sink

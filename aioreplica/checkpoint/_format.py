@@ -1,4 +1,4 @@
-"""The files of a checkpoint: safetensors headers, the manifest, checksums, and what is legal in them.
+"""The files of a checkpoint: safetensors headers, the manifest, checksums, what is legal.
 
 `docs/checkpoints.md` has the format byte by byte. Everything that is read is distrusted: sizes are
 compared with those of the files before memory is allocated, names are labels and never paths, and

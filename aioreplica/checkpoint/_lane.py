@@ -1,4 +1,4 @@
-"""The threads that read and write files: a lane of their own, so that nothing queues behind them."""
+"""The threads that read and write files: a lane of their own, so nothing queues behind them."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class CheckpointManager:
         for found in candidates:
             try:
                 if found.damage:
-                    raise DamagedError(found.damage)  # noqa: TRY301
+                    raise DamagedError(found.damage)
                 await self._restore_from(found, state, partial, tuple(damaged))
             except DamagedError as error:
                 damaged.append((found.step, str(error)))
@@ -474,7 +474,7 @@ def _description_of(manifest: Manifest) -> StepDescription:
             entry.dtype,
             len(entry.tensors),
             sum(tensor.bytes for tensor in entry.tensors),
-        )  # fmt: skip
+        )
         for key, entry in manifest.entries.items()
     )
     files = manifest.files

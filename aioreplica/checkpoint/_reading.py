@@ -207,7 +207,8 @@ def _check_header(source: Source, file: FileRecord) -> None:
 
 
 def _fill(source: Source, file: FileRecord, record: TensorRecord, array: Array, stop: Stop) -> int:
-    buffer = memoryview(array.reshape(-1).view(np.uint8))
+    data: Any = array.reshape(-1).view(np.uint8)
+    buffer = memoryview(data)
     crc = 0
     for start in range(0, record.bytes, CHUNK_BYTES):
         stop.check()

@@ -131,10 +131,8 @@ def _problems(entry: Entry, record: EntryRecord) -> list[str]:
     if (record.kind == "value") != (kind == "value"):
         return [f"{key!r} is a {kind} here and a {record.kind} there"]
     if expected is not None and expected != (record.shape, record.dtype):
-        return [
-            f"{key!r} has shape {expected[0]} and dtype {expected[1]} here, shape {record.shape} "
-            f"and dtype {record.dtype} there"
-        ]
+        here = f"shape {expected[0]} and dtype {expected[1]}"
+        return [f"{key!r} has {here} here, shape {record.shape} and dtype {record.dtype} there"]
     if isinstance(thing, np.random.Generator):
         mine = type(thing.bit_generator).__name__
         saved = record.value.get("bit_generator") if isinstance(record.value, dict) else None
@@ -168,7 +166,7 @@ def _aggregate(record: EntryRecord, saved: Sequence[Array]) -> Array:
         VariableAggregation.NONE.value, VariableAggregation.ONLY_FIRST_REPLICA.value
     }:  # fmt: skip
         return saved[0]
-    total = saved[0]
+    total: Any = saved[0]
     for each in saved[1:]:
         total = total + each
     if record.aggregation == VariableAggregation.MEAN.value:
@@ -179,10 +177,10 @@ def _aggregate(record: EntryRecord, saved: Sequence[Array]) -> Array:
 
 
 def _read_only(array: Any) -> Array:
-    array = np.asarray(array)
-    if array.flags.writeable:
-        array.flags.writeable = False
-    return array
+    own: Array = np.asarray(array)
+    if own.flags.writeable:
+        own.flags.writeable = False
+    return own
 
 
 # ---- applying ----------------------------------------------------------------------------

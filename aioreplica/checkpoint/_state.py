@@ -174,7 +174,7 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
                 raise TypeError(
                     f"The state has the key {name!r} in {key or 'its root'!r}. Keys are str or int."
                 )
-            own = node if isinstance(node, MutableMapping) else None
+            own: Any = node if isinstance(node, MutableMapping) else None
             _walk(found, _below(key, str(name)), child, own, name)
     elif isinstance(node, (list, tuple)):
         for number, child in enumerate(node):

@@ -238,7 +238,8 @@ _IS_BIG = np.little_endian is False
 
 
 def _bytes_of(array: Array) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8))
+    data: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(data)
 
 
 def _parts(array: Array) -> Iterator[Array]:

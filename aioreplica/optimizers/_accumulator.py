@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -24,6 +24,8 @@ from ._scaled_gradient import ScaledGradient
 from ._step import INLINE_STEP_BYTES, take_step
 
 Array = npt.NDArray[Any]
+
+SUM = "sum."  # begins the name of a replica's sum in a checkpoint
 
 
 @final
@@ -86,6 +88,30 @@ class _Sum:
     @property
     def is_sparse(self) -> bool:
         return bool(self._rows)
+
+    def state(self) -> dict[str, Any]:
+        """Return what was gathered, as plain data and arrays."""
+        return {
+            "count": self.count,
+            "weight": float(self.weight),
+            "is_weighted": self.is_weighted,
+            "scale": None if self.scale is None else float(self.scale),
+            "rows": [[part.values, part.indices] for part in self._rows],
+            "total": self._buffer if self.weight and not self._rows else None,
+        }
+
+    def gather(self, state: dict[str, Any]) -> None:
+        """Add what `state` gave, of this replica or of one that there is no more."""
+        count, weight, scale = state["count"], state["weight"], state["scale"]
+        shape = self.variable.shape
+        parts = [IndexedSlices(*part, shape) for part in state["rows"]]
+        if state["total"] is not None:
+            parts.append(state["total"])
+        for part in parts:
+            self.add(part if scale is None else ScaledGradient(part, scale))
+            self.count, self.weight = self.count - 1, self.weight - 1.0
+        self.count, self.weight = self.count + count, self.weight + weight
+        self.is_weighted = state["is_weighted"]
 
 
 @final
@@ -187,6 +213,32 @@ class GradientAccumulator:
         return max(
             (sum(each.count for each in own.values()) for own in self._sums.values()), default=0
         )
+
+    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Any]:
+        """Return what a checkpoint keeps: the sums of each replica."""
+        return {
+            (variable, f"{SUM}{replica_id}"): each.state()
+            for variable, own in self._sums.items()
+            for replica_id, each in own.items()
+            if each.count
+        }
+
+    def awaits_entry(self, owner: Variable | None, name: str) -> bool:
+        """Tell whether a value of a checkpoint is a sum."""
+        return owner is not None and name.startswith(SUM)
+
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+        """Go on with sums of a checkpoint; those of replicas that are no more go to others."""
+        self.discard()
+        for (owner, name), state in entries.items():
+            if owner is None:
+                continue
+            count = 1 if owner.strategy is None else owner.strategy.num_replicas_in_sync
+            own, replica_id = self._sums.setdefault(owner, {}), int(name[len(SUM) :]) % count
+            own.setdefault(replica_id, _Sum(owner)).gather(state)
+
+    def forget_entries(self, owner: Variable) -> None:
+        """Do nothing: `load_entries` begins anew."""
 
     def discard(self) -> None:
         """Forget what was added since the last `apply`."""

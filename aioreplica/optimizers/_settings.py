@@ -111,20 +111,20 @@ class StepSettings:
             named["skipped_steps"] = self.skipped
         if self.norm is not None:
             named["gradient_norm"] = self.norm
-        groups = {
+        groups: dict[str, tuple[Variable, ...]] = {
             "loss_scale": () if scaling is None else scaling.variables,
             "learning_rate": rate.variables if type(rate) is ReduceOnPlateau else (),
             SHARED: self.shared,
         }
-        for name, variables in groups.items():
-            named.update({f"{name}.{i}": variable for i, variable in enumerate(variables)})
+        for name, members in groups.items():
+            named.update({f"{name}.{i}": member for i, member in enumerate(members)})
         found: dict[tuple[Variable | None, str], Any] = {
             (None, name): each for name, each in {**named, **self.restored}.items()
         }
         for owner, slots in self.slots.made.items():
-            found |= {(owner, n): slot for n, slot in zip(self.slots.names, slots, strict=True)}
+            found.update({(owner, n): s for n, s in zip(self.slots.names, slots, strict=True)})
         for owner, values in self.slots.restored.items():
-            found |= {(owner, name): value for name, value in values.items()}
+            found.update({(owner, name): value for name, value in values.items()})
         return found
 
     def awaits(self, owner: Variable | None, name: str) -> bool:
@@ -138,13 +138,13 @@ class StepSettings:
         self.restored = {}
         for owner in self.slots.restored:
             self.slots.restored.pop(owner)
-        for (owner, name), value in entries.items():
-            if owner is None:
+        for (variable, name), value in entries.items():
+            if variable is None:
                 self.restored[name] = value
             else:
-                own = self.slots.restored.get(owner)
+                own = self.slots.restored.get(variable)
                 if own is None:
-                    own = self.slots.restored[owner] = {}
+                    own = self.slots.restored[variable] = {}
                 own[name] = value
 
 
