@@ -440,9 +440,9 @@ class CheckpointManager:
 def _storage_of(directory: Any) -> Storage:
     if isinstance(directory, (str, os.PathLike)):
         return LocalStorage(directory)
-    if not hasattr(directory, "replace") or not hasattr(directory, "lock"):
+    if not isinstance(directory, Storage):
         raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
-    return directory  # type: ignore[no-any-return]  # a protocol
+    return directory
 
 
 def _checked_step(step: Any) -> int:
