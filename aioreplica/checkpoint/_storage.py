@@ -267,7 +267,8 @@ class _Lock:
     """A lock that the kernel takes back when the process ends."""
 
     def __init__(self, path: Path, directory: Path) -> None:
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+        self._fd: int | None = None
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
             try:
                 import fcntl
@@ -291,6 +292,9 @@ class _Lock:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
+
+    def __del__(self) -> None:  # a manager that was dropped saves no more
+        self.close()
 
 
 @contextmanager
