@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..context import PLACE
 from ..errors import ContextError
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import EntryRecord, dtype_name
+from ._format import MAX_TENSORS, EntryRecord, dtype_name
 
 Array = npt.NDArray[Any]
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -300,6 +300,12 @@ def cut_now(found: State) -> Cut:
             forms = tuple((array.shape, dtype_name(array.dtype, key)) for array in arrays)
             cut.records[key] = EntryRecord("value", *names, value=value, forms=forms)
         cut.arrays[key] = arrays
+    num_tensors = sum(1 + len(arrays) for arrays in cut.arrays.values())
+    if num_tensors > MAX_TENSORS:
+        raise ValueError(
+            f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
+            f"{MAX_TENSORS}. Join small arrays into larger ones."
+        )
     return cut
 
 
