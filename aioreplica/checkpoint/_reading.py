@@ -62,6 +62,14 @@ def find_steps(storage: Storage) -> list[int]:
     return sorted(step for step in steps if MANIFEST in storage.list(folder_of(step)))
 
 
+def no_step_error(storage: Storage, step: int | None) -> CheckpointError:
+    """Return the error of a step that is not there; blocks for a moment."""
+    steps = find_steps(storage)
+    known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
+    what = "no step" if step is None else f"no step {step}"
+    return CheckpointError(f"There is {what} to restore in {storage}. {known}")
+
+
 def look_at(storage: Storage, step: int) -> FoundStep:
     """Read the manifest of a step and compare the sizes of its files; blocks.
 

@@ -47,6 +47,15 @@ class Deferring(Protocol):
 
 
 @runtime_checkable
+class HasParts(Protocol):
+    """An object whose parts another one names."""
+
+    @property
+    def checkpoint_parts(self) -> Composite:
+        """The one that does."""
+
+
+@runtime_checkable
 class Stateful(Protocol):
     """An object that gives its state as plain data: a distributed dataset."""
 
@@ -180,6 +189,8 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
         for number, child in enumerate(node):
             own = node if isinstance(node, MutableSequence) else None
             _walk(found, _below(key, str(number)), child, own, number)
+    elif isinstance(node, HasParts):
+        found.composites[key] = node.checkpoint_parts
     elif isinstance(node, Composite):
         found.composites[key] = node
     elif isinstance(node, HasVariables):

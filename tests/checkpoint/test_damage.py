@@ -23,7 +23,12 @@ OLD, NEW = "step-0000000001", "step-0000000002"
 
 def new_state(value: float) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    return {"w": ar.Variable([value, 1.0]), "n": ar.Variable(int(value)), "epoch": value, "rng": rng}
+    return {
+        "w": ar.Variable([value, 1.0]),
+        "n": ar.Variable(int(value)),
+        "epoch": value,
+        "rng": rng,
+    }
 
 
 @pytest_asyncio.fixture
@@ -129,7 +134,9 @@ async def test_a_million_tensors_are_refused_before_any_is_looked_at(folder: Pat
 
 async def test_another_version_is_said_and_nothing_else_restored(folder: Path) -> None:
     forge(folder, set_in("version", 2))
-    with pytest.raises(CheckpointError, match="step 2 has version 2 of the format.*reads version 1"):
+    with pytest.raises(
+        CheckpointError, match="step 2 has version 2 of the format.*reads version 1"
+    ):
         await ar.CheckpointManager(folder).restore(new_state(0.0))
 
 
@@ -199,7 +206,7 @@ async def test_all_steps_damaged(folder: Path) -> None:
         os.truncate(folder / step / "manifest.json", 5)
     manager = ar.CheckpointManager(folder)
     assert manager.latest() is None
-    with pytest.raises(CheckpointError, match="No step in .* step 2: .*; step 1: .* checksum"):
+    with pytest.raises(CheckpointError, match=r"No step in .* step 2: .*; step 1: .* checksum"):
         await manager.restore(new_state(0.0))
 
 
@@ -230,7 +237,7 @@ async def test_a_full_quota_leaves_the_old_step(folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
     try:
-        with pytest.raises(CheckpointNotCommittedError, match="Step 3 was not saved.*too large"):
+        with pytest.raises(CheckpointNotCommittedError, match=r"Step 3 was not saved.*too large"):
             await manager.save(3, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
