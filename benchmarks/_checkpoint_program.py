@@ -117,6 +117,27 @@ async def train(
             return digest(strategy, state)
 
 
+async def train_until_told(directory: str) -> None:
+    """Train until SIGTERM; save then, and only then."""
+    async with (
+        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        ar.CheckpointManager(directory) as manager,
+    ):
+        state = build(strategy, 100)
+
+        async def work() -> None:
+            async for _ in steps(strategy, state, is_looped=False):
+                state["history"].append(1.0)
+                if len(state["history"]) == 1:
+                    print("training", flush=True)
+
+        def number() -> int:
+            return int(state["adam"].iterations.value)
+
+        async with state["data"]:
+            await manager.save_on_cancel(work(), state, number, exit_on_sigterm=True)
+
+
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser()
@@ -125,8 +146,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=100)
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--looped", action="store_true")
+    parser.add_argument("--on-sigterm", action="store_true")
     chosen = parser.parse_args()
     ar.set_logical_devices("cpu", 2)
+    if chosen.on_sigterm:
+        asyncio.run(train_until_told(chosen.directory))
+        return
     work = train(
         chosen.directory, chosen.steps, chosen.size, is_looped=chosen.looped, kill_at=chosen.kill_at
     )
