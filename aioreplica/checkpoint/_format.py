@@ -154,13 +154,18 @@ def dtype_name(dtype: np.dtype[Any], key: str) -> str:
     Raises:
         TypeError: If it cannot.
     """
-    name = dtype.newbyteorder("=").name
+    name = _name_of(dtype)
     if name not in _DTYPES:
         raise TypeError(
             f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
             f"{', '.join(_DTYPES)}."
         )
     return name
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.newbyteorder("=").name
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
