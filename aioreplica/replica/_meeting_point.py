@@ -3,8 +3,7 @@
 The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
 share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
 (`_device_waiters.py`). The call that completes a generation merges it at once and releases the
-others.
-Only a merge that has to be awaited goes through a task of its own.
+others. Only a merge that has to be awaited goes through a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
 it, that ends the run in any case (`MeetingPoint.withdrew`).
@@ -33,7 +32,7 @@ from ..context import PLACE, Place
 from ..devices import CompletionQueue, Gate, Op, OpTracker, name_of_served_lane
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
-from ._failure import add_note_once
+from ._failure import add_note_once, error_of
 from ._meeting import Call, Generation, Parts, Pending, SyncGroup
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
@@ -599,11 +598,3 @@ class TaskWaiter(Waiter):
         if self._held_by is not None and self.is_on_loop():
             return held_by_op_error(name, self._held_by.fn_name)
         return misuse_error(name, self.replica, step, self.home)
-
-
-def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
-    """Return what a task ended with; its own CancelledError if it was cancelled."""
-    try:
-        return ended.exception()
-    except asyncio.CancelledError as cancelled:
-        return cancelled
