@@ -153,15 +153,12 @@ class Handle(Awaitable[Any]):
         self.discard()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        if PLACE.get() is not self._place or self._replica.is_over:
+        point, replica = self._point, self._replica
+        if PLACE.get() is not self._place or replica.is_over:
             raise ContextError(
                 f"The handle of {self._call.describe()}, started at {self._call.site}, was awaited "
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        point, replica = self._point, self._replica
         replica.started.pop(self._call, None)
         if point.is_aborted:
             raise asyncio.CancelledError
@@ -174,11 +171,11 @@ class Handle(Awaitable[Any]):
             blocks = replica.work is None or asyncio.current_task(point.loop) is replica.work
             ended = point.wait_for_started(replica, generation, blocks=blocks)
             try:
-                await generation.new_watcher(point.loop)
+                yield from generation.new_watcher(point.loop)
             finally:
                 ended()
         elif point.is_solo:
-            await asyncio.sleep(0)
+            yield  # to the event loop, as every collective does
         if point.is_aborted or waiter.cancelled():
             raise asyncio.CancelledError
         if point.unseen:
