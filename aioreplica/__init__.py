@@ -30,6 +30,7 @@ from .input import InputReplicationMode as InputReplicationMode
 from .optimizers import GradientAccumulator as GradientAccumulator
 from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
+from .strategies import CentralStorageStrategy as CentralStorageStrategy
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy
@@ -55,6 +56,7 @@ from .values import Weighted as Weighted
 
 __all__ = [
     "ArrayDataset",
+    "CentralStorageStrategy",
     "CommunicationOptions",
     "Dataset",
     "DefaultStrategy",
