@@ -1,6 +1,7 @@
 """Synchronous data-parallel computation as plain async Python."""
 
 from . import autodiff as autodiff
+from . import cluster as cluster
 from . import collectives as collectives
 from . import device_loop as device_loop
 from . import errors as errors
@@ -90,6 +91,7 @@ __all__ = [
     "VariableSynchronization",
     "Weighted",
     "autodiff",
+    "cluster",
     "collectives",
     "current_device",
     "device",
