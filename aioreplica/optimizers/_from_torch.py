@@ -33,10 +33,9 @@ def from_torch(
     """Make an optimizer of a class of `torch.optim`.
 
     Its state becomes slots, so it is colocated with the variables, written together with them and
-    part of what a checkpoint saves. One call of torch updates all variables of a step, with its
-    fused step where the class has one: that reads everything once, and rounds the last bit
-    differently; `fused=False` takes torch's usual one. `learning_rate`, 1 at first, and the
-    multipliers are factors of torch's `lr`.
+    part of what a checkpoint saves. One call of torch updates all variables of a step: its fused
+    step where there is one, which rounds the last bit differently, unless an option says
+    `fused=False`. `learning_rate`, 1 at first, and the multipliers are factors of torch's `lr`.
 
     Args:
         optimizer_class: Such as `torch.optim.AdamW`.
@@ -74,15 +73,14 @@ def from_torch(
             'pip install "aioreplica[torch]"',
             name="torch",
         ) from missing
-    is_one = isinstance(optimizer_class, type)
-    if not is_one or not issubclass(optimizer_class, torch.optim.Optimizer):
+    kind = torch.optim.Optimizer
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, kind)):
         raise TypeError(
             f"from_torch takes a class such as torch.optim.Adam, got {optimizer_class!r}."
         )
     ours = OptimizerOptions.__optional_keys__
-    of_optimizer: Any = {name: value for name, value in options.items() if name in ours}
-    of_torch = {name: value for name, value in options.items() if name not in ours}
-    rule = _Rule(torch, optimizer_class, groups, of_torch)
+    of_optimizer: Any = {name: options.pop(name) for name in [*options] if name in ours}
+    rule = _Rule(torch, optimizer_class, groups, options)
     schedule = None if scheduler is None else _Schedule(rule, scheduler)
     return _FromTorch(rule, schedule, of_optimizer)
 
