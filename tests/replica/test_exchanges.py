@@ -9,7 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import MergeMismatchError
-from aioreplica.telemetry import Observer
+from aioreplica.telemetry import Observer, observe_everywhere
 from tests.conftest import mirrored
 from tests.replica.gated import me, my_id
 
@@ -40,7 +40,7 @@ async def each(count: int, call: Callable[[ar.ReplicaContext], Any]) -> list[Any
 @pytest.mark.asyncio
 async def test_small_ones_need_no_other_thread(pair: ar.MirroredStrategy) -> None:
     queued: list[str] = []
-    pair.observers.add(Observer(op_queued=lambda op, lane: queued.append(lane)))
+    stop = observe_everywhere(Observer(op_queued=lambda op, lane: queued.append(lane)))
 
     async def step() -> None:
         ctx = me()
@@ -48,7 +48,10 @@ async def test_small_ones_need_no_other_thread(pair: ar.MirroredStrategy) -> Non
         await ctx.all_gather(np.ones(4), axis=0)
         await ctx.reduce_scatter("sum", np.ones(4))
 
-    await pair.run(step)
+    try:
+        await pair.run(step)
+    finally:
+        stop()
 
     assert queued == []
 
