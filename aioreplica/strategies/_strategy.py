@@ -61,7 +61,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._reducer = Reducer(options)
         self._recorder = Recorder()
         self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
-        self._events = EventLog()
+        self._events = EventLog(observers=self._observers)
         self._scope_place = None if devices is None else Place(self)
         self._merge_place = Place(self, in_merge=True)
         self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)

@@ -1,9 +1,9 @@
 """What happened: the ring recorder of merges, and the log of events."""
 
 from .._export import export_public
-from ._events import Event as Event
 from ._events import EventLog as EventLog
 from ._observer import KINDS as KINDS
+from ._observer import Event as Event
 from ._observer import MergeEntry as MergeEntry
 from ._observer import ObservedCall as ObservedCall
 from ._observer import ObservedMerge as ObservedMerge
