@@ -146,8 +146,9 @@ class _Spans:
         span.end()
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
-        step, sequence, name, op, num_bytes, members, visits = merge.entry()
-        title = f"{name} ({op})" if op else name
+        _, step, sequence, collective, op, num_bytes, members, visits = merge.entry(0.0)
+        op_name = "" if op is None else collective.op_name(op)
+        title = f"{collective.name} ({op_name})" if op_name else collective.name
         for position, (member, (code, at, arrived_s)) in enumerate(
             zip(members, visits, strict=True)
         ):

@@ -181,6 +181,7 @@ class Reducing(Collective):
     """
 
     __slots__ = ("_name",)
+    is_reduction = True
 
     def __init__(self, name: str) -> None:
         self._name = name
