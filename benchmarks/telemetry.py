@@ -48,7 +48,7 @@ class Plan:
     num_arrivals: int
 
 
-FULL = Plan(61, (2, 4, 8), 4_000)
+FULL = Plan(101, (2, 4, 8), 4_000)
 QUICK = Plan(3, (2,), 400)
 
 

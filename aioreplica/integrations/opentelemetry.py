@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
@@ -91,6 +92,7 @@ class _Spans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._runs: dict[int, Span] = {}
+        self._ended: deque[tuple[int, Span]] = deque(maxlen=16)  # a fault is told after the end
         self._replicas: dict[tuple[int, int], Span] = {}
         self._ops: dict[int, Span] = {}
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -131,15 +133,14 @@ class _Spans:
     def _run_ended(self, run: ObservedRun) -> None:
         for replica_id in range(len(run.works)):
             self._replicas.pop((run.step, replica_id), None)
-        span = self._runs.get(run.step)
+        span = self._runs.pop(run.step, None)
         if span is not None:
             span.end()
-        while len(self._runs) > 64:  # the newest stay, for a fault that follows
-            del self._runs[next(iter(self._runs))]
+            self._ended.append((run.step, span))
 
     def _fault(self, step: int, error: BaseException) -> None:
-        parent = self._runs.get(step)
-        context = None if parent is None else _inside(parent)
+        found = [span for ended, span in tuple(self._ended) if ended == step]
+        context = _inside(found[-1]) if found else None
         attributes = {"aioreplica.step": step}
         span = self._tracer.start_span("fault", context=context, attributes=attributes)
         _fail(span, error)

@@ -153,13 +153,14 @@ class ReplicaGroup(RunControl):
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas
         ops = []
+        told = OpTracker(self._observers)  # not `self.ops`: these are the replicas themselves
         began = self._observers.replica_began
         for replica, place, call in zip(self.replicas, places, calls, strict=True):
             own = copy_context()
             own.run(PLACE.set, place)
             if began is not None:
                 began(self, replica.replica_id, own)
-            replica.op = replica.work = own.run(partial(Op[Any], completions, *call))
+            replica.op = replica.work = own.run(partial(Op[Any], completions, *call, tracker=told))
             ops.append(replica.op)
         submit_gang(lane_names, ops)
         for replica, op in zip(self.replicas, ops, strict=True):

@@ -147,6 +147,10 @@ async def test_threads_of_plain_steps_are_listed_too(pair: ar.MirroredStrategy) 
 # --- traces -----------------------------------------------------------------------------------
 
 
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
 async def meet() -> None:
     await me().barrier()
 
@@ -169,7 +173,7 @@ async def test_a_trace_is_written_when_the_block_is_left(
     assert b"step 1" in late
     assert path.read_bytes() == late
     assert pair.observers.run_began is None
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert names_in(tmp_path) == [path.name]
 
 
 async def test_a_trace_of_a_failed_block_is_written_and_the_error_stays(
@@ -252,7 +256,7 @@ async def test_a_full_disk_is_a_warning_and_the_old_trace_stays(
 
     assert "was not written: [Errno 28] No space left" in caplog.records[-1].getMessage()
     assert path.read_text() == "old"
-    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    assert names_in(tmp_path) == ["run.json"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
@@ -267,7 +271,7 @@ async def test_a_disk_that_is_really_full(
             await pair.run(meet)
 
     assert "No space left" in caplog.records[-1].getMessage()
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 # --- who holds the loop -----------------------------------------------------------------------

@@ -48,9 +48,12 @@ async def test_skew_is_summed_per_replica() -> None:
 async def test_the_straggler_is_named_with_its_place() -> None:
     text = straggler_text(skew_of([merge(7, (0.0, 0.004))], 2), ("cpu:0", "cpu:1"))
 
-    assert text.splitlines() == [
-        "Replica 1 (cpu:1) was late by 4 ms per merge, and last in 1 of 1; most of it in "
-        + "barrier at a.py:7.",
+    first, *table = text.splitlines()
+    assert first == (
+        "Replica 1 (cpu:1) was late by 4 ms per merge, and last in 1 of 1; most of it in barrier "
+        "at a.py:7."
+    )
+    assert table == [
         "  replica  device  last  late (ms)  waited (ms)",
         "  0        cpu:0      0      0.000        4.000",
         "  1        cpu:1      1      4.000        0.000",
