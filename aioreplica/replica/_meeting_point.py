@@ -351,6 +351,11 @@ class MeetingPoint:
         with self.lock or NO_LOCK:
             return self.rendezvous.rows()
 
+    def waits(self, replica_id: int) -> list[Generation]:
+        """Return the generations that tasks of a replica wait for."""
+        with self.lock or NO_LOCK:
+            return self.rendezvous.waits(replica_id)
+
     def unseen_by(self, replica_id: int) -> BaseException | None:
         """Return what a collective raised that a replica started and whose handle was not read."""
         for generation, error in self.unseen.items():
@@ -409,13 +414,9 @@ class MeetingPoint:
 
     def forget(self) -> None:
         """Let go of every call."""
-        if self.lock is None:
+        with self.lock or NO_LOCK:
             self.rendezvous.forget()
-        else:
-            with self.lock:
-                self.rendezvous.forget()
-        if self.unseen:
-            self.unseen.clear()
+        self.unseen.clear()
 
 
 class Waiter(ABC):
