@@ -1,9 +1,8 @@
 """Where the replicas of one run meet: they arrive, one merge runs, all are released.
 
-The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
-share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
-(`_device_waiters.py`). The call that completes a generation merges it at once and releases the
-others. Only a merge that has to be awaited goes through a task of its own.
+The shell around the rendezvous, for tasks and device threads alike. Tasks share one future per
+generation (`TaskWaiter`, the hot path), threads park at a gate each (`_device_waiters.py`). The
+call that completes a generation merges it at once. Only a merge that awaits has a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
 it, that ends the run in any case (`MeetingPoint.withdrew`).
