@@ -139,8 +139,7 @@ class ReplicaGroup(RunControl):
             task = asyncio.Task(coroutine, loop=loop, context=own)
             replica.work = task
             task.add_done_callback(partial(ended, replica))
-        tell = self._observers.run_began
-        if tell is not None:
+        if (tell := self._observers.run_began) is not None:
             tell(self)
 
     def start_ops(
@@ -165,8 +164,7 @@ class ReplicaGroup(RunControl):
         submit_gang(lane_names, ops)
         for replica, op in zip(self.replicas, ops, strict=True):
             op.add_done_callback(partial(self._ended, replica))
-        tell = self._observers.run_began
-        if tell is not None:
+        if (tell := self._observers.run_began) is not None:
             tell(self)
 
     async def wait(self, stall_timeout: float | None) -> list[Any]:
@@ -200,8 +198,7 @@ class ReplicaGroup(RunControl):
             for timer in (self._recancel, self._unwind_timer):
                 if timer is not None:
                     timer.cancel()
-            tell = self._observers.run_ended
-            if tell is not None:
+            if (tell := self._observers.run_ended) is not None:
                 tell(self)
         error = self._failures.error()
         if error is not None:
@@ -262,8 +259,7 @@ class ReplicaGroup(RunControl):
         error = error_of(work)
         if error is None and point.unseen:  # by identity: an exception of the user may be false
             error = point.unseen_by(replica.replica_id)
-        tell = self._observers.replica_ended
-        if tell is not None:
+        if (tell := self._observers.replica_ended) is not None:
             tell(self, replica.replica_id, error)
         if self._withdrawn is replica:
             self._has_unwound(replica, error)

@@ -142,9 +142,11 @@ def work_until_aborted(ctx: ar.ReplicaContext) -> None:
 
 @pytest.mark.asyncio
 async def test_a_stall_drains_started_ops(strategy: ar.Strategy) -> None:
+    started: list[int] = []
     ended: list[int] = []
 
     def op(ctx: ar.ReplicaContext) -> None:
+        started.append(1)
         work_until_aborted(ctx)
         ended.append(1)
 
@@ -152,8 +154,9 @@ async def test_a_stall_drains_started_ops(strategy: ar.Strategy) -> None:
         await me().run_on_device(op, me())
 
     with pytest.raises(StallError):
-        await strategy.run(step, options=SHORT)
-    assert len(ended) == strategy.num_replicas_in_sync
+        await strategy.run(step, options=ar.RunOptions(stall_timeout=0.2))
+    assert started  # ops that wait for their thread all this time are withdrawn
+    assert ended == started
 
 
 @pytest.mark.asyncio
