@@ -1,8 +1,10 @@
 """outside_compilation: functions that run on the host while a device program waits."""
 
 import asyncio
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -170,6 +172,21 @@ async def test_an_async_functions_exception_can_be_caught(pair: ar.MirroredStrat
     assert (await pair.run(step)).values == ("later", "later")
 
 
+async def test_nothing_of_a_call_is_kept_after_it(solo: ar.OneDeviceStrategy) -> None:
+    class Argument:
+        pass
+
+    def step() -> bool:
+        argument = Argument()
+        kept = weakref.ref(argument)
+        outside(lambda _: None, argument)
+        del argument
+        gc.collect()
+        return kept() is None
+
+    assert solo.local_results(await solo.run(step)) == (True,)
+
+
 async def test_nesting_is_refused(pair: ar.MirroredStrategy) -> None:
     async def inner() -> None:
         with pytest.raises(ContextError, match="inside outside cluster '0'"):
@@ -275,7 +292,7 @@ async def test_a_host_function_that_hangs_is_a_stall(pair: ar.MirroredStrategy) 
         await asyncio.Event().wait()
 
     with pytest.raises(StallError, match="outside cluster '0'"):
-        await pair.run(lambda: outside(forever), options=ar.RunOptions(stall_timeout=0.02))
+        await pair.run(lambda: outside(forever), options=ar.RunOptions(stall_timeout=0.2))
 
 
 # --- gradients ------------------------------------------------------------------------------------
