@@ -31,6 +31,7 @@ class Plan:
 
     Attributes:
         num_rounds: Rounds of each comparison.
+        num_adapter_rounds: Rounds of those with other libraries, whose threads make them unsteady.
         num_steps: Steps that make one sample.
         sizes: Numbers of replicas.
         batch_sizes: Sizes of the global batch.
@@ -38,14 +39,15 @@ class Plan:
     """
 
     num_rounds: int
+    num_adapter_rounds: int
     num_steps: int
     sizes: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     optimizers: tuple[str, ...]
 
 
-FULL = Plan(9, 10, (1, 2, MAX_REPLICAS), (32, 256), ("SGD", "Adam"))
-QUICK = Plan(3, 2, (1, 2), (32, 256), ("SGD", "Adam"))
+FULL = Plan(9, 41, 10, (1, 2, MAX_REPLICAS), (32, 256), ("SGD", "Adam"))
+QUICK = Plan(3, 3, 2, (1, 2), (32, 256), ("SGD", "Adam"))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -375,3 +375,16 @@ def test_jax_cannot_compile_a_collective() -> None:
 
     with pytest.raises(TypeError, match=r"all_reduce was reached by jax\.jit"):
         jax.jit(lambda x: autodiff.all_reduce("sum", x))(1.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("value", "axis"), [(np.float64(1.0), 0), (np.ones(2), 1)])
+async def test_an_axis_that_is_missing_is_told_before_replicas_meet(
+    pair: ar.MirroredStrategy, value: Any, axis: int
+) -> None:
+    def step() -> None:
+        if my_id() == 0:
+            autodiff.reduce_scatter("sum", value, axis)  # the other one never comes
+
+    with pytest.raises(ValueError, match=r"reduce_scatter.*axis"):
+        await pair.run(step)

@@ -318,17 +318,22 @@ async def test_a_source_that_fails_to_close_does_not_keep_the_others_open(
 
 
 @pytest.mark.asyncio
-async def test_datasets_placed_on_devices_are_made_there(pair: ar.MirroredStrategy) -> None:
+@pytest.mark.parametrize(
+    ("place", "where"), [(True, ["cpu:0", "cpu:1"]), (False, ["cpu:0", "cpu:0"])]
+)
+async def test_only_datasets_placed_on_devices_are_made_there(
+    pair: ar.MirroredStrategy, place: bool, where: list[str]
+) -> None:
     devices = []
 
     def dataset_fn(_context: Any) -> Any:
         devices.append(str(ar.current_device()))
         return numbered(0, 1)
 
-    options = ar.InputOptions(**PER_REPLICA, place_on_device=True)
+    options = ar.InputOptions(**PER_REPLICA, place_on_device=place)
     async with pair.distribute_datasets_from_function(dataset_fn, options) as batches:
         assert [parts(batch) async for batch in batches] == [[[0, 1], [0, 1]]]
-    assert devices == ["cpu:0", "cpu:1"]
+    assert devices == where
 
 
 @pytest.mark.asyncio
