@@ -26,8 +26,8 @@ from ..telemetry import ObservedOp, Observer, Observers, printable
 LOOKS_PER_THRESHOLD = 4
 MIN_SHARE = 0.9
 """Which part of a hold an op must have run for, to be suspected of it."""
-IDLE_FILES = ("selectors.py", "base_events.py")
-"""Where an idle loop stands."""
+IDLE_FILES = ("selectors.py", "base_events.py", "runners.py")
+"""Where an idle loop stands; the last is all that shows of uvloop."""
 
 
 @final
