@@ -180,16 +180,8 @@ class Reducing(Collective):
         name: What users call it.
     """
 
-    __slots__ = ("_name",)
+    __slots__ = ()
     is_reduction = True
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""
