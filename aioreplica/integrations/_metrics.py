@@ -102,14 +102,13 @@ class MeteredStrategies:
                 )
             self._metered[chosen] = strategy, totals
         strategy.observers.add(totals.observer)
-        return Export(self, chosen)
+        return Export(self, chosen, strategy, totals)
 
-    def remove(self, name: str) -> None:
-        """Stop counting; idempotent."""
+    def remove(self, name: str, totals: Totals) -> None:
+        """Forget a strategy, unless the name is another one's by now; idempotent."""
         with self._lock:
-            strategy, totals = self._metered.pop(name, (None, None))
-        if strategy is not None and totals is not None:
-            strategy.observers.remove(totals.observer)
+            if name in self._metered and self._metered[name][1] is totals:
+                del self._metered[name]
 
     def measure(self) -> Iterator[Measurement]:
         """Yield all values now, from any thread."""
@@ -135,11 +134,15 @@ class MeteredStrategies:
 class Export:
     """An export that goes on until it is closed, or the `with` block is left."""
 
-    __slots__ = ("_metered", "_name")
+    __slots__ = ("_metered", "_name", "_strategy", "_totals")
 
-    def __init__(self, metered: MeteredStrategies, name: str) -> None:
+    def __init__(
+        self, metered: MeteredStrategies, name: str, strategy: Strategy, totals: Totals
+    ) -> None:
         self._metered = metered
         self._name = name
+        self._strategy = strategy
+        self._totals = totals
 
     @property
     def name(self) -> str:
@@ -148,7 +151,8 @@ class Export:
 
     def close(self) -> None:
         """Stop counting and exporting; idempotent."""
-        self._metered.remove(self._name)
+        self._strategy.observers.remove(self._totals.observer)
+        self._metered.remove(self._name, self._totals)
 
     def __enter__(self) -> Self:
         return self

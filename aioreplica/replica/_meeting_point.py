@@ -350,11 +350,6 @@ class MeetingPoint:
         with self.lock or NO_LOCK:
             return self.rendezvous.rows()
 
-    def waits(self, replica_id: int) -> list[Generation]:
-        """Return the generations that tasks of a replica wait for."""
-        with self.lock or NO_LOCK:
-            return self.rendezvous.waits(replica_id)
-
     def unseen_by(self, replica_id: int) -> BaseException | None:
         """Return what a collective raised that a replica started and whose handle was not read."""
         for generation, error in self.unseen.items():

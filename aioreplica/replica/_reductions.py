@@ -195,7 +195,7 @@ class Reducing(Collective):
 
     def op_name(self, argument: Reduction) -> str:
         """Name the operator."""
-        return argument.op._name_  # `name` is a property, on the path of every merge
+        return argument.op.name
 
     def num_bytes(self, call: Call) -> int:
         """Add up the leaves."""

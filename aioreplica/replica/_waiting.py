@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from ..telemetry import ReplicaWait
 from ._group import ReplicaGroup
@@ -10,10 +11,13 @@ from ._group import ReplicaGroup
 
 def waits_of(group: ReplicaGroup) -> Iterator[ReplicaWait]:
     """Yield what each replica of a run waits for: collectives, then ops, then what else."""
-    devices = group.point.everyone.device_names
+    point = group.point
+    devices = point.everyone.device_names
     for replica, device in zip(group.replicas, devices, strict=True):
         replica_id = replica.replica_id
-        for generation in group.point.waits(replica_id):
+        with point.lock or nullcontext():
+            waits = point.rendezvous.waits(replica_id)
+        for generation in waits:
             yield ReplicaWait(
                 group.step,
                 replica_id,

@@ -26,8 +26,10 @@ from ..telemetry import ObservedOp, Observer, Observers, printable
 LOOKS_PER_THRESHOLD = 4
 MIN_SHARE = 0.9
 """Which part of a hold an op must have run for, to be suspected of it."""
-IDLE_FILES = ("selectors.py", "base_events.py")
-"""Where an idle loop stands."""
+MIN_CPU_SHARE = 0.5
+"""How much of a hold the process must have computed; else the machine may have been busy."""
+IDLE_FILES = ("selectors.py", "base_events.py", "runners.py")
+"""Where an idle loop stands; the last is all that shows of uvloop."""
 
 
 @final
@@ -60,7 +62,13 @@ class HoldFinder:
         self._held_since = 0.0
 
     def gil(
-        self, slept_s: float, woke_s: float, late_s: float, ops: Sequence[RanOp], on_loop: str
+        self,
+        slept_s: float,
+        woke_s: float,
+        late_s: float,
+        cpu_s: float,
+        ops: Sequence[RanOp],
+        on_loop: str,
     ) -> str | None:
         """Judge a wake-up of the thread.
 
@@ -68,6 +76,7 @@ class HoldFinder:
             slept_s: When it went to sleep.
             woke_s: When it woke up.
             late_s: How much later that was than it wanted.
+            cpu_s: Processor time that the process used meanwhile.
             ops: Those that run, and that have ended of late.
             on_loop: Where the loop's thread is; empty if it is idle.
 
@@ -81,10 +90,16 @@ class HoldFinder:
             for op in ops
             if min(op.end_s, woke_s) - max(op.begin_s, slept_s) >= MIN_SHARE * late_s
         ]
-        if not suspects and on_loop:
+        has_computed = cpu_s >= MIN_CPU_SHARE * late_s
+        if not suspects and on_loop and has_computed:
             suspects = [on_loop]
         if not suspects:
             return None
+        if not has_computed:
+            return (
+                f"Nothing of the process ran for {late_s:.3g} s, during {' or '.join(suspects)}: "
+                "that held the GIL without computing, or the machine was busy."
+            )
         return (
             f"The GIL was held for {late_s:.3g} s by {' or '.join(suspects)}: no other thread "
             "could run, the event loop included. Use functions that release the GIL, or work in "
@@ -191,12 +206,14 @@ class LoopWatch:
         """Look, in the watch's own thread, until the gate is opened."""
         finder, pause_s = HoldFinder(self._threshold_s), self._threshold_s / LOOKS_PER_THRESHOLD
         asked_s = slept_s = time.monotonic()
+        cpu_s = time.process_time()
         self._answered_s = asked_s
         while not gate.wait(pause_s):
             now_s = time.monotonic()
             on_loop = where_is(sys._current_frames().get(thread_id))
             ops = [*tuple(self._running.values()), *tuple(self._ended)]
-            self._tell(finder.gil(slept_s, now_s, now_s - slept_s - pause_s, ops, on_loop))
+            late_s, used_s = now_s - slept_s - pause_s, time.process_time() - cpu_s
+            self._tell(finder.gil(slept_s, now_s, late_s, used_s, ops, on_loop))
             answered_s = self._answered_s
             if answered_s is None:
                 finder.loop(asked_s, now_s, is_answered=False, on_loop=on_loop)
@@ -204,7 +221,7 @@ class LoopWatch:
                 self._tell(finder.loop(asked_s, answered_s, is_answered=True, on_loop=""))
                 self._answered_s, asked_s = None, time.monotonic()
                 loop.call_soon_threadsafe(self._answer)
-            slept_s = time.monotonic()
+            slept_s, cpu_s = time.monotonic(), time.process_time()
 
     def _answer(self) -> None:
         self._answered_s = time.monotonic()

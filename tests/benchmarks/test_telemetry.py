@@ -1,4 +1,4 @@
-"""The telemetry benchmark as a command: it runs, prints a table and writes rows; no timings."""
+"""The telemetry benchmark as a command: it prints a table and writes every row; no timings."""
 
 import json
 import math

@@ -99,7 +99,11 @@ async def test_two_strategies_share_a_registry(
         with pytest.raises(ValueError, match="named 'MirroredStrategy 2' go there already"):
             prometheus.export(pair, registry=registry, name="MirroredStrategy 2")
     assert b'strategy="' not in prometheus_client.generate_latest(registry)
-    first.close()
+
+    with prometheus.export(triple, registry=registry) as third:
+        assert third.name == first.name
+        first.close()
+        assert b'strategy="MirroredStrategy"' in prometheus_client.generate_latest(registry)
 
 
 async def test_a_name_with_control_characters_is_one_label(
