@@ -24,8 +24,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
-from ._anyio import anyio_patches
-from ._devices import SimLaneTable
 from ._executors import executor_patches
 from ._forbidden import refuse
 from ._locks import lock_class, rlock_class
@@ -34,6 +32,7 @@ from ._simulation import Simulation
 from ._watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from ._devices import SimLaneTable
     from ._loop import SimLoop
     from ._pools import PoolTable
     from ._schedule import Schedule
@@ -135,9 +134,15 @@ class Sandbox:
             pools.faults = schedule.faults.for_run(seed)
         threads = self.simulation.threads
         pools.threads = threads if threads.is_needed else None
-        REGISTRY.replace(LANE_TABLE, SimLaneTable(pools))
+        REGISTRY.replace(LANE_TABLE, None, self._simulated_lanes)
         REGISTRY.replace(SOURCE_LANES, None)
         self.simulation.begin(loop, pools)
+
+    def _simulated_lanes(self) -> SimLaneTable:
+        from ._devices import SimLaneTable  # the library, for programs that use it
+
+        with self.simulation.outside():
+            return SimLaneTable(self.simulation.pools)
 
     def end(self) -> None:
         """End a schedule."""
@@ -172,6 +177,8 @@ class Sandbox:
             self._patch(module, "as_completed", as_completed)
             self._patch(module, "all_tasks", all_tasks)
         self._patch_refusals()
+        from ._anyio import anyio_patches  # imports a backend of anyio, which takes a while
+
         for owner, name, value in [*executor_patches(here), *anyio_patches(here)]:
             self._patch(owner, name, value)
 
