@@ -15,7 +15,7 @@ from ._report import Failure, Report, text_timeline
 from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
-from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, maker_of, mix
+from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, Rotation, mix
 from ._token import decode, encode
 from ._trace import Trace
 
@@ -92,11 +92,13 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
     schedule, outcome, num_run = base, first, 1
     if not first.has_failed and not same_end(first, runner.run(base)):
         outcome = replace(first, kind="differs")
+    rotation = Rotation(strategy)
     while not outcome.has_failed and num_run < schedules:
-        maker, own_seed = maker_of(strategy, num_run), mix(seed, num_run)
+        maker, own_seed = rotation.next(), mix(seed, num_run)
         length = num_decisions if maker in BY_DECISIONS else num_steps
         schedule = replace(base, maker=maker, seed=own_seed, length=max(MIN_LENGTH, length))
         outcome = runner.run(schedule)
+        rotation.ran(maker, outcome.order)
         num_run += 1
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")

@@ -12,7 +12,8 @@ at a fidelity is decided here, by where `call_soon` puts things:
 * `adversarial`: callbacks are options of their own too, and the clock may move at any time.
 
 Virtual time moves when nothing else is left to do; while ops are in flight, the schedule decides
-whether one of them completes first.
+whether one of them completes first. Steps take no time, but on a real machine they do: so the
+schedule may also let a timer fire while tasks are ready, as if they had taken up to `JITTER_S`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from weakref import WeakValueDictionary
 from ._forbidden import ForbiddenIO
 from ._participants import (
     FIRST_INDEX,
+    JITTER_S,
     START_S,
     CallbackQueue,
     Choose,
@@ -113,6 +115,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         order: Which participant took each step so far, by number.
         now: Virtual time.
         num_indices: How many numbers were given to participants.
+        early_until: Up to when timers may fire although tasks are ready.
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, Due]] = []
         self.num_due = 0  # timers that are due and have neither fired nor been cancelled
         self._due_at = 0.0
+        self.early_until = START_S + JITTER_S  # timers up to then may fire while tasks are ready
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
         self.num_indices = FIRST_INDEX
         self._callbacks = CallbackQueue(self)
@@ -215,7 +219,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def _add_timer(self, timer: SimTimer) -> None:
         heappush(self._timers, (timer.when(), timer.index, timer))
-        self.jump(self.now)
+        self.jump(self.now, is_early=True)
 
     def call_when_due(self, when: float, participant: Due) -> None:
         """Let a participant's `become_due` be called at a moment of virtual time."""
@@ -252,13 +256,17 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
             "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
         """
         enabled, external, order, budget = self.enabled, self.external, self.order, self.budget
-        observer, holds_clock = self.observer, self._holds_callbacks
+        observer, holds_clock, timers = self.observer, self._holds_callbacks, self._timers
         done = main.done
         end = budget.first_check
         while True:
             num = len(enabled)
-            if holds_clock or (external and not num):
-                options = self._with_external()
+            if (
+                holds_clock
+                or (external and not num)
+                or (timers and num and timers[0][0] <= self.early_until)
+            ):
+                options = self._with_clock()
             else:
                 options = enabled + external if external else enabled
             if len(options) > 1:
@@ -287,16 +295,18 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
                 if not end:
                     return "endless"
 
-    def _with_external(self) -> list[Participant]:
-        """Return all options, where nothing but ops can go on or the clock is free."""
+    def _with_clock(self) -> list[Participant]:
+        """Return all options, the clock among them if it may move on."""
         options = self.enabled + self.external
         when = self.next_when()
         if when is None:
             return options
-        if self._holds_callbacks or not (
-            self.enabled or any(op.deadline < when for op in self.external)  # type: ignore[attr-defined]
-        ):
-            options.append(self._clock)
+        if not self._holds_callbacks:
+            if self.enabled and when > self.early_until:
+                return options
+            if any(op.deadline < when for op in self.external):  # type: ignore[attr-defined]
+                return options
+        options.append(self._clock)
         return options
 
     def next_when(self) -> float | None:
@@ -317,13 +327,19 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.jump(when)
         return True
 
-    def jump(self, when: float) -> None:
+    def jump(self, when: float, *, is_early: bool = False) -> None:
         """Move the clock, and make what is due then an option.
+
+        Args:
+            when: The moment, in seconds.
+            is_early: Whether tasks are ready that take the time that passes.
 
         Timers fire in the order of their times, also where the clock has passed several at once:
         those of a later instant have to wait for those of an earlier one.
         """
         self.now = max(self.now, when)
+        if not is_early:
+            self.early_until = self.now + JITTER_S
         limit = self.now + SAME_INSTANT_S
         timers = self._timers
         while timers and timers[0][0] <= limit:

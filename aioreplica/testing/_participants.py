@@ -24,6 +24,8 @@ CLOCK = 1
 FIRST_INDEX = 2
 START_S = 1000.0
 """Where virtual time begins: not at 0, with which programs initialise what they compare to it."""
+JITTER_S = 0.01
+"""How much time may pass from when nothing was left to do until nothing is left again."""
 
 
 class Participant(Protocol):
@@ -126,7 +128,7 @@ class CallbackQueue:
 
 @final
 class Clock:
-    """Moves on to the next timer although an op is still in flight."""
+    """Moves on to the next timer although an op is still in flight, or a task ready."""
 
     __slots__ = ("_loop", "index")
 
@@ -136,9 +138,10 @@ class Clock:
 
     def fire(self) -> None:
         """Move virtual time to the next timer."""
-        when = self._loop.next_when()
+        loop = self._loop
+        when = loop.next_when()
         if when is not None:
-            self._loop.jump(when)
+            loop.jump(when, is_early=bool(loop.enabled))
 
 
 @final

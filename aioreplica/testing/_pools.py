@@ -24,6 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._errors import RealIOError
+from ._participants import JITTER_S
 from ._threads import NeedsThreads, OpRun, OpThreads
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class PoolOp:
         if not loop.enabled and self.due > loop.now:  # nothing else to do: time passes
             when = loop.next_when()
             loop.now = self.due if when is None or when > self.due else max(when, loop.now)
+            loop.early_until = loop.now + JITTER_S
         if self.state == STARTABLE:
             self._start(pool, loop)
         elif self.state == IN_FLIGHT:

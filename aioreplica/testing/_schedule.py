@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from ._participants import Choose, Participant
+from ._participants import CLOCK, Choose, Participant
 from ._strategies import FIFO, MAKERS, fifo
 
 if TYPE_CHECKING:
@@ -140,3 +140,8 @@ class ChoiceList:
 def is_preemptible(option: Participant) -> bool:
     """Tell whether this is a task: holding it though it could run is a preemption."""
     return hasattr(option, "number")
+
+
+def is_outside(option: Participant) -> bool:
+    """Tell whether this is an op or the clock, which go on while the loop has nothing to do."""
+    return option.index == CLOCK or hasattr(option, "deadline")
