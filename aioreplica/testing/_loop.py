@@ -255,31 +255,26 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         Returns:
             "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
         """
-        enabled, external, order, budget = self.enabled, self.external, self.order, self.budget
-        observer, holds_clock, timers = self.observer, self._holds_callbacks, self._timers
+        enabled, external, order, timers = self.enabled, self.external, self.order, self._timers
+        choose, observer, holds_clock = self.choose, self.observer, self._holds_callbacks
         done = main.done
-        end = budget.first_check
+        end = self.budget.first_check
         while True:
-            num = len(enabled)
-            if (
-                holds_clock
-                or (external and not num)
-                or (timers and num and timers[0][0] <= self.early_until)
-            ):
-                options = self._with_clock()
-            else:
+            if enabled:
                 options = enabled + external if external else enabled
-            if len(options) > 1:
-                at = self.choose(options)
-            elif options:
-                at = 0
+                if holds_clock or (timers and timers[0][0] <= self.early_until):
+                    options = self._with_clock()
+            elif external:
+                options = self._with_clock() if timers else external
             elif self._advance():
                 continue
             else:
                 return "deadlock"
+            at = choose(options) if len(options) > 1 else 0
             chosen = options[at]
             if observer is not None:
                 observer.before(chosen, options)
+            num = len(enabled)
             if at < num:
                 del enabled[at]
             elif at < num + len(external):
@@ -291,7 +286,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
             if done():
                 return "done"
             if len(order) >= end:
-                end = budget.check(self)
+                end = self.budget.check(self)
                 if not end:
                     return "endless"
 
