@@ -246,6 +246,9 @@ def _judge(
         leaked = _find_leaks(loop, pools, leaks)
         if leaked is not None:
             kind, error = "leaked", leaked
+        elif pools.faults is not None and pools.faults.has_cancelled:
+            _abandon(loop, pools)
+            return Outcome("passed", None, None, order)  # what a fault cancelled came through
     if observer is not None:
         observer.end(kind)
     _abandon(loop, pools)

@@ -1,20 +1,27 @@
-"""Faults: ops that fail, hang or take long, and workers that are lost, as the schedule decides."""
+"""Faults: ops that fail, hang or take long, workers that are lost, tasks that are cancelled.
+
+All of it as the schedule decides.
+"""
 
 from __future__ import annotations
 
 import math
+from asyncio.events import _get_running_loop as running_loop
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import DeviceError, WorkerLostError
+from ._loop import SimLoop
 from ._pools import LATENCY_S
 from ._strategies import mix
 
 if TYPE_CHECKING:
     from ._pools import PoolOp
 
-FAIL, SLOW, HANG, LOSE = range(4)
+FAIL, SLOW, HANG, LOSE, CANCEL, POINT = range(6)
 CHANCE: Final = 0.25
 """How likely a fault without a fixed place strikes at each op that it could strike at."""
 
@@ -25,11 +32,11 @@ class Fault:
     """One thing that may go wrong.
 
     Attributes:
-        kind: FAIL, SLOW, HANG or LOSE.
+        kind: FAIL, SLOW, HANG, LOSE, CANCEL or POINT.
         device: Device or pool that it strikes; None for any.
-        fn: Name of the function that it strikes; None for any.
-        at: Which matching op, from 0; None leaves that to the schedule.
-        times: How many ops it strikes at most.
+        fn: Name of the function, task or point that it strikes; None for any.
+        at: Which matching op, task or visit, from 0; None leaves that to the schedule.
+        times: How many of them it strikes at most.
         error: An exception, or its class; None for the usual one.
         factor: How much longer ops take.
     """
@@ -66,11 +73,11 @@ def same_name(wanted: str, name: str) -> bool:
 
 @final
 class Faults:
-    """What may go wrong in the pools and devices of a program.
+    """What may go wrong in the pools, devices and tasks of a program.
 
     Every fault is a decision of the schedule: it strikes in some schedules and not in others, at
-    an op that the schedule picks, and strikes alike when the schedule is replayed. With `at` it
-    strikes in every schedule.
+    an op or a task that the schedule picks, and strikes alike when the schedule is replayed. With
+    `at` it strikes in every schedule.
 
     Example:
         >>> Faults().fail_op("cpu:1").slow_device("cpu:0", factor=20)
@@ -106,11 +113,7 @@ class Faults:
         Returns:
             The same object, so that calls can be chained.
         """
-        if error is not None and not (
-            isinstance(error, BaseException)
-            or (isinstance(error, type) and issubclass(error, BaseException))
-        ):
-            raise TypeError(f"error must be an exception or its class, got {error!r}.")
+        _check_error(error)
         _check_count("times", times, 1)
         return self._add(Fault(FAIL, _name(device), _fn_name(fn), _at(at), times, error))
 
@@ -157,13 +160,64 @@ class Faults:
         """
         return self._add(Fault(LOSE, _name(device), at=_at(at)))
 
+    def cancel_task(self, task: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+        """Let a task be cancelled, at any of its awaits, as if whoever wanted its result had gone.
+
+        The main task is left alone (`art.cancel_everywhere` cancels that). If the cancellation
+        comes through to it, and nothing is left behind, the schedule has passed.
+
+        Args:
+            task: The name of a task or of its function, with wildcards as in file names; or the
+                function; None for any task.
+            at: Which of the tasks that match, in the order of their making, from 0; None leaves it
+                to the schedule.
+            times: How many tasks may be cancelled.
+
+        Returns:
+            The same object.
+
+        Example:
+            >>> Faults().cancel_task("request*", times=2)
+            <Faults | cancel_task request*>
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(CANCEL, fn=_fn_name(task), at=_at(at), times=times))
+
+    def fail_point(
+        self,
+        name: str,
+        *,
+        at: int | None = None,
+        times: int = 1,
+        error: BaseException | type[BaseException] | None = None,
+    ) -> Faults:
+        """Let `art.fault_point(name)` raise where the program visits it.
+
+        Args:
+            name: The point.
+            at: Which of the visits, from 0; None leaves it to the schedule.
+            times: How many of them may fail.
+            error: What they raise; an `OSError` if not given.
+
+        Returns:
+            The same object.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"A point has a name, such as 'before commit'; got {name!r}.")
+        _check_error(error)
+        _check_count("times", times, 1)
+        return self._add(Fault(POINT, fn=name, at=_at(at), times=times, error=error))
+
     def for_run(self, seed: int) -> FaultRun:
         """Return the decisions of one schedule."""
         return FaultRun(self._faults, seed)
 
     def __repr__(self) -> str:
-        words = ("fail_op", "slow_device", "hang_op", "lose_worker")
-        shown = ", ".join(f"{words[each.kind]} {each.device or 'any'}" for each in self._faults)
+        words = ("fail_op", "slow_device", "hang_op", "lose_worker", "cancel_task", "fail_point")
+        shown = ", ".join(
+            f"{words[each.kind]} {each.device or (each.kind >= CANCEL and each.fn) or 'any'}"
+            for each in self._faults
+        )
         return f"<Faults | {shown or 'none'}>"
 
     def _add(self, fault: Fault) -> Faults:
@@ -180,7 +234,7 @@ class FaultRun:
         seed: The schedule's.
     """
 
-    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "lost")
+    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "has_cancelled", "lost")
 
     def __init__(self, faults: tuple[Fault, ...], seed: int) -> None:
         self._faults = faults
@@ -189,6 +243,7 @@ class FaultRun:
         self._struck = [0] * len(faults)
         self._slow = [self._rng() < 0.5 for _ in faults]
         self.lost: dict[int, str] = {}
+        self.has_cancelled = False
 
     def extra_latency_s(self, op: PoolOp) -> float:
         """Decide, at an op's start, how much longer it takes; infinity if it never ends."""
@@ -216,6 +271,12 @@ class FaultRun:
                 return _error(fault, op)
         return None
 
+    def visit(self, name: str) -> None:
+        """Decide whether a visit of a point fails; raise what it then raises."""
+        for i, fault in enumerate(self._faults):
+            if fault.kind == POINT and same_name(fault.fn or "", name) and self._strikes(i, fault):
+                raise _as_error(fault.error, OSError, f"Point {name!r} failed")
+
     def _strikes(self, i: int, fault: Fault) -> bool:
         seen = self._seen[i]
         self._seen[i] = seen + 1
@@ -230,13 +291,37 @@ class FaultRun:
 
 
 def _error(fault: Fault, op: PoolOp) -> BaseException:
-    text = f"Op {op.describe()} on {op.pool.name} failed: a fault of this schedule."
-    if fault.error is None:
-        return DeviceError(text, device=op.pool.name)
-    if isinstance(fault.error, type):
-        return fault.error(text)  # type: ignore[no-any-return]
-    error: BaseException = fault.error
-    return error.with_traceback(None)
+    make = partial(DeviceError, device=op.pool.name)
+    return _as_error(fault.error, make, f"Op {op.describe()} on {op.pool.name} failed")
+
+
+def _as_error(wanted: Any, usual: Callable[[str], BaseException], what: str) -> BaseException:
+    text = f"{what}: a fault of this schedule."
+    if isinstance(wanted, BaseException):
+        return wanted.with_traceback(None)
+    make: Callable[[str], BaseException] = usual if wanted is None else wanted
+    return make(text)
+
+
+def fault_point(name: str) -> None:
+    """Mark a place that `art.Faults().fail_point(name)` can make fail.
+
+    Outside the kit, and without such a fault, it does nothing, in less than 100 ns.
+
+    Args:
+        name: Says what the place is, such as "before commit".
+
+    Raises:
+        OSError: If the schedule lets it fail here; or what the fault says.
+
+    Example:
+        >>> fault_point("before commit")
+    """
+    loop = running_loop()
+    if type(loop) is SimLoop:
+        faults = getattr(loop.executors, "faults", None)
+        if faults is not None:
+            faults.visit(name)
 
 
 def _name(device: Any) -> str | None:
@@ -255,6 +340,14 @@ def _at(at: int | None) -> int | None:
     if at is not None:
         _check_count("at", at, 0)
     return at
+
+
+def _check_error(error: Any) -> None:
+    if error is not None and not (
+        isinstance(error, BaseException)
+        or (isinstance(error, type) and issubclass(error, BaseException))
+    ):
+        raise TypeError(f"error must be an exception or its class, got {error!r}.")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

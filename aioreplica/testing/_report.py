@@ -32,6 +32,7 @@ class Failure:
         steps: A failing schedule, step by step: the shrunk one where there is one.
         schedule_number: How many schedules had passed before.
         shrink_runs: How many schedules shrinking took.
+        causes: Wake-ups that were lost, in words, where the program got stuck.
     """
 
     error: BaseException
@@ -41,6 +42,7 @@ class Failure:
     steps: tuple[Step, ...] = ()
     schedule_number: int = 0
     shrink_runs: int = 0
+    causes: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> str:
@@ -59,6 +61,7 @@ class Failure:
         lines = [f"It fails when {', and '.join(self.constraints)}."] if self.constraints else []
         if self.steps and not (self.constraints or self.schedule_number):
             lines.append("It fails in asyncio's own order: no interleaving is needed.")
+        lines += [f"A wake-up is lost: {cause}." for cause in self.causes]
         if not self.token:
             return [*lines, "It has too many decisions for a token, so it cannot be replayed."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
@@ -144,7 +147,7 @@ def text_timeline(steps: Sequence[Step]) -> str:
     """
     width = max((len(step.who) for step in steps), default=0)
     lines = [
-        f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.did}"
+        f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.story}"
         for number, step in enumerate(steps, 1)
     ]
     if len(lines) > MAX_LINES:
@@ -191,7 +194,7 @@ def html_timeline(steps: Sequence[Step], title: str, notes: Sequence[str]) -> st
 
 
 def _bar(x: int, y: int, width: int, height: int, colour: str, step: Step, number: int) -> str:
-    text = f"step {number + 1}, {step.time_s:.4f} s: {step.who}: {step.did}"
+    text = f"step {number + 1}, {step.time_s:.4f} s: {step.who}: {step.story}"
     return (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{colour}">'
         f"<title>{escape(text)}</title></rect>"

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from ._errors import Wait
 from ._library import LibraryWatch
 from ._participants import SimTask
-from ._points import frames_of, primitive_of, site_of
+from ._points import frames_of, name_in, primitive_of, site_of
 from ._pools import PoolOp, PoolTable
 
 PRIMITIVES: Final = (asyncio.Lock, asyncio.Semaphore)
@@ -192,23 +192,10 @@ class _Look:
         """Find the name by which some task's code knows an object; the outermost one counts."""
         for frames in self._frames.values():
             for frame in frames:
-                name = _name_in(frame, wanted)
+                name = name_in(frame, wanted)
                 if name:
                     return name
         return ""
-
-
-def _name_in(frame: FrameType, wanted: Any) -> str:
-    """Return the local variable, or the attribute of `self`, that holds an object; or ""."""
-    for name, value in frame.f_locals.items():
-        if name != "self":
-            if value is wanted:
-                return name
-            continue
-        for attribute, held in getattr(value, "__dict__", {}).items():
-            if held is wanted and value is not wanted:
-                return f"{type(value).__name__}.{attribute}"
-    return ""
 
 
 def _knows(frames: list[FrameType], wanted: Any) -> bool:
