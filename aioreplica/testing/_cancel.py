@@ -94,11 +94,10 @@ class StepCanceller:
 
     def _strike_if_due(self) -> None:
         self.struck.clear()
-        tasks = self._loop.sim_tasks
-        if self._num_steps == self._step and self._number < len(tasks):
-            task = tasks[self._number]
-            if not task.done() and task.cancel("art.cancel_everywhere"):
-                self.struck.append(task)
+        if self._num_steps == self._step:
+            for task in self._loop.sim_tasks.since(self._number)[:1]:
+                if not task.done() and task.cancel("art.cancel_everywhere"):
+                    self.struck.append(task)
 
 
 @final
@@ -149,18 +148,23 @@ class FaultCanceller:
         """Count the step, and cancel what is due."""
         self.struck.clear()
         tasks = self._loop.sim_tasks
-        while self._num_known < len(tasks):
-            self._consider(tasks[self._num_known])
-            self._num_known += 1
+        if self._num_known < tasks.num_made:
+            for task in tasks.since(self._num_known):
+                self._consider(task)
+            self._num_known = tasks.num_made
         for plan in self._plans.get(chosen.index, ()):
             plan.awaits -= 1
-        for plans in self._plans.values():
+        for plans in tuple(self._plans.values()):
             for plan in plans:
                 if plan.awaits <= 0:
                     plan.delay -= 1
                     if plan.delay < 0:
                         self._strike(plan)
-            plans[:] = [each for each in plans if each.delay >= 0 and not each.task.done()]
+            left = [each for each in plans if each.delay >= 0 and not each.task.done()]
+            if left:
+                plans[:] = left
+            else:
+                del self._plans[plans[0].task.index]
 
     def end(self, kind: str) -> None:
         """Nothing is left to do."""

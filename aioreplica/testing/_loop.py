@@ -43,6 +43,7 @@ from ._participants import (
     SimHandle,
     SimTask,
     SimTimer,
+    TaskList,
 )
 
 MAX_STEPS: Final = 100_000
@@ -133,7 +134,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.now = START_S
         self.order: list[int] = []
         self.stepping: Participant | None = None  # known only where a trace is made
-        self.sim_tasks: list[SimTask] = []
+        self.sim_tasks = TaskList()
         self.executors: Executors | None = None  # set before the run
         self.enabled: list[Participant] = []
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
@@ -383,7 +384,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._timers.clear()
         self._overdue.clear()
         self._closed = True
-        self.sim_tasks = []  # these close cycles, which only the collector could free
+        self.sim_tasks = TaskList()  # these close cycles, which only the collector could free
         self.executors = self.observer = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
 

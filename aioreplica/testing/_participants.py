@@ -47,6 +47,8 @@ Choose = Callable[[list[Participant]], int]
 
 
 RealTask = asyncio.Task  # kept: `asyncio.Task` stands for `SimTask` while a program runs
+MAX_ENDED = 1000
+"""How many that have ended are kept at most: a run that goes on for ever needs no more memory."""
 NAMES = tuple(f"Task-{i}" for i in range(256))
 
 
@@ -74,14 +76,13 @@ class SimTask(RealTask[Any]):
         self.args: tuple[Any, ...] = ()
         self.context: Context | None = None
         self.ends_with_run = False
-        tasks = getattr(loop, "sim_tasks", None)
+        tasks: TaskList | None = getattr(loop, "sim_tasks", None)
         if tasks is None:
             self.index = self.number = id(self) >> 4
             super().__init__(coro, loop=loop, name=name, **kwargs)
             return
-        self.number = number = len(tasks)
+        self.number = number = tasks.add(self)
         self.index = loop.new_index()
-        tasks.append(self)
         if name is None:  # asyncio's own counter goes on from run to run
             name = NAMES[number] if number < 256 else f"Task-{number}"
         super().__init__(coro, loop=loop, name=name, **kwargs)
@@ -93,6 +94,36 @@ class SimTask(RealTask[Any]):
         """Run the step that waits."""
         callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
+
+
+@final
+class TaskList(list[SimTask]):
+    """The tasks of a run in the order of their making, without old ones that have ended well.
+
+    Attributes:
+        num_made: How many tasks there were; the number of the next one.
+    """
+
+    __slots__ = ("_limit", "num_made")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = 0
+        self._limit = MAX_ENDED
+
+    def add(self, task: SimTask) -> int:
+        """Append a task; return its number."""
+        if len(self) >= self._limit:
+            self[:] = [each for each in self if not each.done() or each._log_traceback]
+            self._limit = 2 * len(self) + MAX_ENDED
+        self.append(task)
+        self.num_made += 1
+        return self.num_made - 1
+
+    def since(self, number: int) -> list[SimTask]:
+        """Return the tasks from a number on."""
+        num = self.num_made - number
+        return [each for each in self[-num:] if each.number >= number] if num else []
 
 
 @final

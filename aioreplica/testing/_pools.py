@@ -24,7 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._errors import RealIOError
-from ._participants import JITTER_S
+from ._participants import JITTER_S, MAX_ENDED
 from ._threads import NeedsThreads, OpRun, OpThreads
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LATENCY_S: Final = 0.001
 MAX_LATENCY_S: Final = 0.25
 """How long an op takes at most, beyond what it sleeps and what faults add."""
 
-QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE = range(6)
+QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE, OVER = range(7)
 
 
 class PoolOp:
@@ -148,6 +148,7 @@ class PoolOp:
             self._go_on(self.on_thread())
         else:
             pool.ended()
+            self.state = OVER
             self.deliver()
 
     def _start(self, pool: SimPool, loop: SimLoop) -> None:
@@ -194,6 +195,7 @@ class PoolOp:
                 table.current_op = outer
             if not table.slept_s and not table.needs_threads:
                 pool.ended()
+                self.state = OVER
                 self.deliver()
                 return
         self._end()
@@ -229,6 +231,7 @@ class PoolOp:
             loop.call_when_due(loop.now + slept, self)
         else:
             self.pool.ended()
+            self.state = OVER
             self.deliver()
             if table.needs_threads and not table.is_given_up:
                 raise NeedsThreads
@@ -329,7 +332,7 @@ class SimPool:
 
     def put(self, op: PoolOp) -> None:
         """Enqueue a call."""
-        self.table.ops.append(op)
+        self.table.note(op)
         self.queue.append(op)
         if self.offered is None:
             self.offer()
@@ -401,6 +404,7 @@ class PoolTable:
 
     __slots__ = (
         "_by_executor",
+        "_limit",
         "current_op",
         "faults",
         "is_given_up",
@@ -418,13 +422,22 @@ class PoolTable:
         self._by_executor: dict[int, tuple[Any, SimPool]] = {}
         self.pools: list[SimPool] = []
         self.faults: FaultRun | None = None
-        self.ops: list[PoolOp] = []  # of this run, for its trace
+        self.ops: list[PoolOp] = []  # of this run, but for old ones that are over
+        self._limit = MAX_ENDED
         self.slept_s = 0.0
         self.current_op: PoolOp | None = None
         self.num_sleeps = 0
         self.threads: OpThreads | None = None
         self.needs_threads = False
         self.is_given_up = False
+
+    def note(self, op: PoolOp) -> None:
+        """Keep an op; forget old ones that are over."""
+        ops = self.ops
+        if len(ops) >= self._limit:
+            ops[:] = [each for each in ops if each.state != OVER]
+            self._limit = 2 * len(ops) + MAX_ENDED
+        ops.append(op)
 
     def sleep(self, op: PoolOp, seconds: float) -> None:
         """Let an op sleep: it is late by so much, or suspended if it sleeps very often."""

@@ -44,6 +44,9 @@ MAIN_KEY: Final[Key] = (FIRST_INDEX,)
 MAX_TRACE_STEPS: Final = 3_000
 MAX_KEY: Final = 8
 """How long a key gets: timers that make each other would have keys as long as their number."""
+MAX_KEYS: Final = 50_000
+LATE_KEY: Final[Key] = (CALLBACKS, CALLBACKS)
+"""Of what is made after so many others: a run that goes on for ever needs no more memory."""
 RECENT: Final = 1000
 
 
@@ -246,10 +249,16 @@ class Trace:
 
     def _note_tasks(self, chosen: Participant) -> None:
         """Note what tasks there are since the last step, and whether one has ended."""
-        for task in self._loop.sim_tasks[len(self.tasks) :]:
-            self.tasks.append(MadeTask(self.name_of(task), names_of(task), self.num_steps))
-        if isinstance(chosen, SimTask) and chosen.done():
-            self.tasks[chosen.number].ended_after = self.num_steps
+        tasks, known = self._loop.sim_tasks, self.tasks
+        if self.num_steps <= MAX_TRACE_STEPS and len(known) < tasks.num_made:
+            made = {task.number: task for task in tasks.since(len(known))}
+            for number in range(len(known), tasks.num_made):
+                task = made.get(number)  # None if it was eager
+                who = "" if task is None else self.name_of(task)
+                names = ("", "") if task is None else names_of(task)
+                known.append(MadeTask(who, names, self.num_steps))
+        if isinstance(chosen, SimTask) and chosen.done() and chosen.number < len(known):
+            known[chosen.number].ended_after = self.num_steps
 
     def end(self, kind: str) -> None:
         """Look at the stuck program before it is cleaned up."""
@@ -261,7 +270,8 @@ class Trace:
                 self._loop.sim_tasks, self._pools, self.name_of, self._owners, self._library
             )
             self.exceptions = tuple(self._unretrieved())
-            self.lost = tuple(self._effects.lost(self._loop))
+            if self.num_steps <= MAX_TRACE_STEPS:
+                self.lost = tuple(self._effects.lost(self._loop))
         if kind == "endless":
             self.busy = tuple(self._busy())
 
@@ -442,9 +452,9 @@ class Keys:
     def after(self, chosen: Participant) -> None:
         """Give keys to what the step has made."""
         keys = self.by_number
-        maker = keys[chosen.index]
+        maker = self.key_of(chosen)
         self.num_steps[maker] = self.num_steps.get(maker, 0) + 1
-        for _ in range(len(keys), self._loop.num_indices):
+        for _ in range(len(keys), min(self._loop.num_indices, MAX_KEYS)):
             count = self._made.get(maker, 0)
             self._made[maker] = count + 1
             key = (*maker, count)
@@ -461,4 +471,4 @@ class Keys:
     def key_of(self, participant: Any) -> Key:
         """Return the key of a participant."""
         index: int = participant.index
-        return self.by_number[index]
+        return self.by_number[index] if index < len(self.by_number) else LATE_KEY

@@ -5,6 +5,7 @@ import itertools
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -449,3 +450,27 @@ def test_an_unheard_notification_is_named() -> None:
 
     assert failure is not None
     assert "too late: notify (Task-1) notified 'condition' at test_causes.py:" in failure.causes[0]
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+async def starts_many(count: int) -> None:
+    for _ in range(count):
+        await asyncio.create_task(step())
+        await asyncio.to_thread(bytes, 1000)
+
+
+@pytest.mark.slow
+def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
+    peaks: list[int] = []
+    for count in (1_500, 6_000):
+        tracemalloc.start()
+        try:
+            art.run(partial(starts_many, count))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
+    per_step = (peaks[1] - peaks[0]) / (4_500 * 8)
+    assert per_step < 40, f"{per_step:.0f} bytes for each step"
