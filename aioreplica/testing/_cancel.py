@@ -23,6 +23,8 @@ CHANCE: Final = 0.5
 """How likely a fault without a fixed place strikes a task that it could strike."""
 MEAN_AWAITS: Final = 3
 MAX_DELAY_BITS: Final = 5
+LATE_CHANCE: Final = 0.4
+STRUCK: Final = -2
 
 
 class Canceller(Protocol):
@@ -103,12 +105,25 @@ class StepCanceller:
 @final
 @dataclass(slots=True)
 class _Plan:
-    """When one task is cancelled: after so many of its awaits, and some steps of others."""
+    """When one task is cancelled: after so many of its awaits, and some steps of others.
+
+    If it is late, that is when the task has been woken and has not gone on.
+    """
 
     task: SimTask
     fault: int
     awaits: int
     delay: int
+    is_late: bool
+
+    def is_due(self) -> bool:
+        """Count a step; tell whether the moment has come."""
+        if self.awaits > 0:
+            return False
+        if self.is_late:
+            return self.task.callback is not None and bool(self.task.args)
+        self.delay -= 1
+        return self.delay < 0
 
 
 @final
@@ -156,11 +171,10 @@ class FaultCanceller:
             plan.awaits -= 1
         for plans in tuple(self._plans.values()):
             for plan in plans:
-                if plan.awaits <= 0:
-                    plan.delay -= 1
-                    if plan.delay < 0:
-                        self._strike(plan)
-            left = [each for each in plans if each.delay >= 0 and not each.task.done()]
+                if plan.is_due():
+                    self._strike(plan)
+                    plan.delay = STRUCK
+            left = [each for each in plans if each.delay > STRUCK and not each.task.done()]
             if left:
                 plans[:] = left
             else:
@@ -182,8 +196,8 @@ class FaultCanceller:
             )
             if chance < CHANCE if fault.at is None else fault.at <= place:
                 num_awaits = int(-MEAN_AWAITS * math.log(1.0 - awaits))
-                num_steps = 0 if delay < 0.5 else int(2 ** (bits * MAX_DELAY_BITS))
-                plan = _Plan(task, i, num_awaits, num_steps)
+                num_steps = 0 if delay < 0.7 else int(2 ** (bits * MAX_DELAY_BITS))
+                plan = _Plan(task, i, num_awaits, num_steps, delay < LATE_CHANCE)
                 self._plans.setdefault(task.index, []).append(plan)
 
     def _strike(self, plan: _Plan) -> None:

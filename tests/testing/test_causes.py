@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import sys
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -474,3 +476,30 @@ def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
 
     per_step = (peaks[1] - peaks[0]) / (4_500 * 8)
     assert per_step < 40, f"{per_step:.0f} bytes for each step"
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+    failure = art.explore(tells_others).failure
+    assert failure is not None
+
+    page = failure.save_html(tmp_path / "t.html").read_text(encoding="utf-8")
+    assert "wakes task &#x27;waits-0&#x27;" in page
+    pytest.importorskip("matplotlib")
+    picture = failure.save_png(tmp_path / "t.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = art.explore(tells_others).failure
+    assert failure is not None
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(ImportError, match=r"pip install aioreplica\[examples\]"):
+        failure.save_png(tmp_path / "t.png")
+    assert not list(tmp_path.iterdir())
