@@ -29,6 +29,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "optimizers": ("GradientAccumulator",),
         "replica": ("Handle", "ReplicaContext"),
         "strategies": (
+            "CentralStorageStrategy",
             "DefaultStrategy",
             "MirroredStrategy",
             "OneDeviceStrategy",
@@ -55,6 +56,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     },
     packages=(
         "autodiff",
+        "cluster",
         "collectives",
         "device_loop",
         "errors",

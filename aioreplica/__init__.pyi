@@ -1,6 +1,7 @@
 """Synchronous data-parallel computation as plain async Python."""
 
 from . import autodiff as autodiff
+from . import cluster as cluster
 from . import collectives as collectives
 from . import device_loop as device_loop
 from . import errors as errors
@@ -30,6 +31,7 @@ from .input import InputReplicationMode as InputReplicationMode
 from .optimizers import GradientAccumulator as GradientAccumulator
 from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
+from .strategies import CentralStorageStrategy as CentralStorageStrategy
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 T = TypeVar("T")
 
@@ -20,17 +20,17 @@ class Registry:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._entries: dict[str, object] = {}
+        self._entries: dict[str, Any] = {}  # Any: whoever asks knows what the name stands for
         self._makers: dict[str, Callable[[], object]] = {}
 
     def once(self, name: str, factory: Callable[[], T]) -> T:
         """Return the entry called `name`, making it with `factory` if it is not there."""
         if name in self._entries:
-            return cast(T, self._entries[name])
+            return self._entries[name]  # type: ignore[no-any-return]  # see above
         with self._lock:
             if name not in self._entries:
                 self._entries[name] = self._makers.get(name, factory)()
-            return cast(T, self._entries[name])
+            return self._entries[name]  # type: ignore[no-any-return]
 
     def replace(
         self, name: str, entry: object | None, make: Callable[[], object] | None = None
@@ -45,7 +45,7 @@ class Registry:
             make: Makes the entry at its next first use, in place of the factory given then.
         """
         with self._lock:
-            old = self._entries.pop(name, None)
+            old: object | None = self._entries.pop(name, None)
             self._makers.pop(name, None)
             if entry is not None:
                 self._entries[name] = entry
