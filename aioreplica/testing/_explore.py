@@ -209,7 +209,7 @@ def _run_one(main: Main, schedule: Schedule, leaks: Ignored) -> Any:
     __tracebackhide__ = True  # pytest shows the program's own frames
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        outcome = runner.run_first(schedule)
+        outcome = runner.run(schedule)
         if not outcome.has_failed:
             return outcome.value
         if outcome.kind == "stuck":

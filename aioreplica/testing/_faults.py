@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from asyncio.events import _get_running_loop as running_loop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from ._pools import PoolOp
 
 FAIL, SLOW, HANG, LOSE, CANCEL, POINT = range(6)
+SLOW_LINK, SPLIT, RESET, HALF_OPEN = range(8, 12)
+WORDS: Final = {
+    FAIL: "fail_op",
+    SLOW: "slow_device",
+    HANG: "hang_op",
+    LOSE: "lose_worker",
+    CANCEL: "cancel_task",
+    POINT: "fail_point",
+    SLOW_LINK: "slow_connection",
+    SPLIT: "split_data",
+    RESET: "reset_connection",
+    HALF_OPEN: "half_open",
+}
 CHANCE: Final = 0.25
 """How likely a fault without a fixed place strikes at each op that it could strike at."""
 
@@ -32,8 +45,9 @@ class Fault:
     """One thing that may go wrong.
 
     Attributes:
-        kind: FAIL, SLOW, HANG, LOSE, CANCEL or POINT.
-        device: Device or pool that it strikes; None for any.
+        kind: FAIL, SLOW, HANG, LOSE, CANCEL or POINT; SLOW_LINK, SPLIT, RESET or HALF_OPEN of
+            connections.
+        device: Device, pool or address that it strikes; None for any.
         fn: Name of the function, task or point that it strikes; None for any.
         at: Which matching op, task or visit, from 0; None leaves that to the schedule.
         times: How many of them it strikes at most.
@@ -208,15 +222,68 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(POINT, fn=name, at=_at(at), times=times, error=error))
 
+    def slow_connection(self, address: Any = None, *, factor: float = 10.0) -> Faults:
+        """Let everything that a connection carries take `factor` times as long, or none of it.
+
+        Args:
+            address: Of the server: a port, "host:port" or a path; None for any connection.
+            factor: How much longer; it takes a millisecond of virtual time by itself.
+
+        Returns:
+            The same object.
+        """
+        if not (isinstance(factor, (int, float)) and 1.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
+        return self._add(Fault(SLOW_LINK, _address(address), factor=float(factor)))
+
+    def split_data(self, address: Any = None) -> Faults:
+        """Let what is sent together arrive in parts, of sizes that the schedule picks.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+
+        Returns:
+            The same object.
+        """
+        return self._add(Fault(SPLIT, _address(address)))
+
+    def reset_connection(
+        self, address: Any = None, *, at: int | None = None, times: int = 1
+    ) -> Faults:
+        """Let a connection be reset when one of its ends sends something, which is lost.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: Which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may be reset.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(RESET, _address(address), at=_at(at), times=times))
+
+    def half_open(self, address: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+        """Let a connection become half-open: from some send on nothing arrives, and nobody is told.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: With which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(HALF_OPEN, _address(address), at=_at(at), times=times))
+
     def for_run(self, seed: int) -> FaultRun:
         """Return the decisions of one schedule."""
         return FaultRun(self._faults, seed)
 
     def __repr__(self) -> str:
-        words = ("fail_op", "slow_device", "hang_op", "lose_worker", "cancel_task", "fail_point")
         shown = ", ".join(
-            f"{words[each.kind]} {each.device or (each.kind >= CANCEL and each.fn) or 'any'}"
-            for each in self._faults
+            f"{WORDS[each.kind]} {each.device or each.fn or 'any'}" for each in self._faults
         )
         return f"<Faults | {shown or 'none'}>"
 
@@ -277,6 +344,39 @@ class FaultRun:
             if fault.kind == POINT and same_name(fault.fn or "", name) and self._strikes(i, fault):
                 raise _as_error(fault.error, OSError, f"Point {name!r} failed")
 
+    # ---- connections, which a fault knows by one of several names ------------------------------
+
+    def is_reset(self, names: Sequence[str]) -> bool:
+        """Decide, when something is sent, whether the connection is reset."""
+        return self._any_strikes(RESET, names)
+
+    def is_silenced(self, names: Sequence[str]) -> bool:
+        """Decide whether nothing arrives any more from now on."""
+        return self._any_strikes(HALF_OPEN, names)
+
+    def link_latency_s(self, names: Sequence[str]) -> float:
+        """Return how much longer everything takes to arrive."""
+        factors = (fault.factor for i, fault in self._of(SLOW_LINK, names) if self._slow[i])
+        return sum((factor - 1.0) * LATENCY_S for factor in factors)
+
+    def cut(self, names: Sequence[str], size: int) -> int:
+        """Decide how many of the bytes in flight arrive together."""
+        for _ in self._of(SPLIT, names):
+            if self._rng() < 0.5:
+                size = 1 + int(self._rng() * (size - 1))
+        return size
+
+    def _any_strikes(self, kind: int, names: Sequence[str]) -> bool:
+        struck = [self._strikes(i, fault) for i, fault in self._of(kind, names)]
+        return any(struck)
+
+    def _of(self, kind: int, names: Sequence[str]) -> Iterator[tuple[int, Fault]]:
+        for i, fault in enumerate(self._faults):
+            if fault.kind == kind and (
+                fault.device is None or any(same_name(fault.device, name) for name in names)
+            ):
+                yield i, fault
+
     def _strikes(self, i: int, fault: Fault) -> bool:
         seen = self._seen[i]
         self._seen[i] = seen + 1
@@ -328,6 +428,19 @@ def _name(device: Any) -> str | None:
     if isinstance(device, int):
         return f"cpu:{device}"
     return None if device is None else str(device)
+
+
+def _address(address: Any) -> str | None:
+    if address is None or isinstance(address, str):
+        return address and address.replace("localhost:", "127.0.0.1:")
+    if isinstance(address, int) and not isinstance(address, bool):
+        return f":{address}"
+    if isinstance(address, tuple) and len(address) >= 2:
+        return _address(f"{address[0]}:{address[1]}")
+    raise TypeError(
+        f"address must be a port, 'host:port', a path or None, got {address!r} "
+        f"({type(address).__name__})."
+    )
 
 
 def _fn_name(fn: Any) -> str | None:

@@ -24,6 +24,7 @@ import asyncio
 import sys
 import threading
 from asyncio import events
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
@@ -45,6 +46,7 @@ from ._participants import (
     SimTimer,
     TaskList,
 )
+from ._streams import NetworkLoop
 
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
@@ -103,7 +105,7 @@ class LoopObserver(Protocol):
 
 
 @final
-class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
+class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     """An event loop that runs one schedule of one program.
 
     Args:
@@ -126,7 +128,8 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         budget: Budget | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
-        super().__init__()
+        asyncio.BaseEventLoop.__init__(self)  # that of the selector loop would open sockets
+        self.begin_network()
         self.choose = choose
         self.fidelity = fidelity
         self.budget = budget or Budget()
@@ -186,7 +189,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
                 return None
         if self._closed:
             self._check_closed()  # type: ignore[attr-defined]
-        if self._holds_callbacks:
+        if self._holds_callbacks and self.network is None:  # asyncio's transports need the order
             free = SimHandle(callback, args, self, context)
             self.enabled.append(free)
             return free
@@ -235,7 +238,10 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._check_closed()  # type: ignore[attr-defined]
         if self._task_factory is not None:  # type: ignore[attr-defined]
             return super().create_task(coro, **kwargs)
-        return SimTask(coro, loop=self, **kwargs)
+        task = SimTask(coro, loop=self, **kwargs)
+        if self.network is not None and asyncio.current_task(self) is None:
+            task.ends_with_run = True  # of a server: nobody in the program can await it
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Submit a call to the simulated twin of an executor."""
@@ -251,14 +257,17 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     # ---- running ---------------------------------------------------------------------------
 
     def run(self, main: asyncio.Task[Any]) -> str:
-        """Take steps until `main` is done; say how that ended.
+        """Take steps until `main` is done; say how that ended."""
+        return self.run_until(main.done)
+
+    def run_until(self, done: Callable[[], bool]) -> str:
+        """Take steps until something is done; say how that ended.
 
         Returns:
             "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
         """
         enabled, external, order, timers = self.enabled, self.external, self.order, self._timers
         choose, observer, holds_clock = self.choose, self.observer, self._holds_callbacks
-        done = main.done
         end = self.budget.first_check
         while True:
             if enabled:
@@ -324,11 +333,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         return True
 
     def jump(self, when: float, *, is_early: bool = False) -> None:
-        """Move the clock, and make what is due then an option.
-
-        Args:
-            when: The moment, in seconds.
-            is_early: Whether tasks are ready that take the time that passes.
+        """Move the clock, early where tasks are ready, and make what is due then an option.
 
         Timers fire in the order of their times, also where the clock has passed several at once:
         those of a later instant have to wait for those of an earlier one.
@@ -375,6 +380,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def finish(self) -> None:
         """Stop being the running loop, for ever."""
+        self.forget_network()
         events._set_running_loop(None)
         sys.set_asyncgen_hooks(*self._old_hooks)
         self._thread_id = None  # type: ignore[assignment]  # as in the base class
@@ -385,8 +391,14 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._overdue.clear()
         self._closed = True
         self.sim_tasks = TaskList()  # these close cycles, which only the collector could free
-        self.executors = self.observer = None
+        self.executors = self.observer = self.make_network = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing goes on but timers of the program."""
+        delayed = self.network is not None and self.network.is_delayed
+        return not (self.enabled or self.external or delayed)
 
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:

@@ -96,6 +96,25 @@ class SimTask(RealTask[Any]):
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
 
 
+RealFuture = asyncio.Future
+
+
+@final
+class SimFuture(RealFuture[Any]):
+    """A future that hashes by a number: libraries for networks walk sets of futures."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __hash__(self) -> int:
+        try:
+            return self.number
+        except AttributeError:
+            loop: SimLoop = self.get_loop()  # type: ignore[assignment]  # only such loops make one
+            self.number = loop.new_index()
+            return self.number
+
+
 @final
 class TaskList(list[SimTask]):
     """The tasks of a run in the order of their making, without old ones that have ended well.
@@ -146,7 +165,7 @@ class CallbackQueue:
         loop = self._loop
         waiting, enabled = loop.waiting, loop.enabled
         head = waiting.popleft()
-        if loop.fidelity == "reorder":
+        if loop.fidelity != "asyncio":
             while waiting and type(waiting[0]) is SimTask:
                 enabled.append(waiting.popleft())
         if waiting:

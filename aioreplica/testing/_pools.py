@@ -111,13 +111,7 @@ class PoolOp:
 
     def describe(self) -> str:
         """Name the call for stories."""
-        fn: Any = self.fn
-        args = self.args
-        if isinstance(fn, partial):
-            fn, args = fn.func, (*fn.args, *args)
-        if args and isinstance(getattr(fn, "__self__", None), Context):
-            fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
-        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return name_of_call(self.fn, self.args)
 
     # ---- the three events --------------------------------------------------------------------
 
@@ -284,6 +278,15 @@ class PoolOp:
                 self.retract()
             run.thread.doom()
             self._go_on(run)
+
+
+def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
+    """Return the name of what a call calls, inside `partial` and contexts of its own."""
+    if isinstance(fn, partial):
+        fn, args = fn.func, (*fn.args, *args)
+    if args and isinstance(getattr(fn, "__self__", None), Context):
+        fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 def _DONE() -> None:  # noqa: N802 - a mark, only compared
@@ -500,14 +503,15 @@ class PoolTable:
         self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
         return pool
 
-    def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Submit a call and return the asyncio future of its result."""
+    def submit_call(
+        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...], waits: Any = None
+    ) -> Any:
+        """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")
         if executor is not None and getattr(executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
-        loop = self.loop
-        future = loop.create_future()
+        future = (waits or self.loop).create_future()
         pool = self.pool_of(executor)
         pool.put(PoolOp(pool, fn, args, future))
         return future

@@ -105,12 +105,6 @@ class Runner:
 
         return self._explained(*self._with_threads_if_needed(attempt))
 
-    def run_first(self, schedule: Schedule) -> Outcome:
-        """Run the first schedule; once more if it has imported something, see `trace_first`."""
-        num_modules = len(sys.modules)
-        outcome = self.run(schedule)
-        return outcome if len(sys.modules) == num_modules else self.run(schedule)
-
     def trace_first(self, schedule: Schedule) -> tuple[Outcome, Trace]:
         """Run the first schedule; once more if it has imported something.
 
