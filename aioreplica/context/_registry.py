@@ -21,6 +21,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._entries: dict[str, Any] = {}  # Any: whoever asks knows what the name stands for
+        self._makers: dict[str, Callable[[], object]] = {}
 
     def once(self, name: str, factory: Callable[[], T]) -> T:
         """Return the entry called `name`, making it with `factory` if it is not there."""
@@ -28,18 +29,28 @@ class Registry:
             return self._entries[name]  # type: ignore[no-any-return]  # see above
         with self._lock:
             if name not in self._entries:
-                self._entries[name] = factory()
+                self._entries[name] = self._makers.get(name, factory)()
             return self._entries[name]  # type: ignore[no-any-return]
 
-    def replace(self, name: str, entry: object | None) -> object | None:
+    def replace(
+        self, name: str, entry: object | None, make: Callable[[], object] | None = None
+    ) -> object | None:
         """Put another object in an entry's place, or none; return what was there.
 
         This is how a test puts a simulated object where the program would find the real one.
+
+        Args:
+            name: The entry.
+            entry: The object, or None.
+            make: Makes the entry at its next first use, in place of the factory given then.
         """
         with self._lock:
             old: object | None = self._entries.pop(name, None)
+            self._makers.pop(name, None)
             if entry is not None:
                 self._entries[name] = entry
+            if make is not None:
+                self._makers[name] = make
             return old
 
     def reset_after_fork(self) -> None:

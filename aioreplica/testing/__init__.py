@@ -13,6 +13,7 @@ from ._explore import explore as explore
 from ._explore import replay as replay
 from ._explore import run as run
 from ._faults import Faults as Faults
+from ._faults import fault_point as fault_point
 from ._hypothesis import schedules as schedules
 from ._report import Failure as Failure
 from ._report import Report as Report
@@ -35,6 +36,7 @@ __all__ = [
     "cancel_everywhere",
     "exhaustive",
     "explore",
+    "fault_point",
     "is_token_of",
     "replay",
     "run",

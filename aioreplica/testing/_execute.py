@@ -230,7 +230,7 @@ def _judge(
             if not task.done() or task._log_traceback:
                 break
         else:
-            left = loop.complaints or loop.open_generators or pools.waiting
+            left = loop.complaints or loop.open_generators or pools.waiting or loop.network
             if not left:
                 return Outcome("passed", main.result(), None, order)
         error = _find_leaks(loop, pools, leaks)
@@ -246,6 +246,9 @@ def _judge(
         leaked = _find_leaks(loop, pools, leaks)
         if leaked is not None:
             kind, error = "leaked", leaked
+        elif pools.faults is not None and pools.faults.has_cancelled:
+            _abandon(loop, pools)
+            return Outcome("passed", None, None, order)  # what a fault cancelled came through
     if observer is not None:
         observer.end(kind)
     _abandon(loop, pools)
@@ -261,9 +264,20 @@ def _error_of(task: SimTask) -> BaseException | None:
 
 def _find_leaks(loop: SimLoop, pools: PoolTable, leaks: Leaks) -> LeakError | None:
     """Let what was cancelled come to its end; then what is left has leaked."""
+    num_complaints = len(loop.complaints)
+    serving = [task for task in loop.sim_tasks if task.ends_with_run and not task.done()]
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
             _drain(loop, task)
+    if loop.network is not None:
+        if not loop.is_at_rest:  # what is closed takes a moment to be gone
+            loop.choose = fifo
+            loop.budget = Budget(len(loop.order) + DRAIN_STEPS)
+            loop.run_until(lambda: loop.is_at_rest)
+        del loop.complaints[num_complaints:]  # of servers that went on when nobody was there
+        for task in serving:
+            if task.done() and not task.cancelled():
+                task.exception()
     return leaks.find(loop, pools)
 
 

@@ -2,7 +2,8 @@
 
 A preemption is a task that is held although it could go on, while another task goes. Everything
 else is free: who goes on when a task has to wait, when a pool starts and completes a call, when a
-callback runs or a timer fires. So the bound never counts how far a schedule is from asyncio's own.
+callback runs or a timer fires; but a timer that fires while tasks are ready counts as a preemption.
+So the bound does not count how far a schedule is from asyncio's own.
 
 Every run follows a list of choices and then the default, which preempts no task; each other option
 that it passes becomes a list of its own, unless it exceeds the bound. No two runs are the same, and
@@ -21,11 +22,11 @@ from ._execute import Main, Outcome, check_main
 from ._explain import explain
 from ._explore import MIN_LENGTH
 from ._leaks import Ignored
-from ._participants import Participant
+from ._participants import CLOCK, Participant
 from ._report import Report
 from ._runner import Runner, check_no_loop, same_end
 from ._sandbox import Sandbox
-from ._schedule import CHOICES, Ranks, Schedule, is_preemptible
+from ._schedule import CHOICES, Ranks, Schedule, is_outside, is_preemptible
 from ._strategies import FIFO, maker_of, mix
 from ._trace import Trace
 
@@ -94,6 +95,7 @@ class Explorer:
             if spins and ranked[option].index == self._ranks.last:
                 continue  # to spin on is not tried: there is no end to it
             preempts = could_go_on and is_preemptible(ranked[option])
+            preempts |= ranked[option].index == CLOCK and not is_outside(ranked[0])
             count = branch.preemptions + preempts
             if count <= self._bound:
                 self.found.append(Branch((*branch.choices, (decision, option)), count))

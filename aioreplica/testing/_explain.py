@@ -62,11 +62,12 @@ def explain(
 
     found = shrink(trace, fails)
     steps: Sequence[Step] = trace.steps
-    known = [*trace.pending, *trace.steps]
+    known, lost = [*trace.pending, *trace.steps], trace.lost
     if found.is_certain:
         ended, shrunk = runner.trace_holds(schedule, found.holds, limit)
         if same_failure(again, ended):
             steps, known = shrunk.steps, [*shrunk.pending, *known]
+            lost = shrunk.lost
     assert again.error is not None
     failure = Failure(
         again.error,
@@ -76,6 +77,7 @@ def explain(
         tuple(steps),
         report.schedules_run - 1,
         found.num_runs,
+        lost,
     )
     return replace(report, failed=True, failure=failure)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final
 
+from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
 from ._explain import ENDLESS_STEPS, explain
 from ._faults import Faults
@@ -15,7 +17,7 @@ from ._report import Failure, Report, text_timeline
 from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
-from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, maker_of, mix
+from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, Rotation, mix
 from ._token import decode, encode
 from ._trace import Trace
 
@@ -92,11 +94,13 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
     schedule, outcome, num_run = base, first, 1
     if not first.has_failed and not same_end(first, runner.run(base)):
         outcome = replace(first, kind="differs")
+    rotation = Rotation(strategy)
     while not outcome.has_failed and num_run < schedules:
-        maker, own_seed = maker_of(strategy, num_run), mix(seed, num_run)
+        maker, own_seed = rotation.next(), mix(seed, num_run)
         length = num_decisions if maker in BY_DECISIONS else num_steps
         schedule = replace(base, maker=maker, seed=own_seed, length=max(MIN_LENGTH, length))
         outcome = runner.run(schedule)
+        rotation.ran(maker, outcome.order)
         num_run += 1
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
@@ -222,16 +226,26 @@ def _run_one(main: Main, schedule: Schedule, leaks: Ignored) -> Any:
     raise error
 
 
-def cancel_everywhere(main: Main, *, leaks: Ignored = ()) -> Report:
+def cancel_everywhere(
+    main: Main,
+    *,
+    task: str | Callable[..., Any] | None = None,
+    orders: int = 1,
+    leaks: Ignored = (),
+) -> Report:
     """Run a program once for each of its steps, and cancel it there.
 
-    In asyncio's own order the main task is cancelled after the first step of the program, in the
-    next run after the second, and so on, so that it is cancelled at each of its awaits and at each
-    moment of whatever it awaits. Every time it has to end: with the cancellation, or by itself.
+    The main task, or another, is cancelled after the first step of the program, in the next run
+    after the second, and so on, so that it is cancelled at each of its awaits and at each moment
+    of whatever it awaits. Every time the program has to end: with the cancellation, or by itself.
     Anything else fails: another error, a deadlock, a leak.
 
     Args:
         main: An async callable without arguments that builds its own state.
+        task: Which task is cancelled, one in each run: a name of tasks or of their function, with
+            wildcards as in file names (`"*"` is every task), or a function; the main task if not
+            given.
+        orders: In how many orders of the steps: asyncio's own, and random ones.
         leaks: What does not count as a leak, as for `explore`.
 
     Returns:
@@ -239,35 +253,71 @@ def cancel_everywhere(main: Main, *, leaks: Ignored = ()) -> Report:
 
     Raises:
         TypeError: If `main` is not an async callable without arguments.
+        ValueError: If no task has that name, or `orders` is below 1.
         ContextError: If an event loop is running here.
 
     Example:
         >>> import asyncio
         >>> async def main():
-        ...     await asyncio.gather(asyncio.sleep(1), asyncio.sleep(2))
+        ...     await asyncio.gather(asyncio.sleep(1), asyncio.sleep(2), return_exceptions=True)
         >>> cancel_everywhere(main).complete
+        True
+        >>> cancel_everywhere(main, task="sleep", orders=3).complete
         True
     """
     check_main(main)
+    check_integer("orders", orders)
+    if orders < 1:
+        raise ValueError(f"orders must be at least 1, got {orders}.")
     check_no_loop("art.cancel_everywhere")
-    start = perf_counter()
     with Sandbox() as sandbox:
-        runner = Runner(main, sandbox, None, leaks)
-        base = Schedule(FIFO, mix(0, 0))
-        first, base_trace = runner.trace_first(base)
-        num_run = 1
-        report = Report(False, None, num_run, False, 0.0, 0, "cancel_everywhere", "reorder")
+        return _cancel_in_orders(Runner(main, sandbox, None, leaks), task, orders)
+
+
+def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, orders: int) -> Report:
+    """Cancel the tasks of a name at every step of several orders."""
+    start = perf_counter()
+    num_run = num_named = 0
+    known: dict[str, None] = {}
+    report = Report(False, None, 0, False, 0.0, 0, "cancel_everywhere", "reorder")
+    for number in range(orders):
+        order = RANDOM if number else FIFO
+        base = Schedule(order, mix(0, number))
+        first, trace = runner.trace_first(base)
+        num_run += 1
         if first.has_failed or not same_end(first, runner.run(base)):
-            return explain(runner, base, first, report, base, base_trace)
-        for step in range(len(first.order)):
-            schedule = Schedule(CANCELLED, base.seed, cancel_step=step)
+            report = replace(report, schedules_run=num_run)
+            return explain(runner, base, first, report, base, trace)
+        known |= dict.fromkeys(
+            name.rpartition(".")[2] for made in trace.tasks for name in made.names
+        )
+        for step, cancelled in _cancellations(trace, task):
+            num_named += 1
+            schedule = replace(
+                base, maker=CANCELLED, order=order, cancel_step=step, cancel_task=cancelled
+            )
             outcome = runner.run(schedule)
             num_run += 1
             if outcome.has_failed and not was_just_cancelled(outcome):
                 report = replace(report, schedules_run=num_run)
-                return _failed(runner, schedule, outcome, report, base_trace)
-        rate = num_run / (perf_counter() - start)
-        return replace(report, schedules_run=num_run, schedules_per_second=rate, complete=True)
+                return _failed(runner, schedule, outcome, report, trace)
+    if not num_named:
+        raise ValueError(
+            f"No task of the program is called {task!r}, and no function of one is. Its tasks are "
+            f"{', '.join(known)}."
+        )
+    rate = num_run / (perf_counter() - start)
+    return replace(report, schedules_run=num_run, schedules_per_second=rate, complete=True)
+
+
+def _cancellations(trace: Trace, task: Any) -> Iterator[tuple[int, int]]:
+    """Yield after which steps which task is to be cancelled."""
+    pattern = task if task is None or isinstance(task, str) else task.__qualname__
+    for number, made in enumerate(trace.tasks):
+        if number == 0 if pattern is None else is_named(pattern, made.names):
+            last = trace.num_steps if made.ended_after is None else made.ended_after
+            for step in range(made.made_after, last):
+                yield step, number
 
 
 def was_just_cancelled(outcome: Outcome) -> bool:
@@ -286,8 +336,9 @@ def _failed(
         error = nondeterminism(trace.steps, third.steps, (outcome, again))
     assert error is not None
     before = uncancelled.steps[: schedule.cancel_step]
-    at = next((step.reached for step in reversed(before) if step.who == "main"), "its start")
-    constraint = f"main is cancelled at {at}, after step {schedule.cancel_step} of the program"
+    who = uncancelled.tasks[schedule.cancel_task].who
+    at = next((step.reached for step in reversed(before) if step.who == who), "its start")
+    constraint = f"{who} is cancelled at {at}, after step {schedule.cancel_step} of the program"
     failure = Failure(
         error,
         encode(schedule, runner.main),
@@ -295,5 +346,6 @@ def _failed(
         tuple(outcome.order),
         tuple(trace.steps),
         report.schedules_run - 1,
+        causes=trace.lost,
     )
     return replace(report, failed=True, failure=failure)

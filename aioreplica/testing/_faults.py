@@ -1,20 +1,40 @@
-"""Faults: ops that fail, hang or take long, and workers that are lost, as the schedule decides."""
+"""Faults: ops that fail, hang or take long, workers that are lost, tasks that are cancelled.
+
+All of it as the schedule decides.
+"""
 
 from __future__ import annotations
 
 import math
+from asyncio.events import _get_running_loop as running_loop
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import DeviceError, WorkerLostError
+from ._loop import SimLoop
 from ._pools import LATENCY_S
 from ._strategies import mix
 
 if TYPE_CHECKING:
     from ._pools import PoolOp
 
-FAIL, SLOW, HANG, LOSE = range(4)
+FAIL, SLOW, HANG, LOSE, CANCEL, POINT = range(6)
+SLOW_LINK, SPLIT, RESET, HALF_OPEN = range(8, 12)
+WORDS: Final = {
+    FAIL: "fail_op",
+    SLOW: "slow_device",
+    HANG: "hang_op",
+    LOSE: "lose_worker",
+    CANCEL: "cancel_task",
+    POINT: "fail_point",
+    SLOW_LINK: "slow_connection",
+    SPLIT: "split_data",
+    RESET: "reset_connection",
+    HALF_OPEN: "half_open",
+}
 CHANCE: Final = 0.25
 """How likely a fault without a fixed place strikes at each op that it could strike at."""
 
@@ -25,11 +45,12 @@ class Fault:
     """One thing that may go wrong.
 
     Attributes:
-        kind: FAIL, SLOW, HANG or LOSE.
-        device: Device or pool that it strikes; None for any.
-        fn: Name of the function that it strikes; None for any.
-        at: Which matching op, from 0; None leaves that to the schedule.
-        times: How many ops it strikes at most.
+        kind: FAIL, SLOW, HANG, LOSE, CANCEL or POINT; SLOW_LINK, SPLIT, RESET or HALF_OPEN of
+            connections.
+        device: Device, pool or address that it strikes; None for any.
+        fn: Name of the function, task or point that it strikes; None for any.
+        at: Which matching op, task or visit, from 0; None leaves that to the schedule.
+        times: How many of them it strikes at most.
         error: An exception, or its class; None for the usual one.
         factor: How much longer ops take.
     """
@@ -66,11 +87,11 @@ def same_name(wanted: str, name: str) -> bool:
 
 @final
 class Faults:
-    """What may go wrong in the pools and devices of a program.
+    """What may go wrong in the pools, devices and tasks of a program.
 
     Every fault is a decision of the schedule: it strikes in some schedules and not in others, at
-    an op that the schedule picks, and strikes alike when the schedule is replayed. With `at` it
-    strikes in every schedule.
+    an op or a task that the schedule picks, and strikes alike when the schedule is replayed. With
+    `at` it strikes in every schedule.
 
     Example:
         >>> Faults().fail_op("cpu:1").slow_device("cpu:0", factor=20)
@@ -106,11 +127,7 @@ class Faults:
         Returns:
             The same object, so that calls can be chained.
         """
-        if error is not None and not (
-            isinstance(error, BaseException)
-            or (isinstance(error, type) and issubclass(error, BaseException))
-        ):
-            raise TypeError(f"error must be an exception or its class, got {error!r}.")
+        _check_error(error)
         _check_count("times", times, 1)
         return self._add(Fault(FAIL, _name(device), _fn_name(fn), _at(at), times, error))
 
@@ -157,13 +174,117 @@ class Faults:
         """
         return self._add(Fault(LOSE, _name(device), at=_at(at)))
 
+    def cancel_task(self, task: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+        """Let a task be cancelled, at any of its awaits, as if whoever wanted its result had gone.
+
+        The main task is left alone (`art.cancel_everywhere` cancels that). If the cancellation
+        comes through to it, and nothing is left behind, the schedule has passed.
+
+        Args:
+            task: The name of a task or of its function, with wildcards as in file names; or the
+                function; None for any task.
+            at: Which of the tasks that match, in the order of their making, from 0; None leaves it
+                to the schedule.
+            times: How many tasks may be cancelled.
+
+        Returns:
+            The same object.
+
+        Example:
+            >>> Faults().cancel_task("request*", times=2)
+            <Faults | cancel_task request*>
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(CANCEL, fn=_fn_name(task), at=_at(at), times=times))
+
+    def fail_point(
+        self,
+        name: str,
+        *,
+        at: int | None = None,
+        times: int = 1,
+        error: BaseException | type[BaseException] | None = None,
+    ) -> Faults:
+        """Let `art.fault_point(name)` raise where the program visits it.
+
+        Args:
+            name: The point.
+            at: Which of the visits, from 0; None leaves it to the schedule.
+            times: How many of them may fail.
+            error: What they raise; an `OSError` if not given.
+
+        Returns:
+            The same object.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"A point has a name, such as 'before commit'; got {name!r}.")
+        _check_error(error)
+        _check_count("times", times, 1)
+        return self._add(Fault(POINT, fn=name, at=_at(at), times=times, error=error))
+
+    def slow_connection(self, address: Any = None, *, factor: float = 10.0) -> Faults:
+        """Let everything that a connection carries take `factor` times as long, or none of it.
+
+        Args:
+            address: Of the server: a port, "host:port" or a path; None for any connection.
+            factor: How much longer; it takes a millisecond of virtual time by itself.
+
+        Returns:
+            The same object.
+        """
+        if not (isinstance(factor, (int, float)) and 1.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
+        return self._add(Fault(SLOW_LINK, _address(address), factor=float(factor)))
+
+    def split_data(self, address: Any = None) -> Faults:
+        """Let what is sent together arrive in parts, of sizes that the schedule picks.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+
+        Returns:
+            The same object.
+        """
+        return self._add(Fault(SPLIT, _address(address)))
+
+    def reset_connection(
+        self, address: Any = None, *, at: int | None = None, times: int = 1
+    ) -> Faults:
+        """Let a connection be reset when one of its ends sends something, which is lost.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: Which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may be reset.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(RESET, _address(address), at=_at(at), times=times))
+
+    def half_open(self, address: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+        """Let a connection become half-open: from some send on nothing arrives, and nobody is told.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: With which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(HALF_OPEN, _address(address), at=_at(at), times=times))
+
     def for_run(self, seed: int) -> FaultRun:
         """Return the decisions of one schedule."""
         return FaultRun(self._faults, seed)
 
     def __repr__(self) -> str:
-        words = ("fail_op", "slow_device", "hang_op", "lose_worker")
-        shown = ", ".join(f"{words[each.kind]} {each.device or 'any'}" for each in self._faults)
+        shown = ", ".join(
+            f"{WORDS[each.kind]} {each.device or each.fn or 'any'}" for each in self._faults
+        )
         return f"<Faults | {shown or 'none'}>"
 
     def _add(self, fault: Fault) -> Faults:
@@ -180,7 +301,7 @@ class FaultRun:
         seed: The schedule's.
     """
 
-    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "lost")
+    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "has_cancelled", "lost")
 
     def __init__(self, faults: tuple[Fault, ...], seed: int) -> None:
         self._faults = faults
@@ -189,6 +310,7 @@ class FaultRun:
         self._struck = [0] * len(faults)
         self._slow = [self._rng() < 0.5 for _ in faults]
         self.lost: dict[int, str] = {}
+        self.has_cancelled = False
 
     def extra_latency_s(self, op: PoolOp) -> float:
         """Decide, at an op's start, how much longer it takes; infinity if it never ends."""
@@ -216,6 +338,45 @@ class FaultRun:
                 return _error(fault, op)
         return None
 
+    def visit(self, name: str) -> None:
+        """Decide whether a visit of a point fails; raise what it then raises."""
+        for i, fault in enumerate(self._faults):
+            if fault.kind == POINT and same_name(fault.fn or "", name) and self._strikes(i, fault):
+                raise _as_error(fault.error, OSError, f"Point {name!r} failed")
+
+    # ---- connections, which a fault knows by one of several names ------------------------------
+
+    def is_reset(self, names: Sequence[str]) -> bool:
+        """Decide, when something is sent, whether the connection is reset."""
+        return self._any_strikes(RESET, names)
+
+    def is_silenced(self, names: Sequence[str]) -> bool:
+        """Decide whether nothing arrives any more from now on."""
+        return self._any_strikes(HALF_OPEN, names)
+
+    def link_latency_s(self, names: Sequence[str]) -> float:
+        """Return how much longer everything takes to arrive."""
+        factors = (fault.factor for i, fault in self._of(SLOW_LINK, names) if self._slow[i])
+        return sum((factor - 1.0) * LATENCY_S for factor in factors)
+
+    def cut(self, names: Sequence[str], size: int) -> int:
+        """Decide how many of the bytes in flight arrive together."""
+        for _ in self._of(SPLIT, names):
+            if self._rng() < 0.5:
+                size = 1 + int(self._rng() * (size - 1))
+        return size
+
+    def _any_strikes(self, kind: int, names: Sequence[str]) -> bool:
+        struck = [self._strikes(i, fault) for i, fault in self._of(kind, names)]
+        return any(struck)
+
+    def _of(self, kind: int, names: Sequence[str]) -> Iterator[tuple[int, Fault]]:
+        for i, fault in enumerate(self._faults):
+            if fault.kind == kind and (
+                fault.device is None or any(same_name(fault.device, name) for name in names)
+            ):
+                yield i, fault
+
     def _strikes(self, i: int, fault: Fault) -> bool:
         seen = self._seen[i]
         self._seen[i] = seen + 1
@@ -230,19 +391,56 @@ class FaultRun:
 
 
 def _error(fault: Fault, op: PoolOp) -> BaseException:
-    text = f"Op {op.describe()} on {op.pool.name} failed: a fault of this schedule."
-    if fault.error is None:
-        return DeviceError(text, device=op.pool.name)
-    if isinstance(fault.error, type):
-        return fault.error(text)  # type: ignore[no-any-return]
-    error: BaseException = fault.error
-    return error.with_traceback(None)
+    make = partial(DeviceError, device=op.pool.name)
+    return _as_error(fault.error, make, f"Op {op.describe()} on {op.pool.name} failed")
+
+
+def _as_error(wanted: Any, usual: Callable[[str], BaseException], what: str) -> BaseException:
+    text = f"{what}: a fault of this schedule."
+    if isinstance(wanted, BaseException):
+        return wanted.with_traceback(None)
+    make: Callable[[str], BaseException] = usual if wanted is None else wanted
+    return make(text)
+
+
+def fault_point(name: str) -> None:
+    """Mark a place that `art.Faults().fail_point(name)` can make fail.
+
+    Outside the kit, and without such a fault, it does nothing, in less than 100 ns.
+
+    Args:
+        name: Says what the place is, such as "before commit".
+
+    Raises:
+        OSError: If the schedule lets it fail here; or what the fault says.
+
+    Example:
+        >>> fault_point("before commit")
+    """
+    loop = running_loop()
+    if type(loop) is SimLoop:
+        faults = getattr(loop.executors, "faults", None)
+        if faults is not None:
+            faults.visit(name)
 
 
 def _name(device: Any) -> str | None:
     if isinstance(device, int):
         return f"cpu:{device}"
     return None if device is None else str(device)
+
+
+def _address(address: Any) -> str | None:
+    if address is None or isinstance(address, str):
+        return address and address.replace("localhost:", "127.0.0.1:")
+    if isinstance(address, int) and not isinstance(address, bool):
+        return f":{address}"
+    if isinstance(address, tuple) and len(address) >= 2:
+        return _address(f"{address[0]}:{address[1]}")
+    raise TypeError(
+        f"address must be a port, 'host:port', a path or None, got {address!r} "
+        f"({type(address).__name__})."
+    )
 
 
 def _fn_name(fn: Any) -> str | None:
@@ -255,6 +453,14 @@ def _at(at: int | None) -> int | None:
     if at is not None:
         _check_count("at", at, 0)
     return at
+
+
+def _check_error(error: Any) -> None:
+    if error is not None and not (
+        isinstance(error, BaseException)
+        or (isinstance(error, type) and issubclass(error, BaseException))
+    ):
+        raise TypeError(f"error must be an exception or its class, got {error!r}.")
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

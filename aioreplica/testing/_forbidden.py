@@ -30,6 +30,16 @@ def call_site(frame: FrameType | None = None) -> str:
     return "unknown"
 
 
+def is_importing() -> bool:
+    """Tell whether a module is being imported, which happens once and is part of no schedule."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def refuse(what: str, instead: str = "") -> NoReturn:
     """Raise the error for something real."""
     raise refusal(what, instead)
@@ -56,29 +66,6 @@ def _refusal(what: str) -> Any:
 class ForbiddenIO:
     """The methods of an event loop that need the world outside, each raising `RealIOError`."""
 
-    add_reader = _refusal("Watching a file descriptor")
-    add_writer = _refusal("Watching a file descriptor")
-    remove_reader = _refusal("Watching a file descriptor")
-    remove_writer = _refusal("Watching a file descriptor")
-    sock_recv = _refusal("A socket")
-    sock_recv_into = _refusal("A socket")
-    sock_recvfrom = _refusal("A socket")
-    sock_recvfrom_into = _refusal("A socket")
-    sock_sendall = _refusal("A socket")
-    sock_sendto = _refusal("A socket")
-    sock_connect = _refusal("A socket")
-    sock_accept = _refusal("A socket")
-    sock_sendfile = _refusal("A socket")
-    sendfile = _refusal("A socket")
-    start_tls = _refusal("A TLS connection")
-    getaddrinfo = _refusal("A name lookup")
-    getnameinfo = _refusal("A name lookup")
-    create_connection = _refusal("A connection")
-    create_server = _refusal("A server")
-    create_unix_connection = _refusal("A connection")
-    create_unix_server = _refusal("A server")
-    create_datagram_endpoint = _refusal("A datagram endpoint")
-    connect_accepted_socket = _refusal("A socket")
     connect_read_pipe = _refusal("A pipe")
     connect_write_pipe = _refusal("A pipe")
     subprocess_exec = _refusal("A subprocess")

@@ -12,7 +12,8 @@ at a fidelity is decided here, by where `call_soon` puts things:
 * `adversarial`: callbacks are options of their own too, and the clock may move at any time.
 
 Virtual time moves when nothing else is left to do; while ops are in flight, the schedule decides
-whether one of them completes first.
+whether one of them completes first. Steps take no time, but on a real machine they do: so the
+schedule may also let a timer fire while tasks are ready, as if they had taken up to `JITTER_S`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import asyncio
 import sys
 import threading
 from asyncio import events
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
@@ -33,6 +35,7 @@ from weakref import WeakValueDictionary
 from ._forbidden import ForbiddenIO
 from ._participants import (
     FIRST_INDEX,
+    JITTER_S,
     START_S,
     CallbackQueue,
     Choose,
@@ -41,7 +44,9 @@ from ._participants import (
     SimHandle,
     SimTask,
     SimTimer,
+    TaskList,
 )
+from ._streams import NetworkLoop
 
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
@@ -100,7 +105,7 @@ class LoopObserver(Protocol):
 
 
 @final
-class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
+class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     """An event loop that runs one schedule of one program.
 
     Args:
@@ -113,6 +118,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         order: Which participant took each step so far, by number.
         now: Virtual time.
         num_indices: How many numbers were given to participants.
+        early_until: Up to when timers may fire although tasks are ready.
     """
 
     def __init__(
@@ -122,7 +128,8 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         budget: Budget | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
-        super().__init__()
+        asyncio.BaseEventLoop.__init__(self)  # that of the selector loop would open sockets
+        self.begin_network()
         self.choose = choose
         self.fidelity = fidelity
         self.budget = budget or Budget()
@@ -130,7 +137,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.now = START_S
         self.order: list[int] = []
         self.stepping: Participant | None = None  # known only where a trace is made
-        self.sim_tasks: list[SimTask] = []
+        self.sim_tasks = TaskList()
         self.executors: Executors | None = None  # set before the run
         self.enabled: list[Participant] = []
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
@@ -141,6 +148,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, Due]] = []
         self.num_due = 0  # timers that are due and have neither fired nor been cancelled
         self._due_at = 0.0
+        self.early_until = START_S + JITTER_S  # timers up to then may fire while tasks are ready
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
         self.num_indices = FIRST_INDEX
         self._callbacks = CallbackQueue(self)
@@ -181,7 +189,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
                 return None
         if self._closed:
             self._check_closed()  # type: ignore[attr-defined]
-        if self._holds_callbacks:
+        if self._holds_callbacks and self.network is None:  # asyncio's transports need the order
             free = SimHandle(callback, args, self, context)
             self.enabled.append(free)
             return free
@@ -215,7 +223,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def _add_timer(self, timer: SimTimer) -> None:
         heappush(self._timers, (timer.when(), timer.index, timer))
-        self.jump(self.now)
+        self.jump(self.now, is_early=True)
 
     def call_when_due(self, when: float, participant: Due) -> None:
         """Let a participant's `become_due` be called at a moment of virtual time."""
@@ -230,7 +238,10 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._check_closed()  # type: ignore[attr-defined]
         if self._task_factory is not None:  # type: ignore[attr-defined]
             return super().create_task(coro, **kwargs)
-        return SimTask(coro, loop=self, **kwargs)
+        task = SimTask(coro, loop=self, **kwargs)
+        if self.network is not None and asyncio.current_task(self) is None:
+            task.ends_with_run = True  # of a server: nobody in the program can await it
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Submit a call to the simulated twin of an executor."""
@@ -246,32 +257,34 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     # ---- running ---------------------------------------------------------------------------
 
     def run(self, main: asyncio.Task[Any]) -> str:
-        """Take steps until `main` is done; say how that ended.
+        """Take steps until `main` is done; say how that ended."""
+        return self.run_until(main.done)
+
+    def run_until(self, done: Callable[[], bool]) -> str:
+        """Take steps until something is done; say how that ended.
 
         Returns:
             "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
         """
-        enabled, external, order, budget = self.enabled, self.external, self.order, self.budget
-        observer, holds_clock = self.observer, self._holds_callbacks
-        done = main.done
-        end = budget.first_check
+        enabled, external, order, timers = self.enabled, self.external, self.order, self._timers
+        choose, observer, holds_clock = self.choose, self.observer, self._holds_callbacks
+        end = self.budget.first_check
         while True:
-            num = len(enabled)
-            if holds_clock or (external and not num):
-                options = self._with_external()
-            else:
+            if enabled:
                 options = enabled + external if external else enabled
-            if len(options) > 1:
-                at = self.choose(options)
-            elif options:
-                at = 0
+                if holds_clock or (timers and timers[0][0] <= self.early_until):
+                    options = self._with_clock()
+            elif external:
+                options = self._with_clock() if timers else external
             elif self._advance():
                 continue
             else:
                 return "deadlock"
+            at = choose(options) if len(options) > 1 else 0
             chosen = options[at]
             if observer is not None:
                 observer.before(chosen, options)
+            num = len(enabled)
             if at < num:
                 del enabled[at]
             elif at < num + len(external):
@@ -283,20 +296,22 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
             if done():
                 return "done"
             if len(order) >= end:
-                end = budget.check(self)
+                end = self.budget.check(self)
                 if not end:
                     return "endless"
 
-    def _with_external(self) -> list[Participant]:
-        """Return all options, where nothing but ops can go on or the clock is free."""
+    def _with_clock(self) -> list[Participant]:
+        """Return all options, the clock among them if it may move on."""
         options = self.enabled + self.external
         when = self.next_when()
         if when is None:
             return options
-        if self._holds_callbacks or not (
-            self.enabled or any(op.deadline < when for op in self.external)  # type: ignore[attr-defined]
-        ):
-            options.append(self._clock)
+        if not self._holds_callbacks:
+            if self.enabled and when > self.early_until:
+                return options
+            if any(op.deadline < when for op in self.external):  # type: ignore[attr-defined]
+                return options
+        options.append(self._clock)
         return options
 
     def next_when(self) -> float | None:
@@ -317,13 +332,15 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self.jump(when)
         return True
 
-    def jump(self, when: float) -> None:
-        """Move the clock, and make what is due then an option.
+    def jump(self, when: float, *, is_early: bool = False) -> None:
+        """Move the clock, early where tasks are ready, and make what is due then an option.
 
         Timers fire in the order of their times, also where the clock has passed several at once:
         those of a later instant have to wait for those of an earlier one.
         """
         self.now = max(self.now, when)
+        if not is_early:
+            self.early_until = self.now + JITTER_S
         limit = self.now + SAME_INSTANT_S
         timers = self._timers
         while timers and timers[0][0] <= limit:
@@ -363,6 +380,7 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
 
     def finish(self) -> None:
         """Stop being the running loop, for ever."""
+        self.forget_network()
         events._set_running_loop(None)
         sys.set_asyncgen_hooks(*self._old_hooks)
         self._thread_id = None  # type: ignore[assignment]  # as in the base class
@@ -372,9 +390,15 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._timers.clear()
         self._overdue.clear()
         self._closed = True
-        self.sim_tasks = []  # these close cycles, which only the collector could free
-        self.executors = self.observer = None
+        self.sim_tasks = TaskList()  # these close cycles, which only the collector could free
+        self.executors = self.observer = self.make_network = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing goes on but timers of the program."""
+        delayed = self.network is not None and self.network.is_delayed
+        return not (self.enabled or self.external or delayed)
 
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:

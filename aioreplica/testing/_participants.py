@@ -24,6 +24,8 @@ CLOCK = 1
 FIRST_INDEX = 2
 START_S = 1000.0
 """Where virtual time begins: not at 0, with which programs initialise what they compare to it."""
+JITTER_S = 0.01
+"""How much time may pass from when nothing was left to do until nothing is left again."""
 
 
 class Participant(Protocol):
@@ -45,6 +47,8 @@ Choose = Callable[[list[Participant]], int]
 
 
 RealTask = asyncio.Task  # kept: `asyncio.Task` stands for `SimTask` while a program runs
+MAX_ENDED = 1000
+"""How many that have ended are kept at most: a run that goes on for ever needs no more memory."""
 NAMES = tuple(f"Task-{i}" for i in range(256))
 
 
@@ -72,14 +76,13 @@ class SimTask(RealTask[Any]):
         self.args: tuple[Any, ...] = ()
         self.context: Context | None = None
         self.ends_with_run = False
-        tasks = getattr(loop, "sim_tasks", None)
+        tasks: TaskList | None = getattr(loop, "sim_tasks", None)
         if tasks is None:
             self.index = self.number = id(self) >> 4
             super().__init__(coro, loop=loop, name=name, **kwargs)
             return
-        self.number = number = len(tasks)
+        self.number = number = tasks.add(self)
         self.index = loop.new_index()
-        tasks.append(self)
         if name is None:  # asyncio's own counter goes on from run to run
             name = NAMES[number] if number < 256 else f"Task-{number}"
         super().__init__(coro, loop=loop, name=name, **kwargs)
@@ -91,6 +94,55 @@ class SimTask(RealTask[Any]):
         """Run the step that waits."""
         callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
+
+
+RealFuture = asyncio.Future
+
+
+@final
+class SimFuture(RealFuture[Any]):
+    """A future that hashes by a number: libraries for networks walk sets of futures."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __hash__(self) -> int:
+        try:
+            return self.number
+        except AttributeError:
+            loop: SimLoop = self.get_loop()  # type: ignore[assignment]  # only such loops make one
+            self.number = loop.new_index()
+            return self.number
+
+
+@final
+class TaskList(list[SimTask]):
+    """The tasks of a run in the order of their making, without old ones that have ended well.
+
+    Attributes:
+        num_made: How many tasks there were; the number of the next one.
+    """
+
+    __slots__ = ("_limit", "num_made")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = 0
+        self._limit = MAX_ENDED
+
+    def add(self, task: SimTask) -> int:
+        """Append a task; return its number."""
+        if len(self) >= self._limit:
+            self[:] = [each for each in self if not each.done() or each._log_traceback]
+            self._limit = 2 * len(self) + MAX_ENDED
+        self.append(task)
+        self.num_made += 1
+        return self.num_made - 1
+
+    def since(self, number: int) -> list[SimTask]:
+        """Return the tasks from a number on."""
+        num = self.num_made - number
+        return [each for each in self[-num:] if each.number >= number] if num else []
 
 
 @final
@@ -113,7 +165,7 @@ class CallbackQueue:
         loop = self._loop
         waiting, enabled = loop.waiting, loop.enabled
         head = waiting.popleft()
-        if loop.fidelity == "reorder":
+        if loop.fidelity != "asyncio":
             while waiting and type(waiting[0]) is SimTask:
                 enabled.append(waiting.popleft())
         if waiting:
@@ -126,7 +178,7 @@ class CallbackQueue:
 
 @final
 class Clock:
-    """Moves on to the next timer although an op is still in flight."""
+    """Moves on to the next timer although an op is still in flight, or a task ready."""
 
     __slots__ = ("_loop", "index")
 
@@ -136,9 +188,10 @@ class Clock:
 
     def fire(self) -> None:
         """Move virtual time to the next timer."""
-        when = self._loop.next_when()
+        loop = self._loop
+        when = loop.next_when()
         if when is not None:
-            self._loop.jump(when)
+            loop.jump(when, is_early=bool(loop.enabled))
 
 
 @final

@@ -106,6 +106,19 @@ def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
     return kind, found.f_locals.get("self")
 
 
+def name_in(frame: FrameType, wanted: Any) -> str:
+    """Return the local variable, or the attribute of `self`, that holds an object; or ""."""
+    for name, value in frame.f_locals.items():
+        if name != "self":
+            if value is wanted:
+                return name
+            continue
+        for attribute, held in getattr(value, "__dict__", {}).items():
+            if held is wanted and value is not wanted:
+                return f"{type(value).__name__}.{attribute}"
+    return ""
+
+
 def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
     """Say where a task or an op stands, such as "merge_call #1 (add) at app.py:12" or "app.py:12".
 

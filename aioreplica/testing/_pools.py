@@ -24,6 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._errors import RealIOError
+from ._participants import JITTER_S, MAX_ENDED
 from ._threads import NeedsThreads, OpRun, OpThreads
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ LATENCY_S: Final = 0.001
 MAX_LATENCY_S: Final = 0.25
 """How long an op takes at most, beyond what it sleeps and what faults add."""
 
-QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE = range(6)
+QUEUED, STARTABLE, IN_FLIGHT, LATE, WAITING, AWAKE, OVER = range(7)
 
 
 class PoolOp:
@@ -110,13 +111,7 @@ class PoolOp:
 
     def describe(self) -> str:
         """Name the call for stories."""
-        fn: Any = self.fn
-        args = self.args
-        if isinstance(fn, partial):
-            fn, args = fn.func, (*fn.args, *args)
-        if args and isinstance(getattr(fn, "__self__", None), Context):
-            fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
-        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return name_of_call(self.fn, self.args)
 
     # ---- the three events --------------------------------------------------------------------
 
@@ -138,6 +133,7 @@ class PoolOp:
         if not loop.enabled and self.due > loop.now:  # nothing else to do: time passes
             when = loop.next_when()
             loop.now = self.due if when is None or when > self.due else max(when, loop.now)
+            loop.early_until = loop.now + JITTER_S
         if self.state == STARTABLE:
             self._start(pool, loop)
         elif self.state == IN_FLIGHT:
@@ -146,6 +142,7 @@ class PoolOp:
             self._go_on(self.on_thread())
         else:
             pool.ended()
+            self.state = OVER
             self.deliver()
 
     def _start(self, pool: SimPool, loop: SimLoop) -> None:
@@ -192,6 +189,7 @@ class PoolOp:
                 table.current_op = outer
             if not table.slept_s and not table.needs_threads:
                 pool.ended()
+                self.state = OVER
                 self.deliver()
                 return
         self._end()
@@ -227,6 +225,7 @@ class PoolOp:
             loop.call_when_due(loop.now + slept, self)
         else:
             self.pool.ended()
+            self.state = OVER
             self.deliver()
             if table.needs_threads and not table.is_given_up:
                 raise NeedsThreads
@@ -281,6 +280,15 @@ class PoolOp:
             self._go_on(run)
 
 
+def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
+    """Return the name of what a call calls, inside `partial` and contexts of its own."""
+    if isinstance(fn, partial):
+        fn, args = fn.func, (*fn.args, *args)
+    if args and isinstance(getattr(fn, "__self__", None), Context):
+        fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
 def _DONE() -> None:  # noqa: N802 - a mark, only compared
     """Mark a call that returned."""
 
@@ -327,7 +335,7 @@ class SimPool:
 
     def put(self, op: PoolOp) -> None:
         """Enqueue a call."""
-        self.table.ops.append(op)
+        self.table.note(op)
         self.queue.append(op)
         if self.offered is None:
             self.offer()
@@ -399,6 +407,7 @@ class PoolTable:
 
     __slots__ = (
         "_by_executor",
+        "_limit",
         "current_op",
         "faults",
         "is_given_up",
@@ -416,13 +425,22 @@ class PoolTable:
         self._by_executor: dict[int, tuple[Any, SimPool]] = {}
         self.pools: list[SimPool] = []
         self.faults: FaultRun | None = None
-        self.ops: list[PoolOp] = []  # of this run, for its trace
+        self.ops: list[PoolOp] = []  # of this run, but for old ones that are over
+        self._limit = MAX_ENDED
         self.slept_s = 0.0
         self.current_op: PoolOp | None = None
         self.num_sleeps = 0
         self.threads: OpThreads | None = None
         self.needs_threads = False
         self.is_given_up = False
+
+    def note(self, op: PoolOp) -> None:
+        """Keep an op; forget old ones that are over."""
+        ops = self.ops
+        if len(ops) >= self._limit:
+            ops[:] = [each for each in ops if each.state != OVER]
+            self._limit = 2 * len(ops) + MAX_ENDED
+        ops.append(op)
 
     def sleep(self, op: PoolOp, seconds: float) -> None:
         """Let an op sleep: it is late by so much, or suspended if it sleeps very often."""
@@ -485,14 +503,15 @@ class PoolTable:
         self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
         return pool
 
-    def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Submit a call and return the asyncio future of its result."""
+    def submit_call(
+        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...], waits: Any = None
+    ) -> Any:
+        """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")
         if executor is not None and getattr(executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
-        loop = self.loop
-        future = loop.create_future()
+        future = (waits or self.loop).create_future()
         pool = self.pool_of(executor)
         pool.put(PoolOp(pool, fn, args, future))
         return future

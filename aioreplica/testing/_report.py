@@ -15,6 +15,8 @@ COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b
 ROW: Final = 30
 COLUMN: Final = 26
 LABEL: Final = 220
+MAX_COLUMNS: Final = 400
+"""How many steps a picture shows, the last ones."""
 
 
 @final
@@ -32,6 +34,7 @@ class Failure:
         steps: A failing schedule, step by step: the shrunk one where there is one.
         schedule_number: How many schedules had passed before.
         shrink_runs: How many schedules shrinking took.
+        causes: Wake-ups that were lost, in words, where the program got stuck.
     """
 
     error: BaseException
@@ -41,6 +44,7 @@ class Failure:
     steps: tuple[Step, ...] = ()
     schedule_number: int = 0
     shrink_runs: int = 0
+    causes: tuple[str, ...] = ()
 
     @property
     def timeline(self) -> str:
@@ -57,8 +61,12 @@ class Failure:
     def summary(self) -> list[str]:
         """The constraints and how to replay, in lines."""
         lines = [f"It fails when {', and '.join(self.constraints)}."] if self.constraints else []
-        if self.steps and not (self.constraints or self.schedule_number):
+        is_struck = any(
+            effect.endswith("(a fault)") for each in self.steps for effect in each.effects
+        )
+        if self.steps and not (self.constraints or self.schedule_number or is_struck):
             lines.append("It fails in asyncio's own order: no interleaving is needed.")
+        lines += [f"A wake-up is lost: {cause}." for cause in self.causes]
         if not self.token:
             return [*lines, "It has too many decisions for a token, so it cannot be replayed."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
@@ -73,6 +81,20 @@ class Failure:
         target = Path(path)
         text = html_timeline(self.steps, "\n".join(_error_lines(self.error)), self.summary)
         target.write_text(text, encoding="utf-8")
+        return target
+
+    def save_png(self, path: str | Path) -> Path:
+        """Draw the timeline as a picture, with a lane for each task and device.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        target = Path(path)
+        title = "\n".join([*_error_lines(self.error)[:3], *self.constraints])
+        png_timeline(self.steps, title, target)
         return target
 
 
@@ -144,7 +166,7 @@ def text_timeline(steps: Sequence[Step]) -> str:
     """
     width = max((len(step.who) for step in steps), default=0)
     lines = [
-        f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.did}"
+        f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.story}"
         for number, step in enumerate(steps, 1)
     ]
     if len(lines) > MAX_LINES:
@@ -190,8 +212,45 @@ def html_timeline(steps: Sequence[Step], title: str, notes: Sequence[str]) -> st
     )
 
 
+def png_timeline(steps: Sequence[Step], title: str, target: Path) -> None:
+    """Write a picture: steps from left to right, a lane for each participant.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "A timeline as PNG is drawn with matplotlib, which is not installed. Install it with "
+            "`pip install aioreplica[examples]`, or use save_html, which needs nothing."
+        ) from error
+    lanes = list(dict.fromkeys(step.lane for step in steps))
+    columns = min(len(steps), MAX_COLUMNS)
+    shown = steps[-columns:]
+    figure = Figure(figsize=(3 + 0.28 * columns, 1.6 + 0.4 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    first = len(steps) - columns + 1
+    for number, step in enumerate(shown, first):
+        row = lanes.index(step.lane)
+        axes.barh(row, 0.8, left=number - 0.4, height=0.6, color=COLOURS[row % len(COLOURS)])
+        for effect in step.effects:
+            whom = effect.partition(" ")[2].removesuffix(" (a fault)")
+            if whom in lanes:
+                axes.annotate(
+                    "", (number + 0.5, lanes.index(whom)), (number, row),
+                    arrowprops={"arrowstyle": "->", "color": "#888"},
+                )  # fmt: skip
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(first - 1, first + columns)
+    axes.set_xlabel("step")
+    axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=9, wrap=True)
+    figure.savefig(target, format="png", dpi=120)
+
+
 def _bar(x: int, y: int, width: int, height: int, colour: str, step: Step, number: int) -> str:
-    text = f"step {number + 1}, {step.time_s:.4f} s: {step.who}: {step.did}"
+    text = f"step {number + 1}, {step.time_s:.4f} s: {step.who}: {step.story}"
     return (
         f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" fill="{colour}">'
         f"<title>{escape(text)}</title></rect>"

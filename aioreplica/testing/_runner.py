@@ -9,16 +9,17 @@ from contextvars import copy_context
 from typing import TypeVar, final
 
 from ..errors import ContextError
+from ._cancel import canceller_of
 from ._errors import DeadlockError, NondeterminismError, StarvationError
 from ._execute import Main, Observer, Outcome, execute
 from ._leaks import Ignored, Leaks
 from ._participants import Choose
 from ._points import describe_error, line_of_error
 from ._sandbox import Sandbox
-from ._schedule import CANCELLED, HELD, Hold, Schedule
+from ._schedule import HELD, Hold, Schedule
 from ._shrink import HoldChooser
 from ._threads import NeedsThreads
-from ._trace import Canceller, Keys, Step, Trace
+from ._trace import Keys, Step, Trace
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Choose)
@@ -80,10 +81,7 @@ class Runner:
             return self.run_holds(schedule, schedule.holds)
 
         def attempt() -> Outcome:
-            observer = None
-            if schedule.maker == CANCELLED:
-                observer = Canceller(schedule.cancel_step)
-            return self._execute(schedule, observer, schedule.chooser())
+            return self._execute(schedule, canceller_of(schedule), schedule.chooser())
 
         return self._with_threads_if_needed(attempt)
 
@@ -102,9 +100,7 @@ class Runner:
             return self.trace_holds(schedule, schedule.holds, max_steps)
 
         def attempt() -> tuple[Outcome, Trace]:
-            trace = Trace()
-            if schedule.maker == CANCELLED:
-                trace.canceller = Canceller(schedule.cancel_step)
+            trace = Trace(canceller_of(schedule))
             return self._with_trace(schedule, trace, schedule.chooser(), max_steps), trace
 
         return self._explained(*self._with_threads_if_needed(attempt))
@@ -125,7 +121,7 @@ class Runner:
         """Run asyncio's own order under constraints, with a schedule's seed and faults."""
 
         def attempt() -> Outcome:
-            keys = Keys()
+            keys = Keys(canceller_of(schedule))
             return self._execute(schedule, keys, HoldChooser(holds, keys), max_steps)
 
         return self._with_threads_if_needed(attempt)
@@ -136,7 +132,7 @@ class Runner:
         """Run constraints with their trace."""
 
         def attempt() -> tuple[Outcome, Trace]:
-            trace = Trace()
+            trace = Trace(canceller_of(schedule))
             choose = HoldChooser(holds, trace.keys)
             return self._with_trace(schedule, trace, choose, max_steps), trace
 

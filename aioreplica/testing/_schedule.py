@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from ._participants import Choose, Participant
+from ._participants import CLOCK, Choose, Participant
 from ._strategies import FIFO, MAKERS, fifo
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class Schedule:
         length: How many decisions the strategy expects.
         fidelity: What may vary.
         choices: For `CHOICES`, what is not the default: pairs of decision and option.
-        cancel_step: For `CANCELLED`, after which step the main task is cancelled.
+        cancel_step: For `CANCELLED`, after which step a task is cancelled.
+        cancel_task: For `CANCELLED`, which task, in the order of their making; 0 is the main one.
+        order: For `CANCELLED`, the number of the strategy that orders the steps.
         holds: For `HELD`, the constraints.
         faults: What may go wrong, or None.
     """
@@ -64,6 +66,8 @@ class Schedule:
     fidelity: str = "reorder"
     choices: tuple[tuple[int, int], ...] = ()
     cancel_step: int = 0
+    cancel_task: int = 0
+    order: int = FIFO
     holds: tuple[Hold, ...] = ()
     faults: Faults | None = None
 
@@ -71,9 +75,8 @@ class Schedule:
         """Return a fresh function that chooses."""
         if self.maker == CHOICES:
             return ChoiceList(self.choices)
-        if self.maker == CANCELLED:
-            return fifo
-        return MAKERS[self.maker](self.seed, self.length)
+        maker = self.order if self.maker == CANCELLED else self.maker
+        return MAKERS[maker](self.seed, self.length)
 
 
 @final
@@ -140,3 +143,8 @@ class ChoiceList:
 def is_preemptible(option: Participant) -> bool:
     """Tell whether this is a task: holding it though it could run is a preemption."""
     return hasattr(option, "number")
+
+
+def is_outside(option: Participant) -> bool:
+    """Tell whether this is an op or the clock, which go on while the loop has nothing to do."""
+    return option.index == CLOCK or hasattr(option, "deadline")

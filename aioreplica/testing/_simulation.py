@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import final
 
 from ._loop import SimLoop
+from ._network import Network
 from ._pools import PoolOp, PoolTable
 from ._threads import OpThreads
 
@@ -35,9 +36,18 @@ class Simulation:
     def begin(self, loop: SimLoop, pools: PoolTable) -> None:
         """Start a schedule."""
         self.loop, self.pools = loop, pools
+        loop.make_network = self.open_network
         self.numbers.clear()
         self._num_numbers = 0
         self._is_running = True
+
+    def open_network(self) -> Network:
+        """Return the network of the schedule, made when something first asks for it."""
+        network = self.loop.network
+        if network is None:
+            network = self.loop.network = Network(self.loop, self.pools)
+        assert isinstance(network, Network)
+        return network
 
     def end(self) -> None:
         """End a schedule."""

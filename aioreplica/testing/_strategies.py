@@ -8,11 +8,11 @@ was measured to be: a program that spins until another task gets on would spin f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final
+from typing import Final, final
 
-from ._participants import CLOCK, Choose, Participant
+from ._participants import CLOCK, Choose, Participant, SimTask
 
 MASK: Final = (1 << 64) - 1
 SEED_BITS: Final = 40  # what a token carries
@@ -53,7 +53,8 @@ def fifo(options: list[Participant]) -> int:
     """Take what asyncio would take; ops and the clock in the order of their times."""
     first = options[0]
     if not hasattr(first, "deadline"):  # not an op: something is ready
-        return _overdue(options) if hasattr(options[-1], "deadline") else 0
+        last = options[-1]
+        return _overdue(options) if last.index == CLOCK or hasattr(last, "deadline") else 0
     at, soonest = 0, first.due  # type: ignore[attr-defined]
     for i, option in enumerate(options):
         if option.index == CLOCK:
@@ -89,22 +90,32 @@ def make_random(seed: int, length: int) -> Choose:
     return lambda options: int(rng() * len(options))
 
 
-def _make_pct(seed: int, length: int, depth: int) -> Choose:
+def _make_pct(seed: int, length: int, depth: int, *, redraws: bool = False) -> Choose:
     """Make a strategy of random priorities with `depth` - 1 changes.
 
     The most urgent participant goes on until it has to wait; at each change the one that would go
     on becomes the least urgent of all. Finds a bug of that depth among n participants and k
     decisions with a probability of at least 1/(n k**(depth-1)).
 
+    Args:
+        seed: Decides all.
+        length: How many decisions are expected.
+        depth: How many constraints a bug may take.
+        redraws: Whether a task that was woken gets a new priority. A wait parts a task into events
+            that have other causes; with one priority for all of them, a bug that wants a task to
+            be early before a wait and late after it takes a change at exactly that decision.
+
     Source:
         Burckhardt et al., A randomized scheduler with probabilistic guarantees of finding bugs,
-        ASPLOS 2010.
+        ASPLOS 2010; priorities by chains of events as in Ozkan et al., Randomized testing of
+        distributed systems with probabilistic guarantees, OOPSLA 2018.
     """
     random = Random(seed)
     rng = random.random
     changes = {random.randrange(max(1, length)): at for at in range(1, depth)}
     patience = PATIENCE * length + EXTRA_DECISIONS
     urgency: list[float] = []
+    has_run: set[int] = set()
     decisions = 0
 
     def choose(options: list[Participant]) -> int:
@@ -117,12 +128,17 @@ def _make_pct(seed: int, length: int, depth: int) -> Choose:
             index = option.index
             while index >= len(urgency):
                 urgency.append(1.0 + rng())
+            if index in has_run and option.args:  # type: ignore[attr-defined]  # a task
+                has_run.remove(index)  # it was woken by a future, not by itself
+                urgency[index] = 1.0 + rng()
             if urgency[index] > best:
                 best, at = urgency[index], i
         if decisions in changes:
             urgency[options[at].index] = 1.0 / (1 + changes.pop(decisions))
             decisions -= 1
             return choose(options)
+        if redraws and isinstance(options[at], SimTask):
+            has_run.add(options[at].index)
         return at
 
     return choose
@@ -141,6 +157,16 @@ def make_pct2(seed: int, length: int) -> Choose:
 def make_pct3(seed: int, length: int) -> Choose:
     """Make priorities that change twice."""
     return _make_pct(seed, length, 3)
+
+
+def make_woken2(seed: int, length: int) -> Choose:
+    """Make priorities that are drawn again with each wake-up, and change once besides."""
+    return _make_pct(seed, length, 2, redraws=True)
+
+
+def make_woken3(seed: int, length: int) -> Choose:
+    """Make priorities that are drawn again with each wake-up, and change twice besides."""
+    return _make_pct(seed, length, 3, redraws=True)
 
 
 def make_pos(seed: int, length: int) -> Choose:
@@ -217,19 +243,21 @@ MAKERS: Final[tuple[Maker, ...]] = (
     make_pct3,
     make_pos,
     make_holds,
+    make_woken2,
+    make_woken3,
 )
 """By the number that stands for each in a token: only ever add to the end."""
-FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS = range(7)
-BY_DECISIONS: Final = (PCT1, PCT2)
+FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS, WOKEN2, WOKEN3 = range(9)
+BY_DECISIONS: Final = (PCT1, PCT2, WOKEN2)
 """Those whose length is the number of decisions of a run, not of its steps: a change that falls on
 a step without a choice is lost. With three changes more bugs are found if they are drawn widely."""
 
 CYCLES: Final[dict[str, tuple[int, ...]]] = {
     "fifo": (FIFO,),
     "random": (RANDOM,),
-    "pct": (PCT1, PCT2, PCT2, PCT3),
+    "pct": (PCT1, WOKEN2, WOKEN2, WOKEN3),
     "pos": (POS,),
-    "portfolio": (PCT1, RANDOM, HOLDS, POS, PCT2, RANDOM, HOLDS, PCT3),
+    "portfolio": (PCT1, RANDOM, HOLDS, POS, WOKEN2, RANDOM, HOLDS, WOKEN3),
 }
 """What schedule follows what, by name of strategy; the first of a portfolio is asyncio's own."""
 
@@ -245,3 +273,52 @@ def maker_of(strategy: str, at: int) -> int:
     if strategy == "portfolio":
         return FIFO if at == 0 else cycle[(at - 1) % len(cycle)]
     return cycle[at % len(cycle)]
+
+
+STALE: Final = 2
+"""After so many schedules in a row that had been run before, a strategy pauses."""
+MAX_PAUSE: Final = 4
+MAX_KNOWN: Final = 1_000_000
+
+
+@final
+class Rotation:
+    """Decides which strategy makes the next schedule, and learns from what became of the last one.
+
+    The strategies take turns. One that only repeats what was run before (static priorities have no
+    more than n! orders of n tasks) pauses for longer and longer, and the others take over.
+
+    Args:
+        strategy: A key of `CYCLES`.
+    """
+
+    __slots__ = ("_at", "_cycle", "_known", "_pauses", "_stale")
+
+    def __init__(self, strategy: str) -> None:
+        self._cycle = CYCLES[strategy]
+        self._at = 0 if strategy == "portfolio" else 1  # asyncio's own order has been run
+        self._known: set[int] = set()
+        self._stale: dict[int, int] = {}
+        self._pauses: dict[int, int] = {}
+
+    def next(self) -> int:
+        """Return the number of the maker whose turn it is."""
+        while True:
+            maker = self._cycle[self._at % len(self._cycle)]
+            self._at += 1
+            pauses = self._pauses.get(maker, 0)
+            if not pauses:
+                return maker
+            self._pauses[maker] = pauses - 1
+
+    def ran(self, maker: int, order: Sequence[int]) -> None:
+        """Learn who took each step of the schedule."""
+        known, key = self._known, hash(tuple(order))
+        if key not in known:
+            self._stale[maker] = 0
+            if len(known) < MAX_KNOWN:
+                known.add(key)
+            return
+        self._stale[maker] = stale = self._stale.get(maker, 0) + 1
+        if stale >= STALE:
+            self._pauses[maker] = min(stale - STALE + 1, MAX_PAUSE)

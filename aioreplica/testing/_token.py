@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..context import REGISTRY
-from ._faults import Fault, Faults, name_number
+from ._faults import SLOW, SLOW_LINK, Fault, Faults, name_number
 from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Hold, Schedule
 from ._strategies import MAKERS, SEED_BITS
 
@@ -61,7 +61,8 @@ def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
             for number in (*_hold_numbers(hold),):
                 body += _varint(number)
     elif schedule.maker == CANCELLED:
-        body += _varint(schedule.cancel_step)
+        for number in (schedule.cancel_step, schedule.cancel_task, schedule.order):
+            body += _varint(number)
     else:
         body += _varint(schedule.length)
         body += _faults_bytes(schedule.faults, ROOM - CRC_BYTES - len(body))
@@ -104,7 +105,10 @@ def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
     if maker == CHOICES:
         return Schedule(maker, seed, 0, fidelity, tuple(_choices(rest)))
     if maker == CANCELLED:
-        return Schedule(maker, seed, 0, fidelity, cancel_step=_read(rest))
+        step, task, order = _read(rest), _read(rest), _read(rest)
+        if order >= len(MAKERS):
+            raise ValueError(_damaged(token))
+        return Schedule(maker, seed, 0, fidelity, cancel_step=step, cancel_task=task, order=order)
     if maker == HELD:
         return Schedule(maker, seed, 0, fidelity, holds=tuple(_holds(rest)))
     length = _read(rest)
@@ -199,13 +203,18 @@ def _faults_bytes(faults: Faults | None, room: int) -> bytes:
     """Write faults if there is room, else a mark by which this process finds them."""
     if faults is None or not faults.entries:
         return bytes([NO_FAULTS])
-    if all(not isinstance(each.error, BaseException) for each in faults.entries):
+    if all(map(_fits, faults.entries)):
         inside = b"".join(_fault_bytes(each) for each in faults.entries)
         if len(inside) < room:
             return bytes([FAULTS_INSIDE]) + inside
     key = crc32(repr(faults.entries).encode()) & 0xFFFF
     _known_faults()[key] = faults
     return bytes([FAULTS_ELSEWHERE]) + key.to_bytes(2)
+
+
+def _fits(fault: Fault) -> bool:
+    """Tell whether a few numbers say it all: no exception with state, no pattern."""
+    return not isinstance(fault.error, BaseException) and not set("*?[") & set(fault.fn or "")
 
 
 def _fault_bytes(fault: Fault) -> bytes:
@@ -249,7 +258,7 @@ def _read_fault(first: int, rest: Iterator[int]) -> Fault:
     fn = f"#{_read_number(rest)}" if flags & 2 else None
     at = _read(rest) if flags & 4 else None
     error = _class_of(_read_number(rest)) if flags & 8 else None
-    if kind == 1:
+    if kind in (SLOW, SLOW_LINK):
         (factor,) = struct.unpack(">f", bytes(next(rest) for _ in range(4)))
         return Fault(kind, device, fn, at, 1, error, factor)
     return Fault(kind, device, fn, at, _read(rest), error)

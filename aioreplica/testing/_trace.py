@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from ..context import PLACE
+from ._cancel import Canceller
+from ._effects import Effects
+from ._leaks import names_of
 from ._library import LibraryWatch, MadeCall, OrderWatch
 from ._loop import SimLoop
+from ._network import Ready
 from ._participants import (
     CALLBACKS,
     CLOCK,
@@ -41,6 +45,9 @@ MAIN_KEY: Final[Key] = (FIRST_INDEX,)
 MAX_TRACE_STEPS: Final = 3_000
 MAX_KEY: Final = 8
 """How long a key gets: timers that make each other would have keys as long as their number."""
+MAX_KEYS: Final = 50_000
+LATE_KEY: Final[Key] = (CALLBACKS, CALLBACKS)
+"""Of what is made after so many others: a run that goes on for ever needs no more memory."""
 RECENT: Final = 1000
 
 
@@ -60,6 +67,7 @@ class Step:
         nth: Which of its own steps this was, from 0.
         since: Counts steps in the order in which they became possible.
         num_options: How many participants could have gone instead, itself included.
+        effects: What it did to others, such as "wakes main".
     """
 
     who: str
@@ -72,6 +80,12 @@ class Step:
     nth: int
     since: int
     num_options: int
+    effects: tuple[str, ...] = ()
+
+    @property
+    def story(self) -> str:
+        """What it did, to itself and to others."""
+        return "; ".join((self.did, *self.effects))
 
     def is_same(self, other: Step) -> bool:
         """Tell whether another run took the same step; names may differ, such as of a counter."""
@@ -83,7 +97,7 @@ class Step:
 
     def describe(self) -> str:
         """Return one line."""
-        return f"{self.time_s:10.4f}  {self.who:<24}  {self.did}"
+        return f"{self.time_s:10.4f}  {self.who:<24}  {self.story}"
 
 
 @final
@@ -103,6 +117,24 @@ class Busy:
 
 
 @final
+@dataclass(slots=True)
+class MadeTask:
+    """A task of a run.
+
+    Attributes:
+        who: Its name in the trace.
+        names: Its own name, and that of its function.
+        made_after: After how many steps it was made.
+        ended_after: After how many steps it had ended; None if it had not.
+    """
+
+    who: str
+    names: tuple[str, str]
+    made_after: int
+    ended_after: int | None = None
+
+
+@final
 class Trace:
     """Observes a run and keeps its steps in words.
 
@@ -113,19 +145,23 @@ class Trace:
         pending: Steps that could have been taken when a failing run ended.
         graph: Who waited for whom when the run got stuck; None if it did not.
         busy: Who took the last steps of an endless run, busiest first.
+        lost: Wake-ups that were lost before the run got stuck.
         exceptions: What tasks and callbacks raised that was not retrieved when the run got stuck.
         ending: How the run ended.
         keys: The keys of all participants.
         order: Watches the order of collectives.
-        canceller: Told of every step too; None without a cancellation.
+        tasks: All tasks, in the order of their making.
+
+    Args:
+        canceller: Told of every step too; None where nothing is cancelled.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, canceller: Canceller | None = None) -> None:
         self.steps: list[Step] = []
+        self.tasks: list[MadeTask] = []
         self.num_steps = 0
         self.num_decisions = 0
         self.pending: list[Step] = []
-        self.canceller: Canceller | None = None
         self.graph: WaitGraph | None = None
         self.busy: tuple[Busy, ...] = ()
         self.exceptions: tuple[str, ...] = ()
@@ -133,7 +169,7 @@ class Trace:
         self._recent: deque[Participant] = deque(maxlen=RECENT)
         self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
         self._pools: PoolTable = None  # type: ignore[assignment]  # likewise
-        self.keys = Keys()
+        self.keys = Keys(canceller)
         self._nth: dict[int, int] = {}
         self._since: dict[int, int] = {}
         self._num_possible = 0
@@ -143,6 +179,8 @@ class Trace:
         self._op_counts: dict[int, int] = {}
         self._op_numbers: dict[int, int] = {}
         self._owners = Owners()
+        self._effects = Effects(self.name_of)
+        self.lost: tuple[str, ...] = ()
         self.order = OrderWatch()
         self._library = LibraryWatch(self._note_call)
         self._now: tuple[str, int, int, int] | None = None
@@ -154,10 +192,10 @@ class Trace:
         self._loop, self._pools = loop, pools
         self._names[main.index] = "main"
         self.keys.begin(loop, pools, main)
-        if self.canceller is not None:
-            self.canceller.begin(loop, pools, main)
         self._owners.install()
+        self._effects.install()
         self._library.start(pools)
+        self._note_tasks(main)
         self._note_options(self._options_now())
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
@@ -172,6 +210,7 @@ class Trace:
         index = chosen.index
         self._note_options(self._options_now(), by_time=True)
         self.order.begin_step(index)
+        self._effects.begin_step(self.num_steps, self.name_of(chosen))
         since = self._since.pop(index, self._num_possible)
         nth = self._nth.get(index, 0)
         self._nth[index] = nth + 1
@@ -181,8 +220,7 @@ class Trace:
     def after(self, chosen: Participant) -> None:
         """Note what came of the step."""
         self.keys.after(chosen)
-        if self.canceller is not None:
-            self.canceller.after(chosen)
+        self._note_tasks(chosen)
         if self.num_steps > MAX_TRACE_STEPS:
             return
         self.order.end_step(self._loop.num_indices)
@@ -202,8 +240,26 @@ class Trace:
         lane = chosen.pool.name if isinstance(chosen, PoolOp) else who
         time_s = self._loop.now - START_S
         key = self.keys.key_of(chosen)
-        self.steps.append(Step(who, lane, did, at, reached, time_s, key, nth, since, num_options))
+        canceller = self.keys.canceller
+        struck = () if canceller is None else canceller.struck
+        effects = tuple(self._effects.end_step(chosen, self._loop, struck))
+        self.steps.append(
+            Step(who, lane, did, at, reached, time_s, key, nth, since, num_options, effects)
+        )
         self._note_options(self._options_now())
+
+    def _note_tasks(self, chosen: Participant) -> None:
+        """Note what tasks there are since the last step, and whether one has ended."""
+        tasks, known = self._loop.sim_tasks, self.tasks
+        if self.num_steps <= MAX_TRACE_STEPS and len(known) < tasks.num_made:
+            made = {task.number: task for task in tasks.since(len(known))}
+            for number in range(len(known), tasks.num_made):
+                task = made.get(number)  # None if it was eager
+                who = "" if task is None else self.name_of(task)
+                names = ("", "") if task is None else names_of(task)
+                known.append(MadeTask(who, names, self.num_steps))
+        if isinstance(chosen, SimTask) and chosen.done() and chosen.number < len(known):
+            known[chosen.number].ended_after = self.num_steps
 
     def end(self, kind: str) -> None:
         """Look at the stuck program before it is cleaned up."""
@@ -215,6 +271,8 @@ class Trace:
                 self._loop.sim_tasks, self._pools, self.name_of, self._owners, self._library
             )
             self.exceptions = tuple(self._unretrieved())
+            if self.num_steps <= MAX_TRACE_STEPS:
+                self.lost = tuple(self._effects.lost(self._loop))
         if kind == "endless":
             self.busy = tuple(self._busy())
 
@@ -265,6 +323,7 @@ class Trace:
     def close(self) -> None:
         """Put back what was watched."""
         self._owners.remove()
+        self._effects.remove()
         self._library.stop()
 
     # ---- names ---------------------------------------------------------------------------------
@@ -287,6 +346,8 @@ class Trace:
             count = self._op_counts.get(id(participant.pool), 0) + 1
             self._op_counts[id(participant.pool)] = count
             return f"op {participant.describe()} #{count} on {participant.pool.name}"
+        if isinstance(participant, Ready):
+            return participant.name
         if participant.index == CALLBACKS:
             return "callbacks"
         if participant.index == CLOCK:
@@ -317,6 +378,8 @@ class Trace:
             if chosen.state == AWAKE:
                 return "goes on"
             return "delivers its result" if chosen.state == LATE else "starts"
+        if isinstance(chosen, Ready):
+            return chosen.describe()
         if chosen.index == CALLBACKS:
             return f"run {_callback_name(self._loop.waiting[0])}"
         if chosen.index == CLOCK:
@@ -364,14 +427,18 @@ def _callback_name(handle: Any) -> str:
 class Keys:
     """Gives keys, and counts the steps of each participant; an observer of a run.
 
+    Args:
+        canceller: Told of every step too; None where nothing is cancelled.
+
     Attributes:
         by_number: The key of each participant so far, by its number.
         num_steps: How many steps each has taken, by key.
     """
 
-    __slots__ = ("_loop", "_made", "by_number", "num_steps")
+    __slots__ = ("_loop", "_made", "by_number", "canceller", "num_steps")
 
-    def __init__(self) -> None:
+    def __init__(self, canceller: Canceller | None = None) -> None:
+        self.canceller = canceller
         self.by_number: list[Key] = [CALLBACKS_KEY, CLOCK_KEY]
         self.num_steps: dict[Key, int] = {}
         self._made: dict[Key, int] = {}
@@ -381,6 +448,8 @@ class Keys:
         """Start to observe, before the first step."""
         self._loop = loop
         self.by_number.append(MAIN_KEY)
+        if self.canceller is not None:
+            self.canceller.begin(loop, pools, main)
 
     def before(self, chosen: Participant, options: list[Participant]) -> None:
         """Note who takes the next step."""
@@ -388,13 +457,15 @@ class Keys:
     def after(self, chosen: Participant) -> None:
         """Give keys to what the step has made."""
         keys = self.by_number
-        maker = keys[chosen.index]
+        maker = self.key_of(chosen)
         self.num_steps[maker] = self.num_steps.get(maker, 0) + 1
-        for _ in range(len(keys), self._loop.num_indices):
+        for _ in range(len(keys), min(self._loop.num_indices, MAX_KEYS)):
             count = self._made.get(maker, 0)
             self._made[maker] = count + 1
             key = (*maker, count)
             keys.append(key if len(key) < MAX_KEY else (mix(*key),))
+        if self.canceller is not None:
+            self.canceller.after(chosen)
 
     def end(self, kind: str) -> None:
         """Nothing is left to do."""
@@ -405,45 +476,4 @@ class Keys:
     def key_of(self, participant: Any) -> Key:
         """Return the key of a participant."""
         index: int = participant.index
-        return self.by_number[index]
-
-
-@final
-class Canceller:
-    """Observes a run and cancels its main task once.
-
-    Args:
-        step: After how many steps; 0 cancels a main task that has not begun.
-
-    Attributes:
-        has_struck: Whether the main task was cancelled before it ended.
-    """
-
-    __slots__ = ("_loop", "_main", "_num_steps", "_step", "has_struck")
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-        self._num_steps = 0
-        self.has_struck = False
-        self._main: SimTask | None = None
-
-    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
-        """Start to observe, before the first step."""
-        self._main = main
-        self._strike_if_due()
-
-    def before(self, chosen: Participant, options: list[Participant]) -> None:
-        """Note who takes the next step."""
-
-    def after(self, chosen: Participant) -> None:
-        """Count the step."""
-        self._num_steps += 1
-        self._strike_if_due()
-
-    def end(self, kind: str) -> None:
-        """Nothing is left to do."""
-
-    def _strike_if_due(self) -> None:
-        main = self._main
-        if self._num_steps == self._step and main is not None and not main.done():
-            self.has_struck = main.cancel("art.cancel_everywhere")
+        return self.by_number[index] if index < len(self.by_number) else LATE_KEY

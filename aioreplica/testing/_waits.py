@@ -10,10 +10,13 @@ from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 from ._errors import Wait
+from ._forbidden import is_foreign
 from ._library import LibraryWatch
+from ._network import Network, name_of
 from ._participants import SimTask
-from ._points import frames_of, primitive_of, site_of
+from ._points import frames_of, name_in, primitive_of, site_of
 from ._pools import PoolOp, PoolTable
+from ._sockets import LISTENING, SimSocket
 
 PRIMITIVES: Final = (asyncio.Lock, asyncio.Semaphore)
 
@@ -29,11 +32,13 @@ class WaitGraph:
         waits: One edge for each task that waits, in the order the tasks were made.
         cycle: Names of tasks that wait for each other in a ring; empty without one.
         busy: Names of the tasks that could go on.
+        silent: Connections that a fault has made half-open.
     """
 
     waits: tuple[Wait, ...]
     cycle: tuple[str, ...]
     busy: tuple[str, ...]
+    silent: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -61,13 +66,16 @@ class WaitGraph:
             wait, needs = look.at_op(op)
             waits.append(wait)
             edges[wait.who] = needs
-        return WaitGraph(tuple(waits), _find_cycle(edges), tuple(busy))
+        network = pools.loop.network
+        silent = tuple(network.silent_links()) if isinstance(network, Network) else ()
+        return WaitGraph(tuple(waits), _find_cycle(edges), tuple(busy), silent)
 
     def describe(self) -> str:
         """Return one line for each wait, and the cycle."""
         lines = [f"  {wait.describe()}" for wait in self.waits]
         if self.cycle:
             lines.append(f"  cycle: {' -> '.join((*self.cycle, self.cycle[0]))}")
+        lines += [f"  the connection {each} is half-open: a fault" for each in self.silent]
         return "\n".join(lines)
 
 
@@ -118,7 +126,8 @@ class _Look:
             return in_library
         frames, who, site = self._frames[task], self._name_of(task), site_of(task)
         found = primitive_of(frames)
-        if found is not None:
+        peer = peer_of(frames)
+        if found is not None and not (peer and found[0] == "asyncio.Event"):
             return self._at_primitive(who, site, task, *found)
         awaited = task._fut_waiter  # type: ignore[attr-defined]
         if isinstance(awaited, asyncio.Task):
@@ -136,6 +145,8 @@ class _Look:
         if works:
             names = self._names_of(works)
             return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
+        if peer:
+            return Wait(who, peer, site), ()
         inner = frames[-1].f_code.co_qualname if frames else ""
         if inner == "_wait":  # of asyncio.wait
             names = self._names_of(frames[-1].f_locals.get("fs", ()))
@@ -192,23 +203,10 @@ class _Look:
         """Find the name by which some task's code knows an object; the outermost one counts."""
         for frames in self._frames.values():
             for frame in frames:
-                name = _name_in(frame, wanted)
+                name = name_in(frame, wanted)
                 if name:
                     return name
         return ""
-
-
-def _name_in(frame: FrameType, wanted: Any) -> str:
-    """Return the local variable, or the attribute of `self`, that holds an object; or ""."""
-    for name, value in frame.f_locals.items():
-        if name != "self":
-            if value is wanted:
-                return name
-            continue
-        for attribute, held in getattr(value, "__dict__", {}).items():
-            if held is wanted and value is not wanted:
-                return f"{type(value).__name__}.{attribute}"
-    return ""
 
 
 def _knows(frames: list[FrameType], wanted: Any) -> bool:
@@ -232,6 +230,44 @@ def _find_cycle(edges: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
                 path.append(step)
                 todo.append(iter(edges[step]))
     return ()
+
+
+def peer_of(frames: Sequence[FrameType]) -> str:
+    """Return what a task that awaits the network waits for, by its frames; "" if it does not.
+
+    What counts are frames of asyncio and anyio, and the innermost one of any other code.
+    """
+    sock = None
+    for frame in reversed(frames):
+        sock = _socket_of(frame)
+        if sock is not None or not is_foreign(frame.f_code.co_filename):
+            break
+    if sock is not None:
+        if sock.state == LISTENING:
+            return f"a connection to {name_of(sock.address)}"
+        if sock.link is None:
+            return f"a connection with {name_of(sock.peer_address or sock.address)}"
+        is_client = name_of(sock.address) == sock.link.client
+        peer = sock.link.server if is_client else sock.link.client
+        broken = ", half-open by a fault of this schedule" if sock.link.is_silent else ""
+        return f"data from {peer}{broken}"
+    return ""
+
+
+def _socket_of(frame: FrameType) -> SimSocket | None:
+    """Find the socket that a frame has to do with: of a transport, or its own."""
+    me = frame.f_locals.get("self")
+    for holder in (me, getattr(me, "_protocol", None)):
+        for name in ("_transport", "transport"):
+            transport = getattr(holder, name, None)
+            extra = getattr(transport, "get_extra_info", None)
+            sock = getattr(extra("socket"), "_sock", None) if extra is not None else None
+            if isinstance(sock, SimSocket):
+                return sock
+    for thing in (frame.f_locals.get("sock"), getattr(me, "_raw_socket", None)):
+        if isinstance(thing, SimSocket):
+            return thing
+    return None
 
 
 @final

@@ -2,9 +2,12 @@
 
 import asyncio
 import itertools
+import sys
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -382,3 +385,121 @@ def test_other_leaks_are_still_found() -> None:
 def test_what_cannot_name_a_leak_is_refused() -> None:
     with pytest.raises(TypeError, match="leaks must be 'ignore'"):
         art.explore(leaves_a_task, leaks=3)  # type: ignore[arg-type]
+
+
+# --- what a step does to others ---------------------------------------------------------------
+
+
+async def tells_others() -> None:
+    ready, seen = asyncio.Event(), anyio.Event()
+
+    async def wait(event: Any) -> None:
+        await event.wait()
+
+    waiters = [
+        asyncio.create_task(wait(each), name=f"waits-{i}") for i, each in enumerate((ready, seen))
+    ]
+    last = asyncio.create_task(asyncio.sleep(9), name="sleeper")
+    await step()
+    ready.set()
+    seen.set()
+    last.cancel()
+    await asyncio.wait([*waiters, last])
+    ready.clear()
+    raise ValueError("to see the story")
+
+
+def test_a_story_says_what_steps_do_to_others() -> None:
+    failure = art.explore(tells_others).failure
+
+    assert failure is not None
+    [told] = [each for each in failure.steps if "sets 'ready'" in each.effects]
+    assert told.who == "main"
+    assert set(told.effects) == {
+        "sets 'ready'", "sets 'seen'", "wakes task 'waits-0'", "wakes task 'waits-1'",
+        "cancels task 'sleeper'",
+    }  # fmt: skip
+    assert "clears 'ready'" in failure.steps[-1].effects
+    assert "; sets 'ready'; sets 'seen'; wakes" in failure.timeline
+
+
+def test_the_await_that_came_too_late_is_named() -> None:
+    failure = art.explore(programs.lost_wakeup).failure
+
+    assert failure is not None
+    [cause] = failure.causes
+    assert cause.startswith("consumer (Task-1) has waited at Event at programs.py:")
+    assert "producer (Task-2) set 'event' at programs.py:" in cause
+    assert "consumer (Task-1) cleared it at programs.py:" in cause
+    assert cause in failure.story
+
+
+def test_an_unheard_notification_is_named() -> None:
+    async def main() -> None:
+        condition = asyncio.Condition()
+
+        async def notify() -> None:
+            async with condition:
+                condition.notify()
+
+        task = asyncio.create_task(notify())
+        await step()
+        async with condition:
+            await condition.wait()
+        await task
+
+    failure = art.explore(main).failure
+
+    assert failure is not None
+    assert "too late: notify (Task-1) notified 'condition' at test_causes.py:" in failure.causes[0]
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+async def starts_many(count: int) -> None:
+    for _ in range(count):
+        await asyncio.create_task(step())
+        await asyncio.to_thread(bytes, 1000)
+
+
+@pytest.mark.slow
+def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
+    peaks: list[int] = []
+    for count in (1_500, 6_000):
+        tracemalloc.start()
+        try:
+            art.run(partial(starts_many, count))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
+    per_step = (peaks[1] - peaks[0]) / (4_500 * 8)
+    assert per_step < 40, f"{per_step:.0f} bytes for each step"
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_timeline_is_drawn(tmp_path: Path) -> None:
+    failure = art.explore(tells_others).failure
+    assert failure is not None
+
+    page = failure.save_html(tmp_path / "t.html").read_text(encoding="utf-8")
+    assert "wakes task &#x27;waits-0&#x27;" in page
+    pytest.importorskip("matplotlib")
+    picture = failure.save_png(tmp_path / "t.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failure = art.explore(tells_others).failure
+    assert failure is not None
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+    with pytest.raises(ImportError, match=r"pip install aioreplica\[examples\]"):
+        failure.save_png(tmp_path / "t.png")
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Faults: decisions of the schedule, replayed with it."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.errors import DeviceError, WorkerLostError
+from tests.testing.programs import step
 
 
 async def three_calls() -> list[str]:
@@ -124,3 +126,201 @@ def test_impossible_faults_are_refused(method: str, arguments: Any, text: str) -
 def test_an_error_must_be_an_exception() -> None:
     with pytest.raises(TypeError, match="must be an exception"):
         art.Faults().fail_op(error="boom")  # type: ignore[arg-type]
+
+
+# --- cancellation -----------------------------------------------------------------------------
+
+
+async def forgets_to_give_back() -> None:
+    """A request that is cancelled while it holds a connection keeps it."""
+    free = ["connection"]
+
+    async def request() -> None:
+        await step()
+        connection = free.pop()
+        await step()
+        free.append(connection)
+
+    for number in range(2):
+        task = asyncio.create_task(request(), name=f"request-{number}")
+        await asyncio.wait([task])
+        task.cancelled() or task.result()
+
+
+async def gives_back() -> None:
+    """The same, with a `finally`; what is cancelled cancels who awaits it."""
+    free = ["connection"]
+
+    async def request() -> None:
+        connection = free.pop()
+        try:
+            await step()
+        finally:
+            free.append(connection)
+
+    for number in range(2):
+        await asyncio.create_task(request(), name=f"request-{number}")
+    assert free
+
+
+@pytest.mark.parametrize("pattern", ["request-*", "request", None])
+def test_a_cancelled_task_shows_what_it_forgets(pattern: str | None) -> None:
+    faults = art.Faults().cancel_task(pattern)
+    for seed in range(3):
+        failure = art.explore(forgets_to_give_back, seed=seed, faults=faults).failure
+
+        assert failure is not None
+        assert isinstance(failure.error, IndexError)
+        assert "cancels task 'request-0'" in failure.story
+        with pytest.raises(IndexError):
+            art.replay(forgets_to_give_back, failure.token, faults=faults)
+    art.explore(forgets_to_give_back, schedules=50).check()
+
+
+def test_a_cancellation_that_comes_through_to_the_main_task_has_passed() -> None:
+    faults = art.Faults().cancel_task("request-*", times=2)
+
+    art.explore(gives_back, schedules=300, faults=faults).check()
+
+
+def test_a_cancelled_task_strikes_at_each_of_its_awaits_and_within_its_budget() -> None:
+    places: set[int] = set()
+    most = 0
+
+    async def main() -> None:
+        nonlocal most
+        reached = [0] * 4
+
+        async def walk(number: int) -> None:
+            for place in range(4):
+                reached[number] = place
+                await step()
+            reached[number] = 4
+
+        tasks = [asyncio.create_task(walk(number)) for number in range(4)]
+        await asyncio.wait(tasks)
+        struck = [number for number, task in enumerate(tasks) if task.cancelled()]
+        places.update(reached[number] for number in struck)
+        most = max(most, len(struck))
+
+    art.explore(main, schedules=300, faults=art.Faults().cancel_task(times=2)).check()
+
+    assert places == {0, 1, 2, 3}
+    assert most == 2
+
+
+@pytest.mark.parametrize("orders", [1, 3])
+def test_any_task_is_cancelled_everywhere(orders: int) -> None:
+    report = art.cancel_everywhere(forgets_to_give_back, task="request-*", orders=orders)
+
+    failure = report.failure
+    assert failure is not None
+    assert failure.constraints[0].startswith("task 'request-0' is cancelled at ")
+    with pytest.raises(IndexError):
+        art.replay(forgets_to_give_back, failure.token)
+    assert art.cancel_everywhere(gives_back, task="*", orders=orders).complete
+
+
+def test_cancelling_a_task_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"No task .* is called 'reqest'.*request-0, request"):
+        art.cancel_everywhere(gives_back, task="reqest")
+
+
+async def passes_on_a_permit() -> None:
+    """One that was given the permit, and is cancelled before it goes on, passes nothing on."""
+    waiters: list[asyncio.Future[None]] = []
+
+    async def wait() -> None:
+        mine = asyncio.get_running_loop().create_future()
+        waiters.append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine in waiters:
+                waiters.remove(mine)
+            raise
+        pass_on()
+
+    def pass_on() -> None:
+        for waiter in waiters:
+            if not waiter.done():
+                waiters.remove(waiter)
+                waiter.set_result(None)
+                break
+
+    tasks = [asyncio.create_task(wait(), name=f"waiter-{number}") for number in range(2)]
+    while len(waiters) + sum(task.done() for task in tasks) < 2:
+        await step()
+    pass_on()
+    await asyncio.wait(tasks)
+
+
+@pytest.mark.parametrize("by_fault", [True, False])
+def test_a_wake_up_that_a_cancellation_loses_is_named(by_fault: bool) -> None:
+    if by_fault:
+        faults = art.Faults().cancel_task("waiter-0")
+        failure = art.explore(passes_on_a_permit, faults=faults).failure
+    else:
+        failure = art.cancel_everywhere(passes_on_a_permit, task="waiter-0").failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    [cause] = failure.causes
+    assert "main woke task 'waiter-0' in step" in cause
+    assert "was cancelled in step" in cause
+    assert cause in failure.story
+
+
+# --- points -----------------------------------------------------------------------------------
+
+
+async def commits_twice() -> None:
+    written: list[int] = []
+    for _ in range(2):
+        try:
+            written.append(1)
+            await step()
+            art.fault_point("after commit")
+            break
+        except OSError:
+            continue
+    assert len(written) == 1
+
+
+def test_a_point_fails_where_the_schedule_says_so() -> None:
+    faults = art.Faults().fail_point("after commit")
+    failure = art.explore(commits_twice, faults=faults).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, AssertionError)
+    with pytest.raises(AssertionError):
+        art.replay(commits_twice, failure.token)
+    art.explore(commits_twice, schedules=50).check()
+    art.explore(commits_twice, schedules=50, faults=art.Faults().fail_point("other")).check()
+    asyncio.run(commits_twice())
+
+
+def test_a_point_raises_what_is_wanted() -> None:
+    wanted = art.Faults().fail_point("after commit", at=0, error=TimeoutError("too late"))
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError, match="too late"):
+            art.fault_point("after commit")
+
+    art.explore(main, schedules=5, faults=wanted).check()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda faults: faults.cancel_task(times=0),
+        lambda faults: faults.cancel_task("x", at=-1),
+        lambda faults: faults.fail_point(""),
+        lambda faults: faults.fail_point("x", error=3),
+    ],
+)
+def test_faults_of_tasks_and_points_are_checked(make: Callable[[art.Faults], object]) -> None:
+    faults = art.Faults()
+    with pytest.raises((TypeError, ValueError)):
+        make(faults)
+    assert not faults.entries

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 import aioreplica.testing as art
+from aioreplica.testing._strategies import CYCLES, PCT1, POS, Rotation
 from tests.testing import programs
 
 SEEDS = 20
@@ -99,6 +100,24 @@ def test_every_strategy_finds_a_lost_update(strategy: str) -> None:
     report = art.explore(programs.lost_update, schedules=600, strategy=strategy)
 
     assert isinstance(report.failure and report.failure.error, AssertionError)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pct_finds_a_task_that_is_early_before_a_wait_and_late_after_it(seed: int) -> None:
+    report = art.explore(programs.condition_without_loop, schedules=600, seed=seed, strategy="pct")
+
+    assert isinstance(report.failure and report.failure.error, IndexError)
+
+
+def test_a_strategy_that_only_repeats_itself_gives_way() -> None:
+    rotation, made = Rotation("portfolio"), list[int]()
+    for number in range(160):
+        made.append(rotation.next())
+        rotation.ran(made[-1], [0] if made[-1] == PCT1 else [number])
+
+    static, others = made.count(PCT1), made.count(POS)
+    assert made[:8] == list(CYCLES["portfolio"])
+    assert 0 < static < others / 2
 
 
 def test_asyncios_order_alone_finds_nothing() -> None:

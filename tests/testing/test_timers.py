@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -118,3 +120,84 @@ def test_a_program_that_spins_does_not_reach_a_cancelled_timer() -> None:
         return loop.time() - start
 
     assert art.run(main) == 1
+
+
+# --- times that nearly meet -------------------------------------------------------------------
+
+
+async def two_writers(unit_s: float) -> None:
+    """Lose an update if the second writer wakes before the first has written."""
+    written = 0
+
+    async def write(delay_s: float) -> None:
+        nonlocal written
+        await asyncio.sleep(delay_s)
+        seen = written
+        await asyncio.sleep(0)
+        written = seen + 1
+
+    await asyncio.gather(write(unit_s), write(2 * unit_s))
+    assert written == 2
+
+
+async def sleep_as_order(unit_s: float) -> None:
+    """Count on a sleep being longer than a few steps of another task."""
+    ready: list[bool] = []
+
+    async def prepare() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        ready.append(True)
+
+    async def use() -> None:
+        await asyncio.sleep(unit_s)
+        assert ready
+
+    await asyncio.gather(prepare(), use())
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("main", [two_writers, sleep_as_order])
+def test_times_a_millisecond_apart_may_collide(
+    main: Callable[[float], Coroutine[Any, Any, None]], fidelity: str
+) -> None:
+    for seed in range(5):
+        program = partial(main, 0.001)
+        failure = art.explore(program, schedules=50, seed=seed, fidelity=fidelity).failure
+        assert failure is not None
+        assert len(failure.constraints) == 1
+        with pytest.raises(AssertionError):
+            art.replay(program, failure.token)
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("main", [two_writers, sleep_as_order])
+def test_times_well_apart_do_not_collide(
+    main: Callable[[float], Coroutine[Any, Any, None]], fidelity: str
+) -> None:
+    art.explore(partial(main, 0.02), schedules=200, fidelity=fidelity).check()
+
+
+def test_an_early_timer_counts_as_a_preemption() -> None:
+    main = partial(sleep_as_order, 0.001)
+
+    assert art.exhaustive(main, max_preemptions=1).failed
+    assert art.exhaustive(partial(sleep_as_order, 0.02), max_preemptions=1).complete
+
+
+def test_steps_take_no_more_than_a_moment_in_all() -> None:
+    """Timers that make each other cannot take time from a task that is ready all along."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            loop.call_later(0.004, tick)
+
+        tick()
+        start = loop.time()
+        for _ in range(40):
+            await asyncio.sleep(0)
+        assert loop.time() - start <= 0.01
+
+    art.explore(main, schedules=100).check()

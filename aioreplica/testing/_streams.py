@@ -1,0 +1,163 @@
+"""What simulated loops add to asyncio's selector loop: Unix sockets, and servers that close."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from ._participants import SimFuture
+
+
+class Networks(Protocol):
+    """What makes sockets ready.
+
+    Attributes:
+        selector: Where the loop registers what it wants to be told of.
+    """
+
+    selector: Any
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether something is on its way for longer than usual."""
+
+    def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
+        """Name what was left open."""
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+
+
+class StreamLoop:
+    """Methods of an event loop; for Unix sockets a path is a mere name."""
+
+    async def _accept_connection2(
+        self, factory: Any, conn: Any, extra: Any, sslcontext: Any = None, server: Any = None,
+        *rest: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        """Make the transport of an accepted connection; none if the server has been closed.
+
+        asyncio fails an assertion then, and loses the connection: no program can know of it.
+        """
+        if server is not None and not server.sockets:
+            conn.close()
+            return
+        loop: Any = super()
+        await loop._accept_connection2(factory, conn, extra, sslcontext, server, *rest, **options)
+
+    async def create_unix_connection(
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        path: Any = None,
+        *,
+        ssl: Any = None,
+        sock: Any = None,
+        server_hostname: str | None = None,
+        **rest: Any,
+    ) -> Any:
+        """Connect to who listens at a path."""
+        loop: Any = self
+        if sock is None:
+            if path is None:
+                raise ValueError("no path and sock were specified")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, os.fspath(path))
+            except BaseException:
+                sock.close()
+                raise
+        elif path is not None:
+            raise ValueError("path and sock can not be specified at the same time")
+        return await loop._create_connection_transport(
+            sock, protocol_factory, ssl, server_hostname or ("" if ssl else None), **rest
+        )
+
+    async def create_unix_server(
+        self,
+        protocol_factory: Callable[[], asyncio.BaseProtocol],
+        path: Any = None,
+        *,
+        sock: Any = None,
+        backlog: int = 100,
+        ssl: Any = None,
+        ssl_handshake_timeout: float | None = None,
+        ssl_shutdown_timeout: float | None = None,
+        start_serving: bool = True,
+        **rest: Any,
+    ) -> Any:
+        """Listen at a path."""
+        loop: Any = self
+        if sock is None:
+            if path is None:
+                raise ValueError("path was not specified, and no sock specified")
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.bind(os.fspath(path))
+            except BaseException:
+                sock.close()
+                raise
+        elif path is not None:
+            raise ValueError("path and sock can not be specified at the same time")
+        sock.setblocking(False)
+        server: Any = asyncio.base_events.Server(
+            loop, [sock], protocol_factory, ssl, backlog, ssl_handshake_timeout,
+            ssl_shutdown_timeout,
+        )  # fmt: skip
+        if start_serving:
+            server._start_serving()
+            await asyncio.sleep(0)
+        return server
+
+
+class NetworkLoop(StreamLoop):
+    """What the loop of a run has to do with the network, which is made once it is needed.
+
+    Attributes:
+        network: What the run opens sockets in; None before.
+        make_network: Makes it; set before the run.
+    """
+
+    _closed: bool
+    _transports: WeakValueDictionary[int, Any]
+
+    def begin_network(self) -> None:
+        """Have none yet."""
+        self._transports = WeakValueDictionary()
+        self.network: Networks | None = None
+        self.make_network: Callable[[], Any] | None = None
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Make a future; where there is a network, one whose place in a set is known."""
+        loop: Any = self
+        return asyncio.Future(loop=loop) if self.network is None else SimFuture(loop=loop)
+
+    @property
+    def _selector(self) -> Any:
+        if self.network is None and not self._closed:
+            assert self.make_network is not None
+            self.make_network()
+        return None if self.network is None else self.network.selector
+
+    @property
+    def open_sockets(self) -> Iterable[str]:
+        """What the program has left open in the network, and is not about to close."""
+        transports = self._transports
+        if self.network is None:
+            return ()
+        return self.network.open_sockets(
+            lambda fd: fd in transports and transports[fd].is_closing()
+        )
+
+    def forget_network(self) -> None:
+        """Take the sockets from transports that were left open, which would warn of it."""
+        for transport in tuple(self._transports.values()):
+            transport._closing = True
+            transport._sock = None
+        if self.network is not None:
+            self.network.close()
+            self.network = None
