@@ -1,0 +1,25 @@
+"""A cancelled holder of a lock tries once more to release it."""
+
+import asyncio
+
+from memory_redis import MemoryConnection, Server
+from redis.asyncio import ConnectionPool, Redis
+
+
+async def main():
+    server = Server()
+    pool = ConnectionPool(connection_class=MemoryConnection, server=server)
+    client = Redis(connection_pool=pool)
+    lock = client.lock("lock")
+    await lock.acquire()
+    release = asyncio.create_task(lock.release())
+
+    async def client_gone():
+        release.cancel()
+
+    await asyncio.gather(client_gone(), release, return_exceptions=True)
+    if await lock.owned():
+        await lock.release()
+    is_locked = await lock.locked()
+    await pool.disconnect()
+    assert not is_locked
