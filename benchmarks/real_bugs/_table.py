@@ -18,7 +18,7 @@ class Bug:
         name: Of the program `programs/<name>.py`.
         package: As the package index names it; "cpython" for the standard library.
         buggy: The last release that has it, or a late one.
-        fixed: The first release that has not, or an early one.
+        fixed: The first release that has not, or an early one; empty if the newest still has it.
         issue: The upstream issue or pull request.
         culprit: File and functions that the fix changed: "path/of/file.py:function,function".
             A report names the wrong line if it names a line in one of them.
@@ -38,7 +38,7 @@ ANYIO: Final = "anyio==4.12.1"
 BINARY: Final = "psycopg[binary]==3.2.13"
 
 BUGS: Final = (
-    Bug("anyio_condition", "anyio", "4.12.1", "4.13.0", "agronholm/anyio#1075",
+    Bug("anyio_condition", "anyio", "4.12.1", "4.14.0", "agronholm/anyio#1075",
         "_core/_synchronization.py:wait"),
     Bug("anyio_lock", "anyio", "4.13.0", "4.14.0", "agronholm/anyio#1145",
         "_backends/_asyncio.py:acquire,release,acquire_nowait"),
@@ -59,7 +59,7 @@ BUGS: Final = (
         "redis/asyncio/client.py:__aexit__,__aenter__,aclose", (ANYIO,)),
     Bug("redis_lock_release", "redis", "7.1.1", "7.2.0", "redis/redis-py#3847",
         "redis/asyncio/lock.py:release,do_release", (ANYIO,)),
-    Bug("redis_pipeline_reset", "redis", "8.0.1", "8.1.0", "redis/redis-py#4123",
+    Bug("redis_pipeline_reset", "redis", "8.0.0", "8.0.1", "redis/redis-py#4123",
         "redis/asyncio/client.py:reset", (ANYIO,)),
     Bug("httpcore_cancelled_request", "httpcore", "0.17.2", "0.17.3", "encode/httpcore#726",
         "_async/connection_pool.py:handle_async_request,response_closed", (ANYIO,)),
@@ -68,7 +68,7 @@ BUGS: Final = (
         "_attempt_to_acquire_connection", (ANYIO,)),
     Bug("httpcore_closed_while_waiting", "httpcore", "0.17.0", "0.17.1", "encode/httpcore#680",
         "_async/connection_pool.py:handle_async_request", (ANYIO,)),
-    Bug("aiohttp_connector", "aiohttp", "3.10.10", "3.10.11", "aio-libs/aiohttp#9670",
+    Bug("aiohttp_connector", "aiohttp", "3.10.10", "", "aio-libs/aiohttp#9670",
         "aiohttp/connector.py:connect,_wait_for_available_connection,_release_waiter", (ANYIO,)),
     Bug("aiohttp_ws_cancelled_send", "aiohttp", "3.13.1", "3.13.2", "aio-libs/aiohttp#11725",
         "aiohttp/_websocket/writer.py:send_frame", (ANYIO,)),

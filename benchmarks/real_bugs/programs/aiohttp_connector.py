@@ -19,4 +19,4 @@ async def main():
             requests[1].cancel()
 
         first, _, third, _ = await asyncio.gather(*requests, client_gone(), return_exceptions=True)
-        assert [first, third] == ["ok", "ok"]
+        assert [first, third] == ["ok", "ok"], [first, third]

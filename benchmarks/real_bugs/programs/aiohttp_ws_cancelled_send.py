@@ -39,6 +39,7 @@ async def main():
         requests[0].cancel()
 
     await asyncio.gather(client_gone(), *requests, return_exceptions=True)
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
     received = []
     while queue._buffer:
         received.append((await queue.read()).data.encode())

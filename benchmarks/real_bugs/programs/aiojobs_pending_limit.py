@@ -13,7 +13,7 @@ async def main():
     finished = []
 
     async def job(number):
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         finished.append(number)
 
     jobs = [await scheduler.spawn(job(number)) for number in range(4)]

@@ -1,33 +1,37 @@
 """Two consumers of a mailbox; one of them gives up."""
 
-import asyncio
-
 import anyio
 
 
 async def main():
     condition = anyio.Condition()
-    mailbox = []
+    mailbox, hasty, patient = [], [], []
+    patience = anyio.CancelScope()
 
-    async def consume():
+    async def consume(letters):
         async with condition:
             while not mailbox:
                 await condition.wait()
-            return mailbox.pop()
+            letters.append(mailbox.pop())
+
+    async def consume_impatiently():
+        with patience:
+            await consume(hasty)
 
     async def produce():
         async with condition:
             mailbox.append("letter")
             condition.notify()
 
-    impatient = asyncio.create_task(consume())
-    patient = asyncio.create_task(consume())
-
     async def give_up():
-        impatient.cancel()
+        patience.cancel()
 
-    await asyncio.gather(produce(), give_up())
-    (got,) = await asyncio.gather(impatient, return_exceptions=True)
-    if got == "letter":
-        await produce()
-    assert await patient == "letter"
+    async with anyio.create_task_group() as group:
+        group.start_soon(consume_impatiently)
+        group.start_soon(consume, patient)
+        group.start_soon(produce)
+        group.start_soon(give_up)
+        await anyio.sleep(0.01)
+        if hasty:
+            await produce()
+    assert patient == ["letter"]

@@ -24,6 +24,5 @@ async def main():
             request.cancel()
 
     await asyncio.gather(*requests, clients_gone(), return_exceptions=True)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
     assert running == 0

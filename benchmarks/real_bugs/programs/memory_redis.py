@@ -12,6 +12,12 @@ class Server:
         self.values = {}
         self.delay = delay
         self.connects = 0
+        self.serving = []
+
+    async def stop(self, pool):
+        """Close all connections and wait until the server has noticed."""
+        await pool.disconnect()
+        await asyncio.gather(*self.serving)
 
     def answer(self, command):
         name, *arguments = command
@@ -42,6 +48,8 @@ class Writer:
         self.reader = reader
         self.closed = False
         self.transport = self
+        self.commands = asyncio.Queue()
+        server.serving.append(asyncio.create_task(self.serve()))
 
     def write(self, data):
         lines = data.split(b"\r\n")
@@ -51,20 +59,24 @@ class Writer:
             commands.append(lines[2 : 2 * size + 1 : 2])
             lines = lines[2 * size + 1 :]
         for command in commands:
-            asyncio.get_running_loop().call_soon(self.serve, command)
+            self.commands.put_nowait(command)
 
     def writelines(self, chunks):
         self.write(b"".join(chunks))
 
-    def serve(self, command):
-        if not self.closed:
-            self.reader.feed_data(self.server.answer(command))
+    async def serve(self):
+        while (command := await self.commands.get()) is not None:
+            answer = self.server.answer(command)
+            await asyncio.sleep(0)
+            if not self.closed:
+                self.reader.feed_data(answer)
 
     async def drain(self):
         await asyncio.sleep(0)
 
     def close(self):
         self.closed = True
+        self.commands.put_nowait(None)
         if not self.reader.at_eof():
             self.reader.feed_eof()
 
@@ -91,4 +103,9 @@ class MemoryConnection(Connection):
         await asyncio.sleep(delay(self.server.connects) if delay else 0)
         self._reader = asyncio.StreamReader()
         self._writer = Writer(self.server, self._reader)
-        await self.on_connect()
+
+    async def on_connect(self):
+        self._parser.on_connect(self)
+
+    async def on_connect_check_health(self, check_health=True):
+        self._parser.on_connect(self)

@@ -15,5 +15,5 @@ async def main():
     try:
         await asyncio.gather(client.set("a", "1"), client.set("b", "2"))
     finally:
-        await pool.disconnect()
+        await server.stop(pool)
     assert server.values == {b"a": b"1", b"b": b"2"}

@@ -1,4 +1,4 @@
-"""Two requests share a client, each in a block of its own."""
+"""Two requests share a client, each in a block of its own; the application holds it too."""
 
 import asyncio
 
@@ -8,11 +8,15 @@ from redis.asyncio import ConnectionPool, Redis
 
 async def main():
     server = Server()
-    client = Redis.from_pool(ConnectionPool(connection_class=MemoryConnection, server=server))
+    pool = ConnectionPool(connection_class=MemoryConnection, server=server)
+    client = Redis.from_pool(pool)
 
     async def request(key):
         async with client:
             await client.set(key, "1")
             return await client.get(key)
 
-    assert await asyncio.gather(request("a"), request("b")) == [b"1", b"1"]
+    async with client:
+        results = await asyncio.gather(request("a"), request("b"), return_exceptions=True)
+    await server.stop(pool)
+    assert results == [b"1", b"1"], results

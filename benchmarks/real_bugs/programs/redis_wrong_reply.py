@@ -19,5 +19,5 @@ async def main():
 
     await asyncio.gather(client_gone(), request, return_exceptions=True)
     value = await client.get("b")
-    await pool.disconnect()
+    await server.stop(pool)
     assert value == b"2", value
