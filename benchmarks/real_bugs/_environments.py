@@ -1,4 +1,4 @@
-"""Environments: one for each release of a package, made once and kept in the user's cache folder."""
+"""Environments: one for each release of a package, made once, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -75,11 +75,13 @@ def _install(interpreter: Path, wanted: Sequence[str]) -> None:
     pip = [uv, "pip", "install", "--python", str(interpreter)] if uv else [
         sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--no-compile",
     ]  # fmt: skip
-    result = subprocess.run([*pip, "--quiet", *wanted], capture_output=True, text=True)
+    result = subprocess.run([*pip, "--quiet", *wanted], capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"Cannot install {', '.join(wanted)}: {result.stderr.strip()[-800:]}")
 
 
 def _version(python: str) -> str:
     code = "import platform; print(platform.python_version())"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()

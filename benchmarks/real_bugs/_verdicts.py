@@ -114,7 +114,9 @@ def _probe(
     command = [str(python), str(PROBE), tool, bug.name, str(num_seeds), str(num_schedules),
                str(seconds), bug.culprit]  # fmt: skip
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 120)
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=seconds + 120
+        )
     except subprocess.TimeoutExpired:
         return {"found": [], "story": None, "broken": "did not end"}
     try:
