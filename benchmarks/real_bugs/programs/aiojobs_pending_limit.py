@@ -13,7 +13,7 @@ async def main():
     finished = []
 
     async def job(number):
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         finished.append(number)
 
     jobs = [await scheduler.spawn(job(number)) for number in range(4)]

@@ -27,11 +27,11 @@ async def main():
         patience.cancel()
 
     async with anyio.create_task_group() as group:
-        group.start_soon(consume_impatiently)
         group.start_soon(consume, patient)
-        group.start_soon(produce)
-        group.start_soon(give_up)
-        await anyio.sleep(0.01)
+        async with anyio.create_task_group() as hurry:
+            hurry.start_soon(consume_impatiently)
+            hurry.start_soon(produce)
+            hurry.start_soon(give_up)
         if hasty:
             await produce()
     assert patient == ["letter"]

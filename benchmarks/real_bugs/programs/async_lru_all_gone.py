@@ -6,16 +6,15 @@ from async_lru import alru_cache
 
 
 async def main():
-    running = 0
+    started, ended = asyncio.Event(), asyncio.Event()
 
     @alru_cache
     async def compute(key):
-        nonlocal running
-        running += 1
+        started.set()
         try:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(100)
         finally:
-            running -= 1
+            ended.set()
 
     requests = [asyncio.create_task(compute(1)) for _ in range(2)]
 
@@ -24,5 +23,6 @@ async def main():
             request.cancel()
 
     await asyncio.gather(*requests, clients_gone(), return_exceptions=True)
-    await asyncio.sleep(0.01)
-    assert running == 0
+    if started.is_set():
+        async with asyncio.timeout(1):
+            await ended.wait()
