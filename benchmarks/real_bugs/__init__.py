@@ -20,7 +20,7 @@ from ._verdicts import Plan, Verdict, format_verdicts, judge
 
 FULL = Plan(num_seeds=5, num_schedules=1_000, num_repeats=1_000, seconds=60)
 SMALL = Plan(num_seeds=1, num_schedules=1_000, num_repeats=20, seconds=5)
-TOOLS = ("kit", "simloom", "simloop", "plain")
+OTHERS = {True: "plain", False: "simloom,simloop,plain"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     plan = SMALL if options.quick else FULL
     if options.seconds:
         plan = plan.within(options.seconds)
-    tools = options.tools.split(",")
+    tools = (options.tools or f"kit,{OTHERS[options.quick]}").split(",")
     verdicts = []
     for bug in _choose(options):
         verdict = judge(bug, environments, plan, tools)
@@ -76,7 +76,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help=f"only {', '.join(QUICK)}, one seed each")
     add("--only", action="append", metavar="NAME", choices=[bug.name for bug in BUGS],
         help="only this bug; may be given several times")  # fmt: skip
-    add("--tools", default=",".join(TOOLS), metavar="NAMES", help="default: %(default)s")
+    add("--tools", metavar="NAMES", help="default: kit,simloom,simloop,plain; quick: kit,plain")
     add("--seconds", type=float, help="longest time for a tool other than the kit, a bug")
     add("--python", help="the interpreter of the environments (default: this one)")
     add("--correct", type=int, metavar="SCHEDULES", help="explore the correct programs instead")

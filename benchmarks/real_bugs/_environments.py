@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final, final
 
 KIT_NEEDS: Final = ("numpy", "array-api-compat", "optree", "threadpoolctl")
-TOOLS: Final = ("simloom", "simloop")
 
 
 @final
@@ -64,10 +63,19 @@ class Environments:
             shutil.rmtree(folder, ignore_errors=True)
             subprocess.run([str(python), "-m", "venv", "--without-pip", str(folder)], check=True)
             _install(interpreter, wanted)
-            if _version(str(interpreter)) >= "3.12":
-                _install(interpreter, TOOLS)
             marker.touch()
         return interpreter
+
+    def add(self, interpreter: Path, tool: str) -> bool:
+        """Add another tool to an environment; tell whether it is there now."""
+        marker = interpreter.parents[1] / tool
+        if not marker.exists():
+            try:
+                _install(interpreter, [tool])
+            except RuntimeError:  # it has no release for this Python
+                return False
+            marker.touch()
+        return True
 
 
 def _install(interpreter: Path, wanted: Sequence[str]) -> None:

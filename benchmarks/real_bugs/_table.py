@@ -112,4 +112,9 @@ BUGS: Final = (
     Bug("cpython_task_group", "cpython", "3.12.1", "3.13.0", "python/cpython#116720",
         "asyncio/taskgroups.py:__aexit__", (ANYIO,)),
 )  # fmt: skip
-QUICK: Final = ("anyio_condition", "anyio_lock", "aiorwlock_cancelled", "async_lru_cleared")
+QUICK: Final = (
+    "anyio_condition",
+    "anyio_limiter_cancelled",
+    "aiorwlock_cancelled",
+    "async_lru_cleared",
+)

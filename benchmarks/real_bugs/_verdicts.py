@@ -13,6 +13,7 @@ from typing import Any, Final, final
 from ._environments import Environments
 from ._table import Bug
 
+TOOLS: Final = ("simloom", "simloop")
 PROBE: Final = Path(__file__).with_name("_probe.py")
 HEADER: Final = ("bug", "release", "kit", "schedules", "names the line", "fixed", "simloom",
                  "simloop", "plain")  # fmt: skip
@@ -93,13 +94,15 @@ def judge(bug: Bug, environments: Environments, plan: Plan, tools: Sequence[str]
             clean = _probe(fixed, "kit", bug, plan.num_seeds, plan.num_schedules, 600)
             alarms = [clean["broken"]] if "broken" in clean else []
             alarms += [clean["story"]["error"]] if clean["story"] else []
+    tools = [tool for tool in tools if tool not in TOOLS or environments.add(buggy, tool)]
     others = {
         tool: _probe(buggy, tool, bug, 1 if tool == "plain" else plan.num_seeds,
                      plan.num_repeats if tool == "plain" else plan.num_schedules, plan.seconds)
         for tool in tools if tool != "kit"
     }  # fmt: skip
-    for tool in ("simloom", "simloop"):
+    for tool in TOOLS:
         if tool in others and fixed is not None and any(others[tool]["found"]):
+            environments.add(fixed, tool)
             others[tool]["fixed"] = _probe(fixed, tool, bug, 1, 20, plan.seconds)
     return Verdict(
         bug.name, release, True, found.get("found", []), found.get("named", "no"),
@@ -148,7 +151,7 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         f"{mean(hits):.0f}" if hits else "",
         verdict.named,
         "alarm" if verdict.alarms else "clean",
-        *(_other(verdict.others.get(tool)) for tool in ("simloom", "simloop", "plain")),
+        *(_other(verdict.others.get(tool)) for tool in (*TOOLS, "plain")),
     )
 
 
