@@ -17,13 +17,14 @@ import logging
 import re
 import sys
 import sysconfig
+import traceback
 import warnings
 from pathlib import Path
 from time import monotonic
 
 HERE = Path(__file__).parent
 HANGS_AFTER = 5.0
-FIRST_BATCH = 1
+PARTS = ("sentence", "error", "timeline")
 
 
 def probe_kit(main, seeds, schedules, deadline):
@@ -39,7 +40,7 @@ def probe_kit(main, seeds, schedules, deadline):
         if report.failed and story is None:
             failure = report.failure
             story = {
-                "error": _text(failure.error),
+                "error": "".join(traceback.format_exception(failure.error)),
                 "sentence": "\n".join(failure.summary),
                 "timeline": failure.timeline,
             }
@@ -108,7 +109,11 @@ def probe_plain(main, seeds, schedules, deadline):
 
 def named(story, culprit):
     """Say where a story names a line of the functions: in its sentence, timeline, or not at all."""
-    path, _, functions = culprit.partition(":")
+    parts = [_where(story, *each.split(":")) for each in culprit.split(";")]
+    return next((part for part in PARTS if part in parts), "no")
+
+
+def _where(story, path, functions):
     lines = set()
     for root in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")}:
         for file in Path(root).rglob(f"*{Path(path).name}"):
@@ -118,7 +123,7 @@ def named(story, culprit):
                     if is_function and node.name in functions.split(","):
                         lines.update(range(node.lineno, node.end_lineno + 1))
     name = re.escape(Path(path).name)
-    for part in ("sentence", "error", "timeline"):
+    for part in PARTS:
         mentioned = re.findall(rf'{name}(?:", line |:)(\d+)', story[part])
         if lines & {int(line) for line in mentioned}:
             return part

@@ -20,7 +20,7 @@ class Bug:
         buggy: The last release that has it, or a late one.
         fixed: The first release that has not, or an early one; empty if the newest still has it.
         issue: The upstream issue or pull request.
-        culprit: File and functions that the fix changed: "path/of/file.py:function,function".
+        culprit: Files and functions that the fix changed: "path/of/file.py:function,function;...".
             A report names the wrong line if it names a line in one of them.
         needs: What else is installed, pinned.
     """
@@ -73,7 +73,7 @@ BUGS: Final = (
     Bug("aiohttp_ws_cancelled_send", "aiohttp", "3.13.1", "3.13.2", "aio-libs/aiohttp#11725",
         "aiohttp/_websocket/writer.py:send_frame", (ANYIO,)),
     Bug("aiohttp_ws_two_senders", "aiohttp", "3.9.0", "3.9.1", "aio-libs/aiohttp#7865",
-        "aiohttp/http_websocket.py:_send_frame,send", (ANYIO,)),
+        "aiohttp/compression_utils.py:compress;aiohttp/http_websocket.py:_send_frame", (ANYIO,)),
     Bug("psycopg_pool_cancelled_wait", "psycopg_pool", "3.1.6", "3.1.7", "psycopg/psycopg#503",
         "psycopg_pool/pool_async.py:getconn,wait,_add_to_pool", (ANYIO, BINARY)),
     Bug("psycopg_pool_close", "psycopg_pool", "3.2.1", "3.2.2", "psycopg/psycopg#784",

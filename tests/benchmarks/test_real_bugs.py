@@ -72,7 +72,8 @@ def test_a_report_names_a_line_in_the_function_of_the_culprit(part: str) -> None
     assert _probe.named(story, "asyncio/locks.py:wait") == "no"
     story[part] = f"task awaits locks.py:{line}"
     assert _probe.named(story, "asyncio/locks.py:wait,notify") == part
-    assert _probe.named(story, "asyncio/locks.py:release_nobody") == "no"
+    assert _probe.named(story, "asyncio/locks.py:release_nobody;asyncio/tasks.py:sleep") == "no"
+    assert _probe.named(story, "asyncio/tasks.py:sleep;asyncio/locks.py:wait") == part
 
 
 def test_the_table_keeps_misses_and_tools_that_cannot_run() -> None:
