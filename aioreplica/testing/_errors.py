@@ -124,6 +124,7 @@ class LeakError(AioReplicaError, RuntimeError):
         generators: Asynchronous generators that were begun and not closed.
         exceptions: Exceptions that were never retrieved.
         threads: Calls in pools and on devices that waited for ever.
+        connections: Connections and servers that were not closed, and where they were made.
     """
 
     def __init__(
@@ -134,12 +135,14 @@ class LeakError(AioReplicaError, RuntimeError):
         generators: tuple[str, ...] = (),
         exceptions: tuple[str, ...] = (),
         threads: tuple[str, ...] = (),
+        connections: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message)
         self.tasks = tasks
         self.generators = generators
         self.exceptions = exceptions
         self.threads = threads
+        self.connections = connections
 
 
 @final

@@ -230,7 +230,7 @@ def _judge(
             if not task.done() or task._log_traceback:
                 break
         else:
-            left = loop.complaints or loop.open_generators or pools.waiting
+            left = loop.complaints or loop.open_generators or pools.waiting or loop.network
             if not left:
                 return Outcome("passed", main.result(), None, order)
         error = _find_leaks(loop, pools, leaks)
@@ -264,6 +264,10 @@ def _find_leaks(loop: SimLoop, pools: PoolTable, leaks: Leaks) -> LeakError | No
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
             _drain(loop, task)
+    if loop.network is not None and not loop.is_at_rest:  # what is closed takes a moment to be gone
+        loop.choose = fifo
+        loop.budget = Budget(len(loop.order) + DRAIN_STEPS)
+        loop.run_until(lambda: loop.is_at_rest)
     return leaks.find(loop, pools)
 
 

@@ -56,13 +56,15 @@ class Leaks:
         threads = tuple(
             f"{op.describe()} on {op.pool.name} ({point_of(op)})"
             for op in pools.waiting
-            if self._counts(op.describe())
+            if not getattr(op, "is_daemon", False) and self._counts(op.describe())
         )
+        connections = tuple(filter(self._counts, loop.open_sockets))
         exceptions = tuple(self._exceptions(loop))
         parts = {
             "tasks that had not ended": tasks,
             "asynchronous generators that were not closed": generators,
             "threads that waited for ever": threads,
+            "connections that were not closed": connections,
             "exceptions that were never retrieved": exceptions,
         }
         found = [f"{what}: {', '.join(those)}" for what, those in parts.items() if those]
@@ -75,6 +77,7 @@ class Leaks:
             generators=generators,
             exceptions=exceptions,
             threads=threads,
+            connections=connections,
         )
 
     def _exceptions(self, loop: SimLoop) -> Iterator[str]:

@@ -200,8 +200,9 @@ def _block_loop(simulation: Simulation, lock: Any, timeout_s: float | None) -> b
     for _ in range(MAX_BLOCKED_STEPS):
         if lock.acquire(False):
             return True
-        if loop.external:
-            simulation.pools.take_step(fifo(loop.external))
+        free = [op for op in loop.external if not getattr(op, "needs_loop", False)]
+        if free:
+            simulation.pools.take_step(loop.external.index(free[fifo(free)]))
             continue
         when = loop.next_when()
         if when is None or (end is not None and when > end):

@@ -23,8 +23,9 @@ import asyncio
 import sys
 import threading
 from asyncio import events
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, Final, Protocol, final
@@ -42,6 +43,7 @@ from ._participants import (
     SimTask,
     SimTimer,
 )
+from ._unix import UnixSockets
 
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
@@ -89,6 +91,26 @@ class Executors(Protocol):
         """Submit a call; return the future of its result."""
 
 
+class Networks(Protocol):
+    """What makes sockets ready.
+
+    Attributes:
+        selector: Where the loop registers what it wants to be told of.
+    """
+
+    selector: Any
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether something is on its way for longer than usual."""
+
+    def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
+        """Name what was left open."""
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+
+
 class LoopObserver(Protocol):
     """Observes every step of a run."""
 
@@ -100,7 +122,7 @@ class LoopObserver(Protocol):
 
 
 @final
-class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
+class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
     """An event loop that runs one schedule of one program.
 
     Args:
@@ -122,7 +144,9 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         budget: Budget | None = None,
         observer: LoopObserver | None = None,
     ) -> None:
-        super().__init__()
+        asyncio.BaseEventLoop.__init__(self)  # that of the selector loop would open sockets
+        self._transports: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self.network: Networks | None = None  # what the run opens sockets in, once it does
         self.choose = choose
         self.fidelity = fidelity
         self.budget = budget or Budget()
@@ -230,7 +254,10 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._check_closed()  # type: ignore[attr-defined]
         if self._task_factory is not None:  # type: ignore[attr-defined]
             return super().create_task(coro, **kwargs)
-        return SimTask(coro, loop=self, **kwargs)
+        task = SimTask(coro, loop=self, **kwargs)
+        if self.network is not None and asyncio.current_task(self) is None:
+            task.ends_with_run = True  # of a server: nobody in the program can await it
+        return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """Submit a call to the simulated twin of an executor."""
@@ -246,14 +273,17 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
     # ---- running ---------------------------------------------------------------------------
 
     def run(self, main: asyncio.Task[Any]) -> str:
-        """Take steps until `main` is done; say how that ended.
+        """Take steps until `main` is done; say how that ended."""
+        return self.run_until(main.done)
+
+    def run_until(self, done: Callable[[], bool]) -> str:
+        """Take steps until something is done; say how that ended.
 
         Returns:
             "done"; "deadlock" when nothing can happen any more; "endless" when the budget is used.
         """
         enabled, external, order, budget = self.enabled, self.external, self.order, self.budget
         observer, holds_clock = self.observer, self._holds_callbacks
-        done = main.done
         end = budget.first_check
         while True:
             num = len(enabled)
@@ -373,8 +403,34 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
         self._overdue.clear()
         self._closed = True
         self.sim_tasks = []  # these close cycles, which only the collector could free
+        self._forget_network()
         self.executors = self.observer = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing goes on but timers of the program."""
+        delayed = self.network is not None and self.network.is_delayed
+        return not (self.enabled or self.external or delayed)
+
+    @property
+    def open_sockets(self) -> Iterable[str]:
+        """What the program has left open in the network, and is not about to close."""
+        transports = self._transports
+        if self.network is None:
+            return ()
+        return self.network.open_sockets(
+            lambda fd: fd in transports and transports[fd].is_closing()
+        )
+
+    def _forget_network(self) -> None:
+        """Take the sockets from transports that were left open, which would warn of it."""
+        for transport in tuple(self._transports.values()):
+            transport._closing = True
+            transport._sock = None
+        if self.network is not None:
+            self.network.close()
+            self.network = None
 
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
@@ -420,6 +476,10 @@ class SimLoop(ForbiddenIO, asyncio.BaseEventLoop):
             handle.is_due = False
             self.enabled[:] = [each for each in self.enabled if each is not handle]
             self.no_longer_due()
+
+    @property
+    def _selector(self) -> Any:
+        return None if self.network is None else self.network.selector
 
     def _write_to_self(self) -> None:
         """Nothing sleeps that would have to be woken."""

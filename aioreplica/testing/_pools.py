@@ -485,14 +485,15 @@ class PoolTable:
         self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
         return pool
 
-    def submit_call(self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Submit a call and return the asyncio future of its result."""
+    def submit_call(
+        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...], waits: Any = None
+    ) -> Any:
+        """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")
         if executor is not None and getattr(executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
-        loop = self.loop
-        future = loop.create_future()
+        future = (waits or self.loop).create_future()
         pool = self.pool_of(executor)
         pool.put(PoolOp(pool, fn, args, future))
         return future

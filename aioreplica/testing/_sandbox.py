@@ -6,12 +6,12 @@ Afterwards everything is as it was, the state of `random` included.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import gc
 import os
 import queue
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -20,17 +20,20 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from random import Random
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
 from ._anyio import anyio_patches
 from ._devices import SimLaneTable
 from ._executors import executor_patches
+from ._doors import socket_patches
 from ._forbidden import refuse
+from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
 from ._simulation import Simulation
+from ._started import thread_patches
 from ._watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -106,6 +109,7 @@ class Sandbox:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._restore_imported()
         for owner, name, value in reversed(self._undo):
             if value is ABSENT:
                 delattr(owner, name)
@@ -172,19 +176,35 @@ class Sandbox:
             self._patch(module, "as_completed", as_completed)
             self._patch(module, "all_tasks", all_tasks)
         self._patch_refusals()
-        for owner, name, value in [*executor_patches(here), *anyio_patches(here)]:
-            self._patch(owner, name, value)
+        for patches in (executor_patches, anyio_patches, socket_patches, thread_patches):
+            for owner, name, value in patches(here):
+                self._patch(owner, name, value)
+        self._patch_imported()
+
+    def _patch_imported(self) -> None:
+        """Replace what modules have imported by name before."""
+        stand_ins = {
+            id(real): vars(owner)[name]
+            for owner, name, real in reversed(self._undo)
+            if type(owner) is ModuleType and real is not ABSENT
+        }
+        for module, name, real in imported_names(stand_ins):
+            self._patch(module, name, stand_ins[id(real)])
+
+    def _restore_imported(self) -> None:
+        """Take the stand-ins from modules that were imported while schedules ran."""
+        reals = {
+            id(vars(owner)[name]): real
+            for owner, name, real in self._undo
+            if type(owner) is ModuleType and real is not ABSENT
+        }
+        for module in new_modules():
+            for name, value in tuple(vars(module).items()):
+                if id(value) in reals:
+                    setattr(module, name, reals[id(value)])
 
     def _patch_refusals(self) -> None:
-        self._refuse(
-            threading.Thread,
-            "start",
-            "A thread started",
-            "Use asyncio.to_thread, run_in_executor or a device op: those are simulated.",
-        )
-        self._refuse(socket.socket, "__init__", "A socket made", "")
-        for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex"):
-            self._refuse(socket, name, "A name looked up", "")
+        self._refuse(_thread, "start_new_thread", "A thread started", "Use threading.Thread.")
         self._refuse(subprocess.Popen, "__init__", "A process started", "")
         for owner, name in process_starters():
             self._refuse(owner, name, "A process started", "")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import final
 
 from ._loop import SimLoop
+from ._network import Network
 from ._pools import PoolOp, PoolTable
 from ._threads import OpThreads
 
@@ -38,6 +39,15 @@ class Simulation:
         self.numbers.clear()
         self._num_numbers = 0
         self._is_running = True
+
+    @property
+    def network(self) -> Network:
+        """The network of the schedule, made when something first asks for it."""
+        network = self.loop.network
+        if network is None:
+            network = self.loop.network = Network(self.loop, self.pools)
+        assert isinstance(network, Network)
+        return network
 
     def end(self) -> None:
         """End a schedule."""

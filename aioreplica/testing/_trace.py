@@ -20,6 +20,7 @@ from typing import Any, Final, final
 from ..context import PLACE
 from ._library import LibraryWatch, MadeCall, OrderWatch
 from ._loop import SimLoop
+from ._network import Ready
 from ._participants import (
     CALLBACKS,
     CLOCK,
@@ -287,6 +288,8 @@ class Trace:
             count = self._op_counts.get(id(participant.pool), 0) + 1
             self._op_counts[id(participant.pool)] = count
             return f"op {participant.describe()} #{count} on {participant.pool.name}"
+        if isinstance(participant, Ready):
+            return participant.name
         if participant.index == CALLBACKS:
             return "callbacks"
         if participant.index == CLOCK:
@@ -317,6 +320,8 @@ class Trace:
             if chosen.state == AWAKE:
                 return "goes on"
             return "delivers its result" if chosen.state == LATE else "starts"
+        if isinstance(chosen, Ready):
+            return chosen.describe()
         if chosen.index == CALLBACKS:
             return f"run {_callback_name(self._loop.waiting[0])}"
         if chosen.index == CLOCK:

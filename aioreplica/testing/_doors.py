@@ -1,0 +1,59 @@
+"""The functions of `socket` while schedules run."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from ._forbidden import refuse
+from ._sockets import SimSocket
+
+if TYPE_CHECKING:
+    from ._simulation import Simulation
+
+
+def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
+    """Return what to replace in `socket`; the class makes simulated sockets inside a run."""
+    here, cls = simulation.is_here, socket.socket
+    make: Any = cls.__new__
+    real = {
+        name: getattr(socket, name)
+        for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex", "socketpair")
+    }
+
+    def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if not here():
+            return make(kind)
+        if kind is not cls and kind is not SimSocket:
+            refuse(f"A socket of class {kind.__qualname__}", "Make a socket.socket.")
+        made = make(SimSocket)
+        made.network = simulation.network
+        return made
+
+    def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
+        if not here():
+            return real["getaddrinfo"](*args, **kwargs)
+        return simulation.network.lookup(*args, **kwargs)
+
+    def gethostbyname(name: str) -> str:
+        return simulation.network.resolve(name) if here() else real["gethostbyname"](name)
+
+    def gethostbyname_ex(name: str) -> Any:
+        if not here():
+            return real["gethostbyname_ex"](name)
+        return name, [], [simulation.network.resolve(name)]
+
+    def socketpair(
+        family: int = socket.AF_UNIX, type: int = socket.SOCK_STREAM, proto: int = 0
+    ) -> Any:
+        if not here():
+            return real["socketpair"](family, type, proto)
+        return simulation.network.pair(family or socket.AF_UNIX, type)
+
+    return [
+        (cls, "__new__", staticmethod(new)),
+        (socket, "getaddrinfo", getaddrinfo),
+        (socket, "gethostbyname", gethostbyname),
+        (socket, "gethostbyname_ex", gethostbyname_ex),
+        (socket, "socketpair", socketpair),
+    ]

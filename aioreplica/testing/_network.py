@@ -1,0 +1,649 @@
+"""The network of a simulated run: who listens where, and when sockets become ready.
+
+A socket becomes ready when the schedule lets it: what is in flight arrives, a connection is made,
+there is room to write again. Each of these is a participant, as an op of a pool is one, and takes
+place before `MAX_LATENCY_S` of virtual time have passed. The transports, streams and servers on
+top are asyncio's own: they are told by a selector, as by a real one.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from binascii import crc32
+from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_address
+from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
+
+from ._forbidden import refuse
+from ._pools import LATENCY_S, MAX_LATENCY_S
+from ._sockets import CONNECTED, CONNECTING, FRESH, LISTENING, UNNAMED, SimSocket, error_of
+
+if TYPE_CHECKING:
+    from ._loop import SimLoop
+    from ._pools import PoolTable
+    from ._threads import OpRun
+
+FIRST_NUMBER: Final = 1_000_000
+"""Numbers of simulated sockets: no file descriptor is as high."""
+FIRST_PORT: Final = 40_000
+ANYWHERE: Final = ("0.0.0.0", "::")  # noqa: S104 - simulated
+IDLE, OFFERED, DELAYED, FIRED = range(4)
+INSTEAD: Final = (
+    "Start a server for it in the program: at 127.0.0.1, localhost, or at that very name, which "
+    "is then a host of the simulated network."
+)
+
+
+class LinkFaults(Protocol):
+    """The decisions of a schedule about what goes wrong in connections."""
+
+    def is_reset(self, names: Sequence[str]) -> bool:
+        """Decide, when something is sent, whether the connection is reset."""
+
+    def is_silenced(self, names: Sequence[str]) -> bool:
+        """Decide whether nothing arrives any more from now on."""
+
+    def link_latency_s(self, names: Sequence[str]) -> float:
+        """Return how much longer everything takes."""
+
+    def cut(self, names: Sequence[str], size: int) -> int:
+        """Decide how many of the bytes in flight arrive together."""
+
+
+@final
+class Link:
+    """A connection: what both of its ends have in common.
+
+    Args:
+        client: Address of the end that has connected.
+        server: Address of the other end.
+        names: What faults may call it.
+        faults: The schedule's, or None.
+
+    Attributes:
+        is_silent: Whether nothing arrives any more, in either direction, and nobody is told.
+    """
+
+    __slots__ = ("_faults", "client", "is_silent", "names", "server")
+
+    def __init__(
+        self, client: str, server: str, names: Sequence[str], faults: LinkFaults | None
+    ) -> None:
+        self.client = client
+        self.server = server
+        self.names = names
+        self.is_silent = False
+        self._faults = faults
+
+    def is_reset_by_fault(self, sender: SimSocket) -> bool:
+        """Let faults strike when an end sends something; True if that reset the connection."""
+        faults = self._faults
+        if faults is None or self.is_silent:
+            return False
+        if faults.is_reset(self.names):
+            assert sender.peer is not None
+            for end in (sender, sender.peer):
+                end.be_reset()
+            return True
+        self.is_silent = faults.is_silenced(self.names)
+        return False
+
+    def cut(self, size: int) -> int:
+        """Return how many of the bytes in flight arrive now."""
+        return size if self._faults is None else self._faults.cut(self.names, size)
+
+    @property
+    def latency_s(self) -> float:
+        """How much longer than usual something takes to arrive."""
+        return 0.0 if self._faults is None else self._faults.link_latency_s(self.names)
+
+    def describe(self) -> str:
+        """Name both ends."""
+        return f"{self.client} -> {self.server}"
+
+
+class SimSelector:
+    """What a loop has registered, as `selectors.BaseSelector` keeps it.
+
+    Args:
+        network: Of the run.
+    """
+
+    needs_loop = False
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self.keys: dict[int, SelectorKey] = {}
+
+    def register(self, fd: int, events: int, data: Any = None) -> SelectorKey:
+        """Begin to watch a socket."""
+        network = self._network
+        sock = network.sockets.get(fd)
+        if sock is None:
+            refuse("Watching a file descriptor")
+        key = self.keys[fd] = SelectorKey(fd, fd, events, data)
+        network.watchers[fd] = self
+        network.update(sock)
+        return key
+
+    def modify(self, fd: int, events: int, data: Any = None) -> SelectorKey:
+        """Watch it for something else."""
+        return self.register(fd, events, data)
+
+    def unregister(self, fd: int) -> SelectorKey:
+        """Watch it no longer; KeyError if it is not watched."""
+        key = self.keys.pop(fd)
+        self._network.watchers.pop(fd, None)
+        sock = self._network.sockets.get(fd)
+        if sock is not None:
+            self._network.update(sock)
+        return key
+
+    def get_key(self, fd: int) -> SelectorKey:
+        """Return what is registered; KeyError if nothing is."""
+        return self.keys[fd]
+
+    def get_map(self) -> dict[int, SelectorKey]:
+        """Return all that is registered."""
+        return self.keys
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        for fd in tuple(self.keys):
+            self.unregister(fd)
+
+    def notify(self, ready: Ready) -> None:
+        """Tell that a socket is ready."""
+        raise NotImplementedError
+
+
+@final
+class LoopSelector(SimSelector):
+    """That of the loop of a run, which calls back at once."""
+
+    needs_loop = True
+
+    def notify(self, ready: Ready) -> None:
+        """Run what is registered; at `asyncio` fidelity put it into the queue."""
+        loop = self._network.loop
+        if loop.fidelity == "asyncio":
+            asyncio_handle = loop.call_soon(self._run, ready)
+            del asyncio_handle
+        else:
+            self._run(ready)
+
+    def _run(self, ready: Ready) -> None:
+        key = self.keys.get(ready.sock.number)
+        handle = None if key is None else key.data[ready.is_write]
+        if handle is not None and not handle._cancelled:
+            handle._run()
+        ready.rest()
+
+
+@final
+class Ready:
+    """The next moment at which a socket can be read, or written; a participant of the schedule.
+
+    Args:
+        sock: The socket.
+        is_write: Whether it is about writing.
+
+    Attributes:
+        waiter: The op that is suspended until then, on a socket that blocks; else None.
+
+    Invariants:
+        * It is an option only while somebody waits for it and the socket has something.
+    """
+
+    __slots__ = (
+        "deadline", "due", "index", "is_write", "pool", "since_step", "sock", "state", "waiter",
+    )  # fmt: skip
+
+    def __init__(self, sock: SimSocket, network: Network, *, is_write: bool) -> None:
+        self.sock = sock
+        self.pool = network
+        self.is_write = is_write
+        self.index = network.loop.new_index()
+        self.state = IDLE
+        self.due = self.deadline = 0.0
+        self.since_step = 0
+        self.waiter: OpRun | None = None
+
+    @property
+    def name(self) -> str:
+        """What traces call it: the socket."""
+        sock = self.sock
+        if sock.link is not None:
+            return f"network {sock.link.describe()}"
+        return f"network {name_of(sock.peer_address or sock.address)}"
+
+    def describe(self) -> str:
+        """Say for traces what will happen."""
+        sock = self.sock
+        if self.is_write:
+            return "connects" if sock.state == CONNECTING else "has room"
+        if sock.state == LISTENING:
+            return "has a connection"
+        to = f"to {name_of(sock.address)}"
+        if sock.arrived or sock.in_flight or sock.packets:
+            return f"brings {len(sock.arrived) + len(sock.in_flight)} bytes {to}"
+        return f"brings {'a reset' if sock.reset_sent else 'the end'} {to}"
+
+    @property
+    def needs_loop(self) -> bool:
+        """Whether it can do nothing while the loop is blocked."""
+        watcher = self.pool.watchers.get(self.sock.number)
+        return self.waiter is None and watcher is not None and watcher.needs_loop
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether time has passed in which it would have happened."""
+        return self.due > 0 and self.pool.loop.now > self.deadline
+
+    def is_off(self) -> bool:
+        """Whether nothing is delayed."""
+        return self.state != DELAYED
+
+    def update(self) -> None:
+        """Become an option, or none, after something has changed."""
+        state = self.state
+        if state == FIRED or state == DELAYED:
+            return
+        is_wanted = self._is_wanted()
+        if is_wanted and state == IDLE:
+            self._offer()
+        elif not is_wanted and state == OFFERED:
+            self.state = IDLE
+            self.pool.loop.external.remove(self)
+
+    def become_due(self, loop: SimLoop) -> None:
+        """Become an option: the time is over that a fault has added."""
+        self.state = IDLE
+        if self._is_wanted():
+            self._put(loop, loop.now)
+
+    def rest(self) -> None:
+        """Note that whoever was told has looked."""
+        self.state = IDLE
+        self.update()
+
+    def fire(self) -> None:
+        """Let it arrive, or be connected, and tell whoever waits."""
+        network, sock = self.pool, self.sock
+        network.let_time_pass(self.due)
+        self.state = FIRED
+        if not self.is_write:
+            sock.arrive()
+        elif sock.state == CONNECTING:
+            network.finish_connect(sock)
+        watcher = network.watchers.get(sock.number)
+        if self.waiter is not None:
+            self.state = IDLE
+            self.waiter.wake()
+        elif watcher is not None:
+            watcher.notify(self)
+        else:
+            self.state = IDLE
+
+    def wait(self, timeout_s: float | None, what: str) -> bool:
+        """Suspend the op that called until then; False after the timeout."""
+        op = self.pool.pools.current_op
+        if op is None:
+            refuse(
+                f"A blocking {what} on the event loop",
+                "Use asyncio's streams, or loop.sock_recv and the like on a socket that was set "
+                "not to block; or call it in a thread.",
+            )
+        run = op.on_thread()
+        if run.catch_up():
+            return True
+        self.waiter = run
+        self.pool.update(self.sock)
+        try:
+            return run.wait(None, timeout_s)
+        finally:
+            self.waiter = None
+            if self.state == FIRED:
+                self.state = IDLE
+            self.pool.update(self.sock)
+
+    def _is_wanted(self) -> bool:
+        sock = self.sock
+        if self.waiter is None:
+            watcher = self.pool.watchers.get(sock.number)
+            if watcher is None:
+                return False
+            wanted = EVENT_WRITE if self.is_write else EVENT_READ
+            if not watcher.keys[sock.number].events & wanted:
+                return False
+        return sock.can_write() if self.is_write else sock.can_read()
+
+    def _offer(self) -> None:
+        loop, sock = self.pool.loop, self.sock
+        if self.is_write:
+            is_on_its_way = sock.state == CONNECTING
+        else:
+            is_on_its_way = not (sock.arrived or sock.end_arrived or sock.reset_arrived)
+        if not is_on_its_way:
+            self._put(loop, loop.now)
+            return
+        extra = 0.0 if sock.link is None else sock.link.latency_s
+        if extra:
+            self.state = DELAYED
+            loop.call_when_due(loop.now + extra, self)
+        else:
+            self._put(loop, loop.now + LATENCY_S)
+
+    def _put(self, loop: SimLoop, due: float) -> None:
+        self.state = OFFERED
+        self.due, self.deadline = due, loop.now + MAX_LATENCY_S
+        self.since_step = len(loop.order)
+        loop.external.append(self)
+
+
+@final
+class Network:
+    """The sockets of one run.
+
+    Args:
+        loop: The loop of the run.
+        pools: Its pools, which know the op that runs, and the faults.
+
+    Attributes:
+        sockets: Those that are open, by number, in the order of their making.
+        watchers: Which selector watches a socket.
+        selector: That of the run's loop.
+    """
+
+    name = "the network"
+
+    def __init__(self, loop: SimLoop, pools: PoolTable) -> None:
+        self.loop = loop
+        self.pools = pools
+        self.sockets: dict[int, SimSocket] = {}
+        self.watchers: dict[int, SimSelector] = {}
+        self.selector = LoopSelector(self)
+        self._num_made = 0
+        self._num_ports = 0
+        self._bound: dict[tuple[bool, str, int], SimSocket] = {}
+        self._served = {"127.0.0.1", "::1", *ANYWHERE}
+        self._names: dict[str, str] = {}
+
+    # ---- sockets ------------------------------------------------------------------------------
+
+    def add(self, sock: SimSocket) -> int:
+        """Give a new socket its number."""
+        number = FIRST_NUMBER + self._num_made
+        self._num_made += 1
+        self.sockets[number] = sock
+        sock.reads = Ready(sock, self, is_write=False)
+        sock.writes = Ready(sock, self, is_write=True)
+        return number
+
+    def make(self, family: int, kind: int) -> SimSocket:
+        """Make a socket."""
+        return SimSocket(family, kind, network=self)
+
+    def remove(self, sock: SimSocket) -> None:
+        """Forget a socket that was closed."""
+        self.sockets.pop(sock.number, None)
+        self._bound = {key: each for key, each in self._bound.items() if each is not sock}
+        watcher = self.watchers.get(sock.number)
+        if watcher is not None:
+            watcher.unregister(sock.number)
+        for ready in (sock.reads, sock.writes):
+            ready.update()
+
+    def update(self, sock: SimSocket) -> None:
+        """Look again at what a socket can do."""
+        sock.reads.update()
+        sock.writes.update()
+
+    def pair(self, family: int, kind: int) -> tuple[SimSocket, SimSocket]:
+        """Make two sockets that are connected."""
+        one, other = self.make(family, kind), self.make(family, kind)
+        self._join(one, other, "a pair")
+        return one, other
+
+    def let_time_pass(self, due: float) -> None:
+        """Let virtual time pass until `due`, if nothing else is left to do."""
+        loop = self.loop
+        if not loop.enabled and due > loop.now:
+            when = loop.next_when()
+            loop.now = due if when is None or when > due else max(when, loop.now)
+
+    # ---- addresses ----------------------------------------------------------------------------
+
+    def resolve(self, host: Any, *, is_passive: bool = False) -> str:
+        """Return the address of a host; each name has one of its own."""
+        if isinstance(host, (bytes, bytearray)):
+            host = host.decode("ascii")
+        if not host:
+            return ANYWHERE[0] if is_passive or host == "" else "127.0.0.1"
+        if host == "localhost":
+            return "127.0.0.1"
+        try:
+            return str(ip_address(host.partition("%")[0]))
+        except ValueError:
+            number = crc32(host.lower().encode())
+            address = f"10.{number >> 16 & 255}.{number >> 8 & 255}.{number & 255}"
+            self._names[address] = host
+            return address
+
+    def lookup(
+        self, host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> list[Any]:
+        """Answer as `socket.getaddrinfo` does."""
+        address = self.resolve(host, is_passive=bool(flags & socket.AI_PASSIVE))
+        is_six = ":" in address
+        if family == socket.AF_INET6 and not is_six:
+            if address not in ("127.0.0.1", ANYWHERE[0]):
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            address, is_six = ("::1" if address == "127.0.0.1" else "::"), True
+        if family == socket.AF_INET and is_six:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if isinstance(port, (str, bytes)):
+            number = {"http": 80, "https": 443}.get(str(port), None)
+            port = int(port) if number is None else number
+        found = socket.AF_INET6 if is_six else socket.AF_INET
+        sockaddr = (address, port or 0, 0, 0) if is_six else (address, port or 0)
+        kinds = [
+            (socket.SOCK_STREAM, socket.IPPROTO_TCP),
+            (socket.SOCK_DGRAM, socket.IPPROTO_UDP),
+        ]
+        return [
+            (found, kind, number, "", sockaddr)
+            for kind, number in kinds
+            if type in (0, kind) and proto in (0, number)
+        ]
+
+    def bind(self, sock: SimSocket, address: Any) -> None:
+        """Give a socket its address.
+
+        Raises:
+            OSError: EADDRINUSE if another socket of the program has it.
+        """
+        if sock.family == socket.AF_UNIX:
+            key = (sock.is_datagram, str(_text(address)), 0)
+            sock.address = _text(address)
+        else:
+            host = self.resolve(address[0], is_passive=True)
+            port = address[1] or self._new_port()
+            key = (sock.is_datagram, host, port)
+            sock.address = _sockaddr(sock, host, port)
+            self._served.add(host)
+        if key in self._bound:
+            raise error_of(errno.EADDRINUSE)
+        self._bound[key] = sock
+
+    def _new_port(self) -> int:
+        self._num_ports += 1
+        return FIRST_PORT + self._num_ports - 1
+
+    def _find(self, sock: SimSocket, address: Any) -> SimSocket | None:
+        if sock.family == socket.AF_UNIX:
+            return self._bound.get((sock.is_datagram, str(address), 0))
+        hosts = (address[0], *ANYWHERE)
+        found = (self._bound.get((sock.is_datagram, host, address[1])) for host in hosts)
+        return next((each for each in found if each is not None), None)
+
+    # ---- connections --------------------------------------------------------------------------
+
+    def connect(self, sock: SimSocket, address: Any) -> None:
+        """Begin to connect a socket."""
+        if sock.family == socket.AF_UNIX:
+            address = _text(address)
+        else:
+            address = _sockaddr(sock, self.resolve(address[0]), address[1])
+            if address[0] not in self._served and self._find(sock, address) is None:
+                refuse(f"A connection to {self._host_of(address)}", INSTEAD)
+        sock.peer_address = address
+        if sock.is_datagram:
+            sock.state = CONNECTED
+            self._name_client(sock)
+        else:
+            sock.state = CONNECTING
+            self.update(sock)
+
+    def finish_connect(self, sock: SimSocket) -> None:
+        """Find who listens, and make the other end of the connection."""
+        address = sock.peer_address
+        listener = self._find(sock, address)
+        if (
+            listener is None
+            or listener.state != LISTENING
+            or len(listener.backlog) >= listener.num_backlog
+        ):
+            sock.state = FRESH
+            sock.error = errno.ECONNREFUSED
+            return
+        self._name_client(sock)
+        other = self.make(sock.kernel_family, sock.kernel_type)
+        other.made_at = listener.made_at
+        other.address, other.peer_address = address, sock.address
+        other.timeout_s = None
+        self._join(sock, other, self._host_of(address))
+        listener.backlog.append(other)
+        self.update(listener)
+
+    def _name_client(self, sock: SimSocket) -> None:
+        if sock.address == UNNAMED:
+            host = "::1" if sock.kernel_family == socket.AF_INET6 else "127.0.0.1"
+            sock.address = _sockaddr(sock, host, self._new_port())
+
+    def _join(self, one: SimSocket, other: SimSocket, server: str) -> None:
+        address = one.peer_address
+        names = [server, name_of(address)] if address is not None else [server]
+        if isinstance(address, tuple):
+            names.append(f":{address[1]}")
+        faults: Any = self.pools.faults
+        link = Link(name_of(one.address), server, tuple(dict.fromkeys(names)), faults)
+        for end, peer in ((one, other), (other, one)):
+            end.link, end.peer, end.state = link, peer, CONNECTED
+            if end.peer_address is None:
+                end.peer_address = peer.address
+
+    def _host_of(self, address: Any) -> str:
+        if not isinstance(address, tuple):
+            return str(address)
+        return name_of((self._names.get(address[0], address[0]), address[1]))
+
+    def send_packet(self, sock: SimSocket, data: bytes, address: Any) -> int:
+        """Send a datagram; without anybody there it is lost."""
+        if sock.family != socket.AF_UNIX:
+            self._name_client(sock)
+            self._bound.setdefault((True, sock.address[0], sock.address[1]), sock)
+            address = (self.resolve(address[0]), address[1])
+        target = self._find(sock, address)
+        if target is not None:
+            target.packets.append((data, sock.address))
+            self.update(target)
+        return len(data)
+
+    # ---- what is left at the end --------------------------------------------------------------
+
+    def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterator[str]:
+        """Name what the program has left open; not what it is about to close."""
+        for sock in self.sockets.values():
+            if is_closing(sock.number):
+                continue
+            if sock.state == LISTENING:
+                yield f"server at {name_of(sock.address)} (made at {sock.made_at})"
+            elif sock.link is not None:
+                yield f"{sock.link.describe()} (made at {sock.made_at})"
+            elif sock.is_datagram or sock.state == FRESH:
+                yield f"socket {name_of(sock.address)} (made at {sock.made_at})"
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a fault keeps something on its way."""
+        return any(sock.reads.state == DELAYED for sock in self.sockets.values())
+
+    def silent_links(self) -> Iterator[str]:
+        """Name the connections that a fault has made half-open."""
+        links = {sock.link: None for sock in self.sockets.values() if sock.link is not None}
+        return (link.describe() for link in links if link.is_silent)
+
+    def close(self) -> None:
+        """Let go of everything: these close cycles, which only the collector could free."""
+        for sock in self.sockets.values():
+            sock._closed = True
+            sock.peer = sock.link = None
+            sock.backlog.clear()
+            sock.reads = sock.writes = None  # type: ignore[assignment]  # the run is over
+        self.sockets, self.watchers, self._bound = {}, {}, {}
+        self.selector.keys = {}
+
+
+def name_of(address: Any) -> str:
+    """Return an address as it is written."""
+    if not isinstance(address, tuple):
+        return str(address) or "unnamed"
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"{host}:{address[1]}"
+
+
+def peer_of(frames: Sequence[FrameType]) -> str:
+    """Return what a task that awaits the network waits for, by its frames; "" if it does not."""
+    for frame in reversed(frames):
+        sock = _socket_of(frame)
+        if sock is None:
+            continue
+        if sock.state == LISTENING:
+            return f"a connection to {name_of(sock.address)}"
+        if sock.link is None:
+            return f"a connection with {name_of(sock.peer_address or sock.address)}"
+        is_client = name_of(sock.address) == sock.link.client
+        peer = sock.link.server if is_client else sock.link.client
+        broken = ", half-open by a fault of this schedule" if sock.link.is_silent else ""
+        return f"data from {peer}{broken}"
+    return ""
+
+
+def _socket_of(frame: FrameType) -> SimSocket | None:
+    """Find the socket that a frame has to do with: of a transport, or its own."""
+    me = frame.f_locals.get("self")
+    for holder in (me, getattr(me, "_protocol", None)):
+        for name in ("_transport", "transport"):
+            transport = getattr(holder, name, None)
+            extra = getattr(transport, "get_extra_info", None)
+            sock = getattr(extra("socket"), "_sock", None) if extra is not None else None
+            if isinstance(sock, SimSocket):
+                return sock
+    for thing in (frame.f_locals.get("sock"), getattr(me, "_raw_socket", None)):
+        if isinstance(thing, SimSocket):
+            return thing
+    return None
+
+
+def _text(address: Any) -> Any:
+    return address.decode() if isinstance(address, bytes) else address
+
+
+def _sockaddr(sock: SimSocket, host: str, port: int) -> tuple[Any, ...]:
+    if sock.kernel_family == socket.AF_INET6:
+        return (host if ":" in host else f"::ffff:{host}", port, 0, 0)
+    return (host, port)
