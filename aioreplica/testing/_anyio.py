@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio._backends import _asyncio as backend
+from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ._pools import PoolOp
 
@@ -34,17 +38,33 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
             return await real(cls, func, args, abandon_on_cancel, limiter)
         await cls.checkpoint()
         async with limiter or cls.current_default_thread_limiter():
-            with anyio.CancelScope(shield=not abandon_on_cancel):
+            with anyio.CancelScope(shield=not abandon_on_cancel) as scope:
                 pool = simulation.pools.pool_named(ANYIO_POOL, ANYIO_WORKERS)
-                future = simulation.loop.create_future()
-                call = copy_context().run
-                pool.put(PoolOp(pool, call, (func, *args), future))
+                loop = asyncio.get_running_loop()
+                future = loop.create_future()
+                context = copy_context()
+                if "sniffio" in sys.modules:  # a worker thread is in no event loop
+                    library = sys.modules["sniffio"].current_async_library_cvar
+                    context.run(library.set, None)
+                outer = None if abandon_on_cancel else getattr(scope, "_parent_scope", None)
+                call = partial(_call_as_worker, loop, outer or scope, func)
+                pool.put(PoolOp(pool, context.run, (call, *args), future))
                 return await future
 
     return [
         (owner, "run_sync_in_worker_thread", classmethod(run_sync_in_worker_thread)),
         *_numbered(backend.CancelScope, simulation),
     ]
+
+
+def _call_as_worker(loop: Any, scope: Any, func: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where `anyio.from_thread` finds the loop that it belongs to."""
+    with claim_worker_thread(backend.AsyncIOBackend, loop):
+        threadlocals.current_cancel_scope = scope
+        try:
+            return func(*args)
+        finally:
+            vars(threadlocals).pop("current_cancel_scope", None)
 
 
 def _numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Any]]:
