@@ -13,7 +13,7 @@ import anyio
 from anyio._backends import _asyncio as backend
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
-from ._pools import PoolOp
+from ._pools import PoolOp, name_of_call
 
 if TYPE_CHECKING:
     from ._simulation import Simulation
@@ -48,6 +48,7 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
                     context.run(library.set, None)
                 outer = None if abandon_on_cancel else getattr(scope, "_parent_scope", None)
                 call = partial(_call_as_worker, loop, outer or scope, func)
+                vars(call)["__qualname__"] = name_of_call(func, args)  # for stories
                 pool.put(PoolOp(pool, context.run, (call, *args), future))
                 return await future
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, final
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
     from ._pools import PoolOp
 
 FAIL, SLOW, HANG, LOSE = range(4)
+SLOW_LINK, SPLIT, RESET, HALF_OPEN = range(8, 12)
+WORDS: Final = {
+    FAIL: "fail_op",
+    SLOW: "slow_device",
+    HANG: "hang_op",
+    LOSE: "lose_worker",
+    SLOW_LINK: "slow_connection",
+    SPLIT: "split_data",
+    RESET: "reset_connection",
+    HALF_OPEN: "half_open",
+}
 CHANCE: Final = 0.25
 """How likely a fault without a fixed place strikes at each op that it could strike at."""
 
@@ -25,8 +37,8 @@ class Fault:
     """One thing that may go wrong.
 
     Attributes:
-        kind: FAIL, SLOW, HANG or LOSE.
-        device: Device or pool that it strikes; None for any.
+        kind: FAIL, SLOW, HANG or LOSE; SLOW_LINK, SPLIT, RESET or HALF_OPEN of connections.
+        device: Device, pool or address that it strikes; None for any.
         fn: Name of the function that it strikes; None for any.
         at: Which matching op, from 0; None leaves that to the schedule.
         times: How many ops it strikes at most.
@@ -157,13 +169,67 @@ class Faults:
         """
         return self._add(Fault(LOSE, _name(device), at=_at(at)))
 
+    def slow_connection(self, address: Any = None, *, factor: float = 10.0) -> Faults:
+        """Let everything that a connection carries take `factor` times as long, or none of it.
+
+        Args:
+            address: Of the server: a port, "host:port" or a path; None for any connection.
+            factor: How much longer; it takes a millisecond of virtual time by itself.
+
+        Returns:
+            The same object.
+        """
+        if not (isinstance(factor, (int, float)) and 1.0 < factor < math.inf):
+            raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
+        return self._add(Fault(SLOW_LINK, _address(address), factor=float(factor)))
+
+    def split_data(self, address: Any = None) -> Faults:
+        """Let what is sent together arrive in parts, of sizes that the schedule picks.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+
+        Returns:
+            The same object.
+        """
+        return self._add(Fault(SPLIT, _address(address)))
+
+    def reset_connection(
+        self, address: Any = None, *, at: int | None = None, times: int = 1
+    ) -> Faults:
+        """Let a connection be reset when one of its ends sends something, which is lost.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: Which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may be reset.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(RESET, _address(address), at=_at(at), times=times))
+
+    def half_open(self, address: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+        """Let a connection become half-open: from some send on nothing arrives, and nobody is told.
+
+        Args:
+            address: Of the server, as for `slow_connection`.
+            at: With which of the sends that match, from 0; None leaves it to the schedule.
+            times: How many connections may.
+
+        Returns:
+            The same object.
+        """
+        _check_count("times", times, 1)
+        return self._add(Fault(HALF_OPEN, _address(address), at=_at(at), times=times))
+
     def for_run(self, seed: int) -> FaultRun:
         """Return the decisions of one schedule."""
         return FaultRun(self._faults, seed)
 
     def __repr__(self) -> str:
-        words = ("fail_op", "slow_device", "hang_op", "lose_worker")
-        shown = ", ".join(f"{words[each.kind]} {each.device or 'any'}" for each in self._faults)
+        shown = ", ".join(f"{WORDS[each.kind]} {each.device or 'any'}" for each in self._faults)
         return f"<Faults | {shown or 'none'}>"
 
     def _add(self, fault: Fault) -> Faults:
@@ -216,6 +282,35 @@ class FaultRun:
                 return _error(fault, op)
         return None
 
+    # ---- connections, which a fault knows by one of several names ------------------------------
+
+    def is_reset(self, names: Sequence[str]) -> bool:
+        """Decide, when something is sent, whether the connection is reset."""
+        return any([self._strikes(i, fault) for i, fault in self._of(RESET, names)])
+
+    def is_silenced(self, names: Sequence[str]) -> bool:
+        """Decide whether nothing arrives any more from now on."""
+        return any([self._strikes(i, fault) for i, fault in self._of(HALF_OPEN, names)])
+
+    def link_latency_s(self, names: Sequence[str]) -> float:
+        """Return how much longer everything takes to arrive."""
+        factors = (fault.factor for i, fault in self._of(SLOW_LINK, names) if self._slow[i])
+        return sum((factor - 1.0) * LATENCY_S for factor in factors)
+
+    def cut(self, names: Sequence[str], size: int) -> int:
+        """Decide how many of the bytes in flight arrive together."""
+        for _ in self._of(SPLIT, names):
+            if self._rng() < 0.5:
+                size = 1 + int(self._rng() * (size - 1))
+        return size
+
+    def _of(self, kind: int, names: Sequence[str]) -> Iterator[tuple[int, Fault]]:
+        for i, fault in enumerate(self._faults):
+            if fault.kind == kind and (
+                fault.device is None or any(same_name(fault.device, name) for name in names)
+            ):
+                yield i, fault
+
     def _strikes(self, i: int, fault: Fault) -> bool:
         seen = self._seen[i]
         self._seen[i] = seen + 1
@@ -243,6 +338,19 @@ def _name(device: Any) -> str | None:
     if isinstance(device, int):
         return f"cpu:{device}"
     return None if device is None else str(device)
+
+
+def _address(address: Any) -> str | None:
+    if address is None or isinstance(address, str):
+        return address and address.replace("localhost:", "127.0.0.1:")
+    if isinstance(address, int) and not isinstance(address, bool):
+        return f":{address}"
+    if isinstance(address, tuple) and len(address) >= 2:
+        return _address(f"{address[0]}:{address[1]}")
+    raise TypeError(
+        f"address must be a port, 'host:port', a path or None, got {address!r} "
+        f"({type(address).__name__})."
+    )
 
 
 def _fn_name(fn: Any) -> str | None:

@@ -30,6 +30,16 @@ def call_site(frame: FrameType | None = None) -> str:
     return "unknown"
 
 
+def is_importing() -> bool:
+    """Tell whether a module is being imported, which happens once and is part of no schedule."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_find_and_load":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def refuse(what: str, instead: str = "") -> NoReturn:
     """Raise the error for something real."""
     raise refusal(what, instead)

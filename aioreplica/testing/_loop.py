@@ -39,6 +39,7 @@ from ._participants import (
     Choose,
     Clock,
     Participant,
+    SimFuture,
     SimHandle,
     SimTask,
     SimTimer,
@@ -248,6 +249,10 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
     def time(self) -> float:
         """Return virtual time, in seconds."""
         return self.now
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Make a future; where there is a network, one whose place in a set is known."""
+        return asyncio.Future(loop=self) if self.network is None else SimFuture(loop=self)
 
     def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
         """Make a task that the schedule may hold."""

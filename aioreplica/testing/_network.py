@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from asyncio import isfuture
 from binascii import crc32
 from collections.abc import Callable, Iterator, Sequence
 from ipaddress import ip_address
@@ -17,7 +18,7 @@ from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from ._forbidden import refuse
+from ._forbidden import is_foreign, refuse
 from ._pools import LATENCY_S, MAX_LATENCY_S
 from ._sockets import CONNECTED, CONNECTING, FRESH, LISTENING, UNNAMED, SimSocket, error_of
 
@@ -118,9 +119,10 @@ class SimSelector:
         self._network = network
         self.keys: dict[int, SelectorKey] = {}
 
-    def register(self, fd: int, events: int, data: Any = None) -> SelectorKey:
-        """Begin to watch a socket."""
+    def register(self, fd: Any, events: int, data: Any = None) -> SelectorKey:
+        """Begin to watch a socket, or its number."""
         network = self._network
+        fd = _number(fd)
         sock = network.sockets.get(fd)
         if sock is None:
             refuse("Watching a file descriptor")
@@ -129,12 +131,13 @@ class SimSelector:
         network.update(sock)
         return key
 
-    def modify(self, fd: int, events: int, data: Any = None) -> SelectorKey:
+    def modify(self, fd: Any, events: int, data: Any = None) -> SelectorKey:
         """Watch it for something else."""
         return self.register(fd, events, data)
 
-    def unregister(self, fd: int) -> SelectorKey:
+    def unregister(self, fd: Any) -> SelectorKey:
         """Watch it no longer; KeyError if it is not watched."""
+        fd = _number(fd)
         key = self.keys.pop(fd)
         self._network.watchers.pop(fd, None)
         sock = self._network.sockets.get(fd)
@@ -142,9 +145,9 @@ class SimSelector:
             self._network.update(sock)
         return key
 
-    def get_key(self, fd: int) -> SelectorKey:
+    def get_key(self, fd: Any) -> SelectorKey:
         """Return what is registered; KeyError if nothing is."""
-        return self.keys[fd]
+        return self.keys[_number(fd)]
 
     def get_map(self) -> dict[int, SelectorKey]:
         """Return all that is registered."""
@@ -162,25 +165,38 @@ class SimSelector:
 
 @final
 class LoopSelector(SimSelector):
-    """That of the loop of a run, which calls back at once."""
+    """That of the loop of a run."""
 
     needs_loop = True
 
     def notify(self, ready: Ready) -> None:
-        """Run what is registered; at `asyncio` fidelity put it into the queue."""
+        """Put what is registered behind the callbacks that wait, as a real loop does."""
         loop = self._network.loop
-        if loop.fidelity == "asyncio":
-            asyncio_handle = loop.call_soon(self._run, ready)
-            del asyncio_handle
-        else:
+        if loop.fidelity == "adversarial":
             self._run(ready)
+        else:
+            loop.call_soon(self._run, ready)
 
     def _run(self, ready: Ready) -> None:
         key = self.keys.get(ready.sock.number)
         handle = None if key is None else key.data[ready.is_write]
-        if handle is not None and not handle._cancelled:
+        if handle is not None and not (handle._cancelled or _has_done_its_work(handle)):
             handle._run()
         ready.rest()
+
+
+def _number(fd: Any) -> int:
+    return fd if isinstance(fd, int) else int(fd.fileno())
+
+
+def _has_done_its_work(handle: Any) -> bool:
+    """Whether what is called back has ended, or was cancelled, and is about to unregister.
+
+    A real loop may call it all the same, in the round in which it was cancelled: asyncio and anyio
+    then log an `InvalidStateError`, of which no program can know.
+    """
+    owner = getattr(handle._callback, "__self__", None)
+    return any(isfuture(each) and each.done() for each in (owner, *(handle._args or ())))
 
 
 @final
@@ -492,10 +508,12 @@ class Network:
 
     # ---- connections --------------------------------------------------------------------------
 
-    def connect(self, sock: SimSocket, address: Any) -> None:
-        """Begin to connect a socket."""
+    def connect(self, sock: SimSocket, address: Any) -> int:
+        """Begin to connect a socket; return EINPROGRESS, or another number where that is all."""
         if sock.family == socket.AF_UNIX:
             address = _text(address)
+            if self._find(sock, address) is None:
+                return errno.ENOENT
         else:
             address = _sockaddr(sock, self.resolve(address[0]), address[1])
             if address[0] not in self._served and self._find(sock, address) is None:
@@ -504,9 +522,14 @@ class Network:
         if sock.is_datagram:
             sock.state = CONNECTED
             self._name_client(sock)
-        else:
-            sock.state = CONNECTING
-            self.update(sock)
+            return 0
+        sock.state = CONNECTING
+        if sock.family == socket.AF_UNIX:  # there is no way to go
+            self.finish_connect(sock)
+            error, sock.error = sock.error, 0
+            return error
+        self.update(sock)
+        return errno.EINPROGRESS
 
     def finish_connect(self, sock: SimSocket) -> None:
         """Find who listens, and make the other end of the connection."""
@@ -607,11 +630,16 @@ def name_of(address: Any) -> str:
 
 
 def peer_of(frames: Sequence[FrameType]) -> str:
-    """Return what a task that awaits the network waits for, by its frames; "" if it does not."""
+    """Return what a task that awaits the network waits for, by its frames; "" if it does not.
+
+    What counts are frames of asyncio and anyio, and the innermost one of any other code.
+    """
+    sock = None
     for frame in reversed(frames):
         sock = _socket_of(frame)
-        if sock is None:
-            continue
+        if sock is not None or not is_foreign(frame.f_code.co_filename):
+            break
+    if sock is not None:
         if sock.state == LISTENING:
             return f"a connection to {name_of(sock.address)}"
         if sock.link is None:

@@ -93,6 +93,24 @@ class SimTask(RealTask[Any]):
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
 
 
+RealFuture = asyncio.Future
+
+
+@final
+class SimFuture(RealFuture[Any]):
+    """A future that hashes by a number: libraries for networks walk sets of futures."""
+
+    __slots__ = ("number",)
+    number: int
+
+    def __hash__(self) -> int:
+        try:
+            return self.number
+        except AttributeError:
+            self.number = number = self.get_loop().new_index()  # type: ignore[attr-defined]
+            return number
+
+
 @final
 class CallbackQueue:
     """Runs plain callbacks in the order of their registration.

@@ -110,13 +110,7 @@ class PoolOp:
 
     def describe(self) -> str:
         """Name the call for stories."""
-        fn: Any = self.fn
-        args = self.args
-        if isinstance(fn, partial):
-            fn, args = fn.func, (*fn.args, *args)
-        if args and isinstance(getattr(fn, "__self__", None), Context):
-            fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
-        return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        return name_of_call(self.fn, self.args)
 
     # ---- the three events --------------------------------------------------------------------
 
@@ -279,6 +273,15 @@ class PoolOp:
                 self.retract()
             run.thread.doom()
             self._go_on(run)
+
+
+def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
+    """Return the name of what a call calls, inside `partial` and contexts of its own."""
+    if isinstance(fn, partial):
+        fn, args = fn.func, (*fn.args, *args)
+    if args and isinstance(getattr(fn, "__self__", None), Context):
+        fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
 def _DONE() -> None:  # noqa: N802 - a mark, only compared

@@ -28,7 +28,7 @@ from ._anyio import anyio_patches
 from ._devices import SimLaneTable
 from ._executors import executor_patches
 from ._doors import socket_patches
-from ._forbidden import refuse
+from ._forbidden import is_importing, refuse
 from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
@@ -220,9 +220,12 @@ class Sandbox:
         real = getattr(owner, name)
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            if self.simulation.is_here():
+            if not self.simulation.is_here():
+                return real(*args, **kwargs)
+            if not is_importing():
                 refuse(what, instead)
-            return real(*args, **kwargs)
+            with self.simulation.outside():
+                return real(*args, **kwargs)
 
         self._patch(owner, name, stand_in)
 

@@ -231,22 +231,20 @@ class SimSocket(socket.socket):
         Raises:
             RealIOError: If no server of the program has ever listened at that host.
         """
-        if self.connect_ex(address) == errno.EINPROGRESS:
-            if self.timeout_s == 0:
-                raise BlockingIOError(errno.EINPROGRESS, os.strerror(errno.EINPROGRESS))
+        code = self.connect_ex(address)
+        if code == errno.EINPROGRESS and self.timeout_s != 0:
             while self.state == CONNECTING:
                 self._wait(self.writes, "connect")
             code = self.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise error_of(code)
+        if code:
+            raise error_of(code)
 
     def connect_ex(self, address: Any) -> int:
         """Begin to connect; return an error number instead of raising."""
         self._check_open()
         if self.state == CONNECTED and not self.is_datagram:
             return errno.EISCONN
-        self.network.connect(self, address)
-        return 0 if self.is_datagram else errno.EINPROGRESS
+        return self.network.connect(self, address)
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         """Return what has arrived; b"" at the end."""
@@ -335,6 +333,13 @@ class SimSocket(socket.socket):
         if self.peer_address is None or self.state == CONNECTING:
             raise error_of(errno.ENOTCONN)
         return self.peer_address
+
+    def get_inheritable(self) -> bool:
+        """Whether other processes get it: there are none."""
+        return False
+
+    def set_inheritable(self, inheritable: bool) -> None:
+        """Change nothing: there are no other processes."""
 
     def detach(self) -> int:
         """Refused: a number of a simulated socket is of no use elsewhere."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from ..context import REGISTRY
-from ._faults import Fault, Faults, name_number
+from ._faults import SLOW, SLOW_LINK, Fault, Faults, name_number
 from ._schedule import CANCELLED, CHOICES, FIDELITIES, HELD, Hold, Schedule
 from ._strategies import MAKERS, SEED_BITS
 
@@ -249,7 +249,7 @@ def _read_fault(first: int, rest: Iterator[int]) -> Fault:
     fn = f"#{_read_number(rest)}" if flags & 2 else None
     at = _read(rest) if flags & 4 else None
     error = _class_of(_read_number(rest)) if flags & 8 else None
-    if kind == 1:
+    if kind in (SLOW, SLOW_LINK):
         (factor,) = struct.unpack(">f", bytes(next(rest) for _ in range(4)))
         return Fault(kind, device, fn, at, 1, error, factor)
     return Fault(kind, device, fn, at, _read(rest), error)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from ._errors import Wait
 from ._library import LibraryWatch
+from ._network import Network, peer_of
 from ._participants import SimTask
 from ._points import frames_of, primitive_of, site_of
 from ._pools import PoolOp, PoolTable
@@ -29,11 +30,13 @@ class WaitGraph:
         waits: One edge for each task that waits, in the order the tasks were made.
         cycle: Names of tasks that wait for each other in a ring; empty without one.
         busy: Names of the tasks that could go on.
+        silent: Connections that a fault has made half-open.
     """
 
     waits: tuple[Wait, ...]
     cycle: tuple[str, ...]
     busy: tuple[str, ...]
+    silent: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -61,13 +64,16 @@ class WaitGraph:
             wait, needs = look.at_op(op)
             waits.append(wait)
             edges[wait.who] = needs
-        return WaitGraph(tuple(waits), _find_cycle(edges), tuple(busy))
+        network = pools.loop.network
+        silent = tuple(network.silent_links()) if isinstance(network, Network) else ()
+        return WaitGraph(tuple(waits), _find_cycle(edges), tuple(busy), silent)
 
     def describe(self) -> str:
         """Return one line for each wait, and the cycle."""
         lines = [f"  {wait.describe()}" for wait in self.waits]
         if self.cycle:
             lines.append(f"  cycle: {' -> '.join((*self.cycle, self.cycle[0]))}")
+        lines += [f"  the connection {each} is half-open: a fault" for each in self.silent]
         return "\n".join(lines)
 
 
@@ -118,7 +124,8 @@ class _Look:
             return in_library
         frames, who, site = self._frames[task], self._name_of(task), site_of(task)
         found = primitive_of(frames)
-        if found is not None:
+        peer = peer_of(frames)
+        if found is not None and not (peer and found[0] == "asyncio.Event"):
             return self._at_primitive(who, site, task, *found)
         awaited = task._fut_waiter  # type: ignore[attr-defined]
         if isinstance(awaited, asyncio.Task):
@@ -136,6 +143,8 @@ class _Look:
         if works:
             names = self._names_of(works)
             return Wait(who, f"the run of {', '.join(names) or 'replicas'}", site), names
+        if peer:
+            return Wait(who, peer, site), ()
         inner = frames[-1].f_code.co_qualname if frames else ""
         if inner == "_wait":  # of asyncio.wait
             names = self._names_of(frames[-1].f_locals.get("fs", ()))
