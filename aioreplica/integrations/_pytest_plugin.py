@@ -15,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:
     from aioreplica.testing import Report
+    from aioreplica.testing._fixtures import Fixtures
 
 MARKER = "explore"
 
@@ -63,16 +64,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         raise pytest.UsageError(
             f"The marker of {pyfuncitem.name} takes keywords only, as in explore(schedules=200)."
         )
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    from aioreplica.testing._fixtures import Fixtures
+
+    fixtures = Fixtures(pyfuncitem)
 
     @wraps(function)
     async def main() -> None:
-        await function(**arguments)
+        await fixtures.call(function)
 
     del main.__wrapped__  # its signature has arguments
-    _run(main, dict(marker.kwargs), pyfuncitem)
+    try:
+        _run(main, dict(marker.kwargs), pyfuncitem)
+    except BaseException as error:
+        _name_shared(error, fixtures)
+        raise
     return True
+
+
+def _name_shared(error: BaseException, fixtures: Fixtures) -> None:
+    """Name the fixtures that schedules share, where that may be the cause."""
+    from aioreplica.testing import NondeterminismError
+
+    names = fixtures.shared()
+    if names and isinstance(error, NondeterminismError):
+        error.add_note(
+            f"All schedules share these fixtures, which may keep what one has changed: "
+            f"{', '.join(names)}. Those of function scope without parameters are made anew for "
+            "each schedule."
+        )
 
 
 def _async_function(function: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -27,30 +28,42 @@ def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         if kind is not cls and kind is not SimSocket:
             refuse(f"A socket of class {kind.__qualname__}", "Make a socket.socket.")
         made = make(SimSocket)
-        made.network = simulation.network
+        made.network = simulation.open_network()
         return made
 
     def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
         if not here():
             return real["getaddrinfo"](*args, **kwargs)
-        return simulation.network.lookup(*args, **kwargs)
+        return simulation.open_network().lookup(*args, **kwargs)
 
     def gethostbyname(name: str) -> str:
-        return simulation.network.resolve(name) if here() else real["gethostbyname"](name)
+        return simulation.open_network().resolve(name) if here() else real["gethostbyname"](name)
 
     def gethostbyname_ex(name: str) -> Any:
         if not here():
             return real["gethostbyname_ex"](name)
-        return name, [], [simulation.network.resolve(name)]
+        return name, [], [simulation.open_network().resolve(name)]
 
     def socketpair(
         family: int = socket.AF_UNIX, type: int = socket.SOCK_STREAM, proto: int = 0
     ) -> Any:
         if not here():
             return real["socketpair"](family, type, proto)
-        return simulation.network.pair(family or socket.AF_UNIX, type)
+        return simulation.open_network().pair(family or socket.AF_UNIX, type)
 
+    def forget(writer: Any) -> None:
+        """Note a writer that the program dropped without closing it; asyncio only warns."""
+        transport = writer._transport
+        if not here():
+            if real_del is not None:
+                real_del(writer)
+        elif not transport.is_closing():
+            simulation.open_network().note_dropped(transport.get_extra_info("socket"))
+            transport.abort()
+
+    real_del: Any = getattr(asyncio.StreamWriter, "__del__", None)
     return [
+        (asyncio.StreamWriter, "__del__", forget),
         (cls, "__new__", staticmethod(new)),
         (socket, "getaddrinfo", getaddrinfo),
         (socket, "gethostbyname", gethostbyname),

@@ -261,13 +261,20 @@ def _error_of(task: SimTask) -> BaseException | None:
 
 def _find_leaks(loop: SimLoop, pools: PoolTable, leaks: Leaks) -> LeakError | None:
     """Let what was cancelled come to its end; then what is left has leaked."""
+    num_complaints = len(loop.complaints)
+    serving = [task for task in loop.sim_tasks if task.ends_with_run and not task.done()]
     for task in tuple(loop.sim_tasks):
         if not task.done() and (task.cancelling() or task.ends_with_run):
             _drain(loop, task)
-    if loop.network is not None and not loop.is_at_rest:  # what is closed takes a moment to be gone
-        loop.choose = fifo
-        loop.budget = Budget(len(loop.order) + DRAIN_STEPS)
-        loop.run_until(lambda: loop.is_at_rest)
+    if loop.network is not None:
+        if not loop.is_at_rest:  # what is closed takes a moment to be gone
+            loop.choose = fifo
+            loop.budget = Budget(len(loop.order) + DRAIN_STEPS)
+            loop.run_until(lambda: loop.is_at_rest)
+        del loop.complaints[num_complaints:]  # of servers that went on when nobody was there
+        for task in serving:
+            if task.done() and not task.cancelled():
+                task.exception()
     return leaks.find(loop, pools)
 
 

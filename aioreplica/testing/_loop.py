@@ -44,7 +44,7 @@ from ._participants import (
     SimTask,
     SimTimer,
 )
-from ._unix import UnixSockets
+from ._streams import StreamLoop
 
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
@@ -123,7 +123,7 @@ class LoopObserver(Protocol):
 
 
 @final
-class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
+class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
     """An event loop that runs one schedule of one program.
 
     Args:
@@ -148,6 +148,7 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
         asyncio.BaseEventLoop.__init__(self)  # that of the selector loop would open sockets
         self._transports: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.network: Networks | None = None  # what the run opens sockets in, once it does
+        self.make_network: Callable[[], Any] | None = None  # set before the run
         self.choose = choose
         self.fidelity = fidelity
         self.budget = budget or Budget()
@@ -206,7 +207,7 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
                 return None
         if self._closed:
             self._check_closed()  # type: ignore[attr-defined]
-        if self._holds_callbacks:
+        if self._holds_callbacks and self.network is None:  # asyncio's transports need the order
             free = SimHandle(callback, args, self, context)
             self.enabled.append(free)
             return free
@@ -398,6 +399,7 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
 
     def finish(self) -> None:
         """Stop being the running loop, for ever."""
+        self._forget_network()
         events._set_running_loop(None)
         sys.set_asyncgen_hooks(*self._old_hooks)
         self._thread_id = None  # type: ignore[assignment]  # as in the base class
@@ -408,8 +410,7 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
         self._overdue.clear()
         self._closed = True
         self.sim_tasks = []  # these close cycles, which only the collector could free
-        self._forget_network()
-        self.executors = self.observer = None
+        self.executors = self.observer = self.make_network = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property
@@ -484,6 +485,9 @@ class SimLoop(UnixSockets, ForbiddenIO, BaseSelectorEventLoop):
 
     @property
     def _selector(self) -> Any:
+        if self.network is None and not self._closed:
+            assert self.make_network is not None
+            self.make_network()
         return None if self.network is None else self.network.selector
 
     def _write_to_self(self) -> None:

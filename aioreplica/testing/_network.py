@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from ._forbidden import is_foreign, refuse
 from ._pools import LATENCY_S, MAX_LATENCY_S
-from ._sockets import CONNECTED, CONNECTING, FRESH, LISTENING, UNNAMED, SimSocket, error_of
+from ._sockets import CLOSED, CONNECTED, CONNECTING, FRESH, LISTENING, UNNAMED, SimSocket, error_of
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
@@ -171,11 +171,7 @@ class LoopSelector(SimSelector):
 
     def notify(self, ready: Ready) -> None:
         """Put what is registered behind the callbacks that wait, as a real loop does."""
-        loop = self._network.loop
-        if loop.fidelity == "adversarial":
-            self._run(ready)
-        else:
-            loop.call_soon(self._run, ready)
+        self._network.loop.call_soon(self._run, ready)
 
     def _run(self, ready: Ready) -> None:
         key = self.keys.get(ready.sock.number)
@@ -387,6 +383,7 @@ class Network:
         self._bound: dict[tuple[bool, str, int], SimSocket] = {}
         self._served = {"127.0.0.1", "::1", *ANYWHERE}
         self._names: dict[str, str] = {}
+        self._dropped: list[str] = []
 
     # ---- sockets ------------------------------------------------------------------------------
 
@@ -590,6 +587,7 @@ class Network:
 
     def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterator[str]:
         """Name what the program has left open; not what it is about to close."""
+        yield from self._dropped
         for sock in self.sockets.values():
             if is_closing(sock.number):
                 continue
@@ -599,6 +597,12 @@ class Network:
                 yield f"{sock.link.describe()} (made at {sock.made_at})"
             elif sock.is_datagram or sock.state == FRESH:
                 yield f"socket {name_of(sock.address)} (made at {sock.made_at})"
+
+    def note_dropped(self, transport_socket: Any) -> None:
+        """Note a connection that nobody has closed and nobody can close any more."""
+        sock = getattr(transport_socket, "_sock", None)
+        if isinstance(sock, SimSocket) and sock.link is not None:
+            self._dropped.append(f"{sock.link.describe()} (made at {sock.made_at})")
 
     @property
     def is_delayed(self) -> bool:
@@ -613,7 +617,7 @@ class Network:
     def close(self) -> None:
         """Let go of everything: these close cycles, which only the collector could free."""
         for sock in self.sockets.values():
-            sock._closed = True
+            sock._closed, sock.state = True, CLOSED
             sock.peer = sock.link = None
             sock.backlog.clear()
             sock.reads = sock.writes = None  # type: ignore[assignment]  # the run is over

@@ -131,7 +131,7 @@ class CallbackQueue:
         loop = self._loop
         waiting, enabled = loop.waiting, loop.enabled
         head = waiting.popleft()
-        if loop.fidelity == "reorder":
+        if loop.fidelity != "asyncio":
             while waiting and type(waiting[0]) is SimTask:
                 enabled.append(waiting.popleft())
         if waiting:

@@ -36,13 +36,13 @@ class Simulation:
     def begin(self, loop: SimLoop, pools: PoolTable) -> None:
         """Start a schedule."""
         self.loop, self.pools = loop, pools
+        loop.make_network = self.open_network
         self.numbers.clear()
         self._num_numbers = 0
         self._is_running = True
 
-    @property
-    def network(self) -> Network:
-        """The network of the schedule, made when something first asks for it."""
+    def open_network(self) -> Network:
+        """Return the network of the schedule, made when something first asks for it."""
         network = self.loop.network
         if network is None:
             network = self.loop.network = Network(self.loop, self.pools)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ._forbidden import ForbiddenIO, refuse
 from ._network import Ready, SimSelector
 from ._pools import PoolOp
-from ._unix import UnixSockets
+from ._streams import StreamLoop
 
 if TYPE_CHECKING:
     from ._loop import SimLoop
@@ -139,7 +139,7 @@ class ThreadSelector(SimSelector):
     """
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__(simulation.network)
+        super().__init__(simulation.open_network())
         self._simulation = simulation
         self._fired: list[Ready] = []
         self._reported: list[Ready] = []
@@ -184,7 +184,7 @@ class ThreadSelector(SimSelector):
 
 
 @final
-class ThreadLoop(UnixSockets, ForbiddenIO, asyncio.SelectorEventLoop):  # type: ignore[misc]
+class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):  # type: ignore[misc]
     """The event loop of a simulated thread.
 
     Args:

@@ -1,5 +1,6 @@
 """The simulated loop: virtual time, documented orders, pools with latency, nothing real."""
 
+import _thread
 import asyncio
 import gc
 import importlib
@@ -222,11 +223,15 @@ def test_a_call_does_not_see_the_loop_or_the_context() -> None:
 
 
 def start_thread() -> None:
-    threading.Thread(target=print).start()
+    _thread.start_new_thread(print, ())
 
 
-def open_socket() -> None:
-    socket.socket()
+def connect_to_the_world() -> None:
+    socket.create_connection(("example.org", 80))
+
+
+def block_the_loop() -> None:
+    socket.create_connection(("127.0.0.1", 80))
 
 
 def start_process() -> None:
@@ -245,10 +250,6 @@ def spawn_python() -> None:
     multiprocessing.get_context("spawn").Process(target=print).start()
 
 
-def look_up_a_name() -> None:
-    socket.getaddrinfo("localhost", 80)
-
-
 def watch_descriptor() -> None:
     asyncio.get_running_loop().add_reader(0, print)
 
@@ -256,8 +257,8 @@ def watch_descriptor() -> None:
 @pytest.mark.parametrize(
     "reach_out",
     [
-        start_thread, open_socket, look_up_a_name, start_process, start_shell, spawn_process,
-        spawn_python, watch_descriptor,
+        start_thread, connect_to_the_world, block_the_loop, start_process, start_shell,
+        spawn_process, spawn_python, watch_descriptor,
     ],
 )  # fmt: skip
 def test_real_io_raises_with_its_call_site(reach_out: Any) -> None:

@@ -1,4 +1,4 @@
-"""Unix sockets of an event loop, as asyncio has them, over simulated sockets."""
+"""What simulated loops add to asyncio's selector loop: Unix sockets, and servers that close."""
 
 from __future__ import annotations
 
@@ -9,8 +9,24 @@ from collections.abc import Callable
 from typing import Any
 
 
-class UnixSockets:
-    """`create_unix_connection` and `create_unix_server` of a loop: a path is a mere name."""
+class StreamLoop:
+    """Methods of an event loop; for Unix sockets a path is a mere name."""
+
+    async def _accept_connection2(
+        self, factory: Any, conn: Any, extra: Any, sslcontext: Any = None, server: Any = None,
+        *rest: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        """Make the transport of an accepted connection; none if the server has been closed.
+
+        asyncio fails an assertion then, and loses the connection: no program can know of it.
+        """
+        if server is not None and not server.sockets:
+            conn.close()
+            return
+        loop: Any = super()
+        await loop._accept_connection2(
+            factory, conn, extra, sslcontext, server, *rest, **options
+        )
 
     async def create_unix_connection(
         self,

@@ -1,0 +1,367 @@
+"""The simulated network: asyncio's streams, protocols and socket calls, anyio's, and its faults."""
+
+import asyncio
+import errno
+import http.client
+import socket
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import pytest
+
+import aioreplica.testing as art
+
+PORT = 8000
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while line := await reader.readline():
+            writer.write(line)
+            await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+
+
+async def ask(text: bytes, host: str = "localhost", port: int = PORT) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(text)
+        return await reader.readline()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+# --- programs that are correct ----------------------------------------------------------------
+
+
+async def streams() -> None:
+    async with await asyncio.start_server(echo, "127.0.0.1", PORT):
+        answers = await asyncio.gather(*[ask(b"%d\n" % i) for i in range(3)])
+        assert answers == [b"0\n", b"1\n", b"2\n"]
+
+
+async def protocols() -> None:
+    class Shout(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.transport = transport
+
+        def data_received(self, data: bytes) -> None:
+            self.transport.write(data.upper())
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Shout, "api.internal", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        assert await ask(b"yes\n", "api.internal", port) == b"YES\n"
+
+
+async def sockets() -> None:
+    loop = asyncio.get_running_loop()
+    listener, client = socket.socket(), socket.socket()
+    for each in (listener, client):
+        each.setblocking(False)
+    listener.bind(("", PORT))
+    listener.listen()
+
+    async def serve() -> None:
+        accepted, address = await loop.sock_accept(listener)
+        with accepted:
+            assert address == accepted.getpeername() == client.getsockname()
+            buffer = bytearray(2)
+            while size := await loop.sock_recv_into(accepted, buffer):
+                await loop.sock_sendall(accepted, buffer[:size])
+
+    with listener, client:
+        serving = asyncio.create_task(serve())
+        await loop.sock_connect(client, ("127.0.0.1", PORT))
+        await loop.sock_sendall(client, b"abc")
+        client.shutdown(socket.SHUT_WR)
+        got = b""
+        while data := await loop.sock_recv(client, 10):
+            got += data
+        assert got == b"abc"
+        await serving
+
+
+async def much_data() -> None:
+    """More than a connection holds: both ends have to wait for each other."""
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"%d" % len(await reader.read()))
+        writer.close()
+
+    async with await asyncio.start_server(count, "127.0.0.1", PORT):
+        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        for _ in range(4):
+            writer.write(bytes(100_000))
+            await writer.drain()
+        writer.write_eof()
+        assert await reader.read() == b"400000"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def datagrams() -> None:
+    class Inbox(asyncio.DatagramProtocol):
+        def __init__(self) -> None:
+            self.packets: asyncio.Queue[Any] = asyncio.Queue()
+
+        def datagram_received(self, data: bytes, address: Any) -> None:
+            self.packets.put_nowait((data, address))
+
+    loop = asyncio.get_running_loop()
+    server, inbox = await loop.create_datagram_endpoint(Inbox, local_addr=("127.0.0.1", PORT))
+    client, answers = await loop.create_datagram_endpoint(Inbox, remote_addr=("127.0.0.1", PORT))
+    client.sendto(b"ping")
+    data, address = await inbox.packets.get()
+    server.sendto(data * 2, address)
+    assert (await answers.packets.get())[0] == b"pingping"
+    for transport in (server, client):
+        transport.close()
+
+
+async def unix_sockets() -> None:
+    async with await asyncio.start_unix_server(echo, "/nowhere/at/all.sock"):
+        reader, writer = await asyncio.open_unix_connection("/nowhere/at/all.sock")
+        writer.write(b"hello\n")
+        assert await reader.readline() == b"hello\n"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def anyio_streams() -> None:
+    async def serve(stream: Any) -> None:
+        async with stream:
+            async for data in stream:
+                await stream.send(data)
+
+    async with (
+        await anyio.create_tcp_listener(local_host="127.0.0.1", local_port=PORT) as listener,
+        anyio.create_task_group() as group,
+    ):
+        group.start_soon(listener.serve, serve)
+        async with await anyio.connect_tcp("localhost", PORT) as stream:
+            await stream.send(b"hello")
+            assert await stream.receive() == b"hello"
+        group.cancel_scope.cancel()
+
+
+async def blocking_client_in_a_thread() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+        await writer.drain()
+        writer.close()
+
+    def get() -> bytes:
+        connection = http.client.HTTPConnection("localhost", PORT)
+        connection.request("GET", "/")
+        body = connection.getresponse().read()
+        connection.close()
+        return body
+
+    async with await asyncio.start_server(serve, "127.0.0.1", PORT):
+        bodies = await asyncio.gather(asyncio.to_thread(get), asyncio.to_thread(get))
+        assert bodies == [b"hi", b"hi"]
+
+
+PROGRAMS = [
+    streams, protocols, sockets, much_data, datagrams, unix_sockets, anyio_streams,
+    blocking_client_in_a_thread,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_correct_program_passes_every_schedule(program: Any) -> None:
+    art.explore(program, schedules=25).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_correct_program_passes_many_schedules(program: Any, fidelity: str) -> None:
+    art.explore(program, fidelity=fidelity, schedules=200, seed=1).check()
+
+
+@pytest.mark.parametrize("program", [streams, much_data, sockets])
+def test_data_may_arrive_in_parts_and_late(program: Any) -> None:
+    faults = art.Faults().split_data(PORT).slow_connection(factor=30)
+
+    art.explore(program, schedules=25, faults=faults).check()
+
+
+# --- bugs -------------------------------------------------------------------------------------
+
+
+async def takes_what_arrives_for_all_of_it() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.read(1024)
+        if not request.endswith(b"\n"):
+            raise ValueError(f"no request: {request!r}")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", PORT):
+        with suppress(ConnectionError):
+            await ask(b"a request\n")
+
+
+async def forwards_and_forgets() -> None:
+    """A proxy that loses its upstream connection when its client is reset."""
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", PORT)
+        try:
+            upstream.write(await reader.readline())
+        except ConnectionError:
+            writer.close()
+            return
+        writer.write(await upstream_reader.readline())
+        for each in (upstream, writer):
+            each.close()
+
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", PORT),
+        await asyncio.start_server(forward, "127.0.0.1", PORT + 1),
+    ):
+        with suppress(ConnectionError):
+            await ask(b"hello\n", port=PORT + 1)
+
+
+async def asks_without_a_timeout() -> None:
+    async with await asyncio.start_server(echo, "127.0.0.1", PORT):
+        await ask(b"hello\n")
+
+
+async def forgets_to_close() -> None:
+    async with await asyncio.start_server(echo, "127.0.0.1", PORT):
+        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        writer.write(b"hello\n")
+        await reader.readline()
+
+
+def failure_of(main: Any, faults: art.Faults | None = None) -> BaseException:
+    report = art.explore(main, schedules=200, faults=faults)
+    assert report.failure is not None
+    with pytest.raises(type(report.failure.error)) as caught:
+        art.replay(main, report.failure.token)
+    assert str(caught.value) == str(report.failure.error)
+    return report.failure.error
+
+
+def test_parts_that_are_taken_for_the_whole_are_found() -> None:
+    art.explore(takes_what_arrives_for_all_of_it, schedules=50).check()
+
+    error = failure_of(takes_what_arrives_for_all_of_it, art.Faults().split_data(PORT))
+
+    assert isinstance(error, art.LeakError)
+    assert "ValueError" in error.exceptions[0]
+
+
+def test_a_reset_in_the_middle_of_a_request_shows_the_connection_that_leaks() -> None:
+    art.explore(forwards_and_forgets, schedules=50).check()
+
+    error = failure_of(forwards_and_forgets, art.Faults().reset_connection(PORT + 1))
+
+    assert isinstance(error, art.LeakError)
+    assert any("-> 127.0.0.1:8000 (made at " in each for each in error.connections)
+    assert "test_network.py:" in str(error.connections)
+
+
+def test_a_peer_that_is_half_open_is_named_by_the_deadlock() -> None:
+    error = failure_of(asks_without_a_timeout, art.Faults().half_open("localhost:8000"))
+
+    assert isinstance(error, art.DeadlockError)
+    waits = {wait.who: wait for wait in error.waits}
+    assert waits["main"].awaits.startswith("data from 127.0.0.1:8000, half-open")
+    assert waits["main"].site.startswith("test_network.py:")
+
+
+def test_a_timeout_helps_against_a_peer_that_is_half_open() -> None:
+    async def main() -> None:
+        async with await asyncio.start_server(echo, "127.0.0.1", PORT) as server:
+            try:
+                await asyncio.wait_for(ask(b"hello\n"), 10)
+            except TimeoutError:
+                server.close()
+            for transport in asyncio.get_running_loop()._transports.values():  # type: ignore[attr-defined]
+                transport.abort()  # what a server with a timeout of its own would do
+
+    art.explore(main, schedules=50, faults=art.Faults().half_open(PORT)).check()
+
+
+def test_a_slow_connection_runs_into_a_timeout() -> None:
+    async def main() -> None:
+        async with await asyncio.start_server(echo, "127.0.0.1", PORT):
+            await asyncio.wait_for(ask(b"hello\n"), 2)
+
+    art.explore(main, schedules=50).check()
+
+    assert isinstance(
+        failure_of(main, art.Faults().slow_connection(PORT, factor=5000)), TimeoutError
+    )
+
+
+def test_a_connection_that_was_not_closed_has_leaked() -> None:
+    error = failure_of(forgets_to_close)
+
+    assert isinstance(error, art.LeakError)
+    assert "test_network.py:" in error.connections[0]
+    art.explore(forgets_to_close, schedules=20, leaks=["*:8000*", "echo"]).check()
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_nobody_listens() -> None:
+    async def main() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await ask(b"hello\n")
+
+    art.explore(main, schedules=10).check()
+
+
+def test_a_host_outside_is_refused_by_name() -> None:
+    async def main() -> None:
+        await ask(b"hello\n", "example.org", 80)
+
+    with pytest.raises(art.RealIOError, match=r"connection to example\.org:80 at .*test_network"):
+        art.run(main)
+
+
+def test_an_address_is_taken_once() -> None:
+    async def main() -> int | None:
+        first, second = socket.socket(), socket.socket()
+        with first, second:
+            first.bind(("127.0.0.1", PORT))
+            try:
+                second.bind(("127.0.0.1", PORT))
+            except OSError as error:
+                return error.errno
+        return None
+
+    assert art.run(main) == errno.EADDRINUSE
+
+
+def test_what_is_real_stays_real_outside() -> None:
+    make = socket.socket.__new__
+    art.run(streams)
+
+    assert socket.socket.__new__ is make
+    one, other = socket.socketpair()
+    with one, other:
+        one.send(b"x")
+        assert other.recv(1) == b"x"
+
+
+def test_addresses_are_checked() -> None:
+    with pytest.raises(TypeError, match="a port"):
+        art.Faults().half_open(1.5)
+    with pytest.raises(ValueError, match="above 1, got 1"):
+        art.Faults().slow_connection(factor=1)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        art.Faults().reset_connection(times=0)
