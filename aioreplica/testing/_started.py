@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import queue
 import selectors
 import threading
@@ -241,6 +242,10 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):  # type: i
         """Close it; what its tasks did not finish is nobody's any more."""
         for task in self.sim_tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
+            coroutine = task.get_coro()
+            if not task.done() and getattr(coroutine, "cr_frame", None) is not None:
+                if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                    coroutine.close()  # the schedule was given up before it began
         self.sim_tasks = []
         if not self.is_running() and not self.is_closed():
             asyncio.BaseEventLoop.close(self)

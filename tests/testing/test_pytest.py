@@ -42,6 +42,62 @@ def test_plain():
 """
 
 
+FIXTURES = """
+import asyncio
+import threading
+import pytest
+import pytest_asyncio
+
+made = []
+ended = []
+
+class App:
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.calls = 0
+
+@pytest.fixture
+def log():
+    return []
+
+@pytest.fixture
+def app(log):
+    app = App()
+    made.append(app)
+    log.append(app)
+    yield app
+    ended.append(app)
+
+@pytest_asyncio.fixture
+async def client(app):
+    await asyncio.sleep(1)
+    yield app, asyncio.get_running_loop()
+    await asyncio.sleep(1)
+
+@pytest.mark.explore(schedules=20)
+async def test_app(app, client, log, tmp_path):
+    own, loop = client
+    assert own is app and log == [app] and tmp_path.exists()
+    assert loop is asyncio.get_running_loop()
+    app.calls += 1
+    await asyncio.sleep(0)
+    assert app.calls == 1
+
+@pytest.fixture(scope="module")
+def shared():
+    return {"calls": 0}
+
+@pytest.mark.explore(schedules=20)
+async def test_shared(shared):
+    shared["calls"] += 1
+    for _ in range(shared["calls"]):
+        await asyncio.sleep(0)
+
+def test_made():
+    assert len(made) > 20 and len(ended) == len(made)
+"""
+
+
 METHODS = """
 import asyncio
 import pytest
@@ -148,3 +204,15 @@ async def test_the_marker_works_in_this_suite() -> None:
     import asyncio
 
     await asyncio.sleep(3600)
+
+
+@pytest.mark.slow
+def test_fixtures_are_made_for_every_schedule_or_named(tmp_path: Path) -> None:
+    (tmp_path / "test_fixtures.py").write_text(FIXTURES, encoding="utf-8")
+
+    found = run_pytest(tmp_path, "-k", "app or shared or made")
+
+    assert "2 passed" in found, found
+    assert "1 failed" in found, found
+    assert "All schedules share these fixtures" in found
+    assert "shared (module scope)" in found
