@@ -44,9 +44,7 @@ def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
             return real["gethostbyname_ex"](name)
         return name, [], [simulation.open_network().resolve(name)]
 
-    def socketpair(
-        family: int = socket.AF_UNIX, type: int = socket.SOCK_STREAM, proto: int = 0
-    ) -> Any:
+    def socketpair(family: Any = None, type: int = socket.SOCK_STREAM, proto: int = 0) -> Any:  # noqa: A002
         if not here():
             return real["socketpair"](family, type, proto)
         return simulation.open_network().pair(family or socket.AF_UNIX, type)

@@ -286,11 +286,11 @@ class FaultRun:
 
     def is_reset(self, names: Sequence[str]) -> bool:
         """Decide, when something is sent, whether the connection is reset."""
-        return any([self._strikes(i, fault) for i, fault in self._of(RESET, names)])
+        return self._any_strikes(RESET, names)
 
     def is_silenced(self, names: Sequence[str]) -> bool:
         """Decide whether nothing arrives any more from now on."""
-        return any([self._strikes(i, fault) for i, fault in self._of(HALF_OPEN, names)])
+        return self._any_strikes(HALF_OPEN, names)
 
     def link_latency_s(self, names: Sequence[str]) -> float:
         """Return how much longer everything takes to arrive."""
@@ -303,6 +303,10 @@ class FaultRun:
             if self._rng() < 0.5:
                 size = 1 + int(self._rng() * (size - 1))
         return size
+
+    def _any_strikes(self, kind: int, names: Sequence[str]) -> bool:
+        struck = [self._strikes(i, fault) for i, fault in self._of(kind, names)]
+        return any(struck)
 
     def _of(self, kind: int, names: Sequence[str]) -> Iterator[tuple[int, Fault]]:
         for i, fault in enumerate(self._faults):

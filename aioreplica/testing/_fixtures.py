@@ -73,10 +73,13 @@ class Fixtures:
         return value
 
     def _function(self, name: str) -> Callable[..., Any]:
-        function = inspect.unwrap(self._definitions[name][-1].func)
+        function: Any = inspect.unwrap(self._definitions[name][-1].func)
         owner = getattr(self._item, "instance", None)
         is_method = next(iter(inspect.signature(function).parameters), "") == "self"
-        return function.__get__(owner) if is_method and owner is not None else function
+        bound: Callable[..., Any] = function
+        if is_method and owner is not None:
+            bound = function.__get__(owner)
+        return bound
 
     def _is_remade(self, name: str) -> bool:
         definitions = self._definitions.get(name)

@@ -25,7 +25,7 @@ import threading
 from asyncio import events
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
 from typing import Any, Final, Protocol, final
@@ -39,12 +39,11 @@ from ._participants import (
     Choose,
     Clock,
     Participant,
-    SimFuture,
     SimHandle,
     SimTask,
     SimTimer,
 )
-from ._streams import StreamLoop
+from ._streams import NetworkLoop
 
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
@@ -92,26 +91,6 @@ class Executors(Protocol):
         """Submit a call; return the future of its result."""
 
 
-class Networks(Protocol):
-    """What makes sockets ready.
-
-    Attributes:
-        selector: Where the loop registers what it wants to be told of.
-    """
-
-    selector: Any
-
-    @property
-    def is_delayed(self) -> bool:
-        """Whether something is on its way for longer than usual."""
-
-    def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
-        """Name what was left open."""
-
-    def close(self) -> None:
-        """Let go of all sockets."""
-
-
 class LoopObserver(Protocol):
     """Observes every step of a run."""
 
@@ -123,7 +102,7 @@ class LoopObserver(Protocol):
 
 
 @final
-class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
+class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     """An event loop that runs one schedule of one program.
 
     Args:
@@ -146,9 +125,7 @@ class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
         observer: LoopObserver | None = None,
     ) -> None:
         asyncio.BaseEventLoop.__init__(self)  # that of the selector loop would open sockets
-        self._transports: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self.network: Networks | None = None  # what the run opens sockets in, once it does
-        self.make_network: Callable[[], Any] | None = None  # set before the run
+        self.begin_network()
         self.choose = choose
         self.fidelity = fidelity
         self.budget = budget or Budget()
@@ -250,10 +227,6 @@ class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
     def time(self) -> float:
         """Return virtual time, in seconds."""
         return self.now
-
-    def create_future(self) -> asyncio.Future[Any]:
-        """Make a future; where there is a network, one whose place in a set is known."""
-        return asyncio.Future(loop=self) if self.network is None else SimFuture(loop=self)
 
     def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
         """Make a task that the schedule may hold."""
@@ -399,7 +372,7 @@ class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
 
     def finish(self) -> None:
         """Stop being the running loop, for ever."""
-        self._forget_network()
+        self.forget_network()
         events._set_running_loop(None)
         sys.set_asyncgen_hooks(*self._old_hooks)
         self._thread_id = None  # type: ignore[assignment]  # as in the base class
@@ -418,25 +391,6 @@ class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
         """Whether nothing goes on but timers of the program."""
         delayed = self.network is not None and self.network.is_delayed
         return not (self.enabled or self.external or delayed)
-
-    @property
-    def open_sockets(self) -> Iterable[str]:
-        """What the program has left open in the network, and is not about to close."""
-        transports = self._transports
-        if self.network is None:
-            return ()
-        return self.network.open_sockets(
-            lambda fd: fd in transports and transports[fd].is_closing()
-        )
-
-    def _forget_network(self) -> None:
-        """Take the sockets from transports that were left open, which would warn of it."""
-        for transport in tuple(self._transports.values()):
-            transport._closing = True
-            transport._sock = None
-        if self.network is not None:
-            self.network.close()
-            self.network = None
 
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
@@ -482,13 +436,6 @@ class SimLoop(StreamLoop, ForbiddenIO, BaseSelectorEventLoop):
             handle.is_due = False
             self.enabled[:] = [each for each in self.enabled if each is not handle]
             self.no_longer_due()
-
-    @property
-    def _selector(self) -> Any:
-        if self.network is None and not self._closed:
-            assert self.make_network is not None
-            self.make_network()
-        return None if self.network is None else self.network.selector
 
     def _write_to_self(self) -> None:
         """Nothing sleeps that would have to be woken."""

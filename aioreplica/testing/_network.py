@@ -12,13 +12,13 @@ import errno
 import socket
 from asyncio import isfuture
 from binascii import crc32
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from selectors import EVENT_READ, EVENT_WRITE, SelectorKey
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from ._forbidden import is_foreign, refuse
+from ._forbidden import refuse
+from ._links import Link
 from ._pools import LATENCY_S, MAX_LATENCY_S
 from ._sockets import CLOSED, CONNECTED, CONNECTING, FRESH, LISTENING, UNNAMED, SimSocket, error_of
 
@@ -30,80 +30,12 @@ if TYPE_CHECKING:
 FIRST_NUMBER: Final = 1_000_000
 """Numbers of simulated sockets: no file descriptor is as high."""
 FIRST_PORT: Final = 40_000
-ANYWHERE: Final = ("0.0.0.0", "::")  # noqa: S104 - simulated
+ANYWHERE: Final = ("0.0.0.0", "::")
 IDLE, OFFERED, DELAYED, FIRED = range(4)
 INSTEAD: Final = (
     "Start a server for it in the program: at 127.0.0.1, localhost, or at that very name, which "
     "is then a host of the simulated network."
 )
-
-
-class LinkFaults(Protocol):
-    """The decisions of a schedule about what goes wrong in connections."""
-
-    def is_reset(self, names: Sequence[str]) -> bool:
-        """Decide, when something is sent, whether the connection is reset."""
-
-    def is_silenced(self, names: Sequence[str]) -> bool:
-        """Decide whether nothing arrives any more from now on."""
-
-    def link_latency_s(self, names: Sequence[str]) -> float:
-        """Return how much longer everything takes."""
-
-    def cut(self, names: Sequence[str], size: int) -> int:
-        """Decide how many of the bytes in flight arrive together."""
-
-
-@final
-class Link:
-    """A connection: what both of its ends have in common.
-
-    Args:
-        client: Address of the end that has connected.
-        server: Address of the other end.
-        names: What faults may call it.
-        faults: The schedule's, or None.
-
-    Attributes:
-        is_silent: Whether nothing arrives any more, in either direction, and nobody is told.
-    """
-
-    __slots__ = ("_faults", "client", "is_silent", "names", "server")
-
-    def __init__(
-        self, client: str, server: str, names: Sequence[str], faults: LinkFaults | None
-    ) -> None:
-        self.client = client
-        self.server = server
-        self.names = names
-        self.is_silent = False
-        self._faults = faults
-
-    def is_reset_by_fault(self, sender: SimSocket) -> bool:
-        """Let faults strike when an end sends something; True if that reset the connection."""
-        faults = self._faults
-        if faults is None or self.is_silent:
-            return False
-        if faults.is_reset(self.names):
-            assert sender.peer is not None
-            for end in (sender, sender.peer):
-                end.be_reset()
-            return True
-        self.is_silent = faults.is_silenced(self.names)
-        return False
-
-    def cut(self, size: int) -> int:
-        """Return how many of the bytes in flight arrive now."""
-        return size if self._faults is None else self._faults.cut(self.names, size)
-
-    @property
-    def latency_s(self) -> float:
-        """How much longer than usual something takes to arrive."""
-        return 0.0 if self._faults is None else self._faults.link_latency_s(self.names)
-
-    def describe(self) -> str:
-        """Name both ends."""
-        return f"{self.client} -> {self.server}"
 
 
 class SimSelector:
@@ -261,13 +193,12 @@ class Ready:
 
     def update(self) -> None:
         """Become an option, or none, after something has changed."""
-        state = self.state
-        if state == FIRED or state == DELAYED:
+        if self.state in (FIRED, DELAYED):
             return
         is_wanted = self._is_wanted()
-        if is_wanted and state == IDLE:
+        if is_wanted and self.state == IDLE:
             self._offer()
-        elif not is_wanted and state == OFFERED:
+        elif not is_wanted and self.state == OFFERED:
             self.state = IDLE
             self.pool.loop.external.remove(self)
 
@@ -447,7 +378,13 @@ class Network:
             return address
 
     def lookup(
-        self, host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+        self,
+        host: Any,
+        port: Any,
+        family: int = 0,
+        type: int = 0,  # noqa: A002 - the name in socket.getaddrinfo
+        proto: int = 0,
+        flags: int = 0,
     ) -> list[Any]:
         """Answer as `socket.getaddrinfo` does."""
         address = self.resolve(host, is_passive=bool(flags & socket.AI_PASSIVE))
@@ -459,7 +396,7 @@ class Network:
         if family == socket.AF_INET and is_six:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         if isinstance(port, (str, bytes)):
-            number = {"http": 80, "https": 443}.get(str(port), None)
+            number = {"http": 80, "https": 443}.get(str(port))
             port = int(port) if number is None else number
         found = socket.AF_INET6 if is_six else socket.AF_INET
         sockaddr = (address, port or 0, 0, 0) if is_six else (address, port or 0)
@@ -631,44 +568,6 @@ def name_of(address: Any) -> str:
         return str(address) or "unnamed"
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"{host}:{address[1]}"
-
-
-def peer_of(frames: Sequence[FrameType]) -> str:
-    """Return what a task that awaits the network waits for, by its frames; "" if it does not.
-
-    What counts are frames of asyncio and anyio, and the innermost one of any other code.
-    """
-    sock = None
-    for frame in reversed(frames):
-        sock = _socket_of(frame)
-        if sock is not None or not is_foreign(frame.f_code.co_filename):
-            break
-    if sock is not None:
-        if sock.state == LISTENING:
-            return f"a connection to {name_of(sock.address)}"
-        if sock.link is None:
-            return f"a connection with {name_of(sock.peer_address or sock.address)}"
-        is_client = name_of(sock.address) == sock.link.client
-        peer = sock.link.server if is_client else sock.link.client
-        broken = ", half-open by a fault of this schedule" if sock.link.is_silent else ""
-        return f"data from {peer}{broken}"
-    return ""
-
-
-def _socket_of(frame: FrameType) -> SimSocket | None:
-    """Find the socket that a frame has to do with: of a transport, or its own."""
-    me = frame.f_locals.get("self")
-    for holder in (me, getattr(me, "_protocol", None)):
-        for name in ("_transport", "transport"):
-            transport = getattr(holder, name, None)
-            extra = getattr(transport, "get_extra_info", None)
-            sock = getattr(extra("socket"), "_sock", None) if extra is not None else None
-            if isinstance(sock, SimSocket):
-                return sock
-    for thing in (frame.f_locals.get("sock"), getattr(me, "_raw_socket", None)):
-        if isinstance(thing, SimSocket):
-            return thing
-    return None
 
 
 def _text(address: Any) -> Any:

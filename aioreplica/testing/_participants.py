@@ -107,8 +107,9 @@ class SimFuture(RealFuture[Any]):
         try:
             return self.number
         except AttributeError:
-            self.number = number = self.get_loop().new_index()  # type: ignore[attr-defined]
-            return number
+            loop: SimLoop = self.get_loop()  # type: ignore[assignment]  # only such loops make one
+            self.number = loop.new_index()
+            return self.number
 
 
 @final

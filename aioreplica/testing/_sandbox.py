@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ..context import REGISTRY
 from ._anyio import anyio_patches
 from ._devices import SimLaneTable
-from ._executors import executor_patches
 from ._doors import socket_patches
+from ._executors import executor_patches
 from ._forbidden import is_importing, refuse
 from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ._forbidden import call_site, refuse
 
 if TYPE_CHECKING:
-    from ._network import Link, Network, Ready
+    from ._links import Link
+    from ._network import Network, Ready
 
 BUFFER: Final = 65_536
 """How many bytes a connection holds in each direction before the sender has to wait."""
 FRESH, LISTENING, CONNECTING, CONNECTED, CLOSED = range(5)
-UNNAMED: Final = ("0.0.0.0", 0)  # noqa: S104 - what a socket is called that was never bound
+UNNAMED: Final = ("0.0.0.0", 0)
 
 
 def error_of(code: int) -> OSError:
@@ -29,8 +30,82 @@ def error_of(code: int) -> OSError:
     return OSError(code, os.strerror(code))
 
 
+class SocketSettings(socket.socket):
+    """What a socket is told and asked about itself."""
+
+    kernel_family: int
+    kernel_type: socket.SocketKind
+    kernel_proto: int
+    timeout_s: float | None
+    options: dict[tuple[int, int], Any]
+    error: int
+    state: int
+
+    @property
+    def family(self) -> Any:
+        """The family of its addresses."""
+        return socket.AddressFamily(self.kernel_family)
+
+    @property
+    def type(self) -> Any:
+        """SOCK_STREAM or SOCK_DGRAM."""
+        return self.kernel_type
+
+    @property
+    def proto(self) -> Any:
+        """The protocol's number."""
+        return self.kernel_proto
+
+    @property
+    def timeout(self) -> Any:
+        """Seconds that a call may block; None for ever, 0 not at all."""
+        return self.timeout_s
+
+    def gettimeout(self) -> float | None:
+        """Return how long a call may block."""
+        return self.timeout_s
+
+    def settimeout(self, value: float | None) -> None:
+        """Set how long a call may block."""
+        self.timeout_s = value
+
+    def setblocking(self, flag: bool) -> None:
+        """Let calls block for ever, or not at all."""
+        self.timeout_s = None if flag else 0.0
+
+    def getblocking(self) -> bool:
+        """Whether calls may block."""
+        return self.timeout_s != 0
+
+    def setsockopt(self, level: int, name: int, value: Any, *rest: Any) -> None:
+        """Keep an option, which changes nothing here."""
+        self._check_open()
+        self.options[level, name] = value
+
+    def getsockopt(self, level: int, name: int, size: int = 0) -> Any:
+        """Return an option: what was set, 0 otherwise; SO_ERROR says how connecting ended."""
+        self._check_open()
+        if level == socket.SOL_SOCKET and name == socket.SO_ERROR:
+            error, self.error = self.error, 0
+            return error
+        if level == socket.SOL_SOCKET and name == socket.SO_TYPE:
+            return int(self.kernel_type)
+        return self.options.get((level, name), bytes(size) if size else 0)
+
+    def get_inheritable(self) -> bool:
+        """Whether other processes get it: there are none."""
+        return False
+
+    def set_inheritable(self, inheritable: bool) -> None:
+        """Change nothing: there are no other processes."""
+
+    def _check_open(self) -> None:
+        if self.state == CLOSED:
+            raise error_of(errno.EBADF)
+
+
 @final
-class SimSocket(socket.socket):
+class SimSocket(SocketSettings):
     """A socket that a run has made; it has a number, but no file descriptor.
 
     Args:
@@ -144,63 +219,12 @@ class SimSocket(socket.socket):
 
     # ---- calls of the kernel ------------------------------------------------------------------
 
-    @property
-    def family(self) -> Any:
-        """The family of its addresses."""
-        return socket.AddressFamily(self.kernel_family)
-
-    @property
-    def type(self) -> Any:
-        """SOCK_STREAM or SOCK_DGRAM."""
-        return self.kernel_type
-
-    @property
-    def proto(self) -> Any:
-        """The protocol's number."""
-        return self.kernel_proto
-
-    @property
-    def timeout(self) -> Any:
-        """Seconds that a call may block; None for ever, 0 not at all."""
-        return self.timeout_s
-
     def __repr__(self) -> str:
         return f"<simulated socket {self.address} -> {self.peer_address}, made at {self.made_at}>"
 
     def fileno(self) -> int:
         """Return its number; -1 once closed."""
         return -1 if self.state == CLOSED else self.number
-
-    def gettimeout(self) -> float | None:
-        """Return how long a call may block."""
-        return self.timeout_s
-
-    def settimeout(self, value: float | None) -> None:
-        """Set how long a call may block."""
-        self.timeout_s = value
-
-    def setblocking(self, flag: bool) -> None:
-        """Let calls block for ever, or not at all."""
-        self.timeout_s = None if flag else 0.0
-
-    def getblocking(self) -> bool:
-        """Whether calls may block."""
-        return self.timeout_s != 0
-
-    def setsockopt(self, level: int, name: int, value: Any, *rest: Any) -> None:
-        """Keep an option, which changes nothing here."""
-        self._check_open()
-        self.options[level, name] = value
-
-    def getsockopt(self, level: int, name: int, size: int = 0) -> Any:
-        """Return an option: what was set, 0 otherwise; SO_ERROR says how connecting ended."""
-        self._check_open()
-        if level == socket.SOL_SOCKET and name == socket.SO_ERROR:
-            error, self.error = self.error, 0
-            return error
-        if level == socket.SOL_SOCKET and name == socket.SO_TYPE:
-            return int(self.kernel_type)
-        return self.options.get((level, name), bytes(size) if size else 0)
 
     def bind(self, address: Any) -> None:
         """Take an address; OSError if another one has it."""
@@ -334,13 +358,6 @@ class SimSocket(socket.socket):
             raise error_of(errno.ENOTCONN)
         return self.peer_address
 
-    def get_inheritable(self) -> bool:
-        """Whether other processes get it: there are none."""
-        return False
-
-    def set_inheritable(self, inheritable: bool) -> None:
-        """Change nothing: there are no other processes."""
-
     def detach(self) -> int:
         """Refused: a number of a simulated socket is of no use elsewhere."""
         refuse("A socket detached")
@@ -434,7 +451,3 @@ class SimSocket(socket.socket):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         if not ready.wait(self.timeout_s, what):
             raise TimeoutError("timed out")
-
-    def _check_open(self) -> None:
-        if self.state == CLOSED:
-            raise error_of(errno.EBADF)

@@ -8,6 +8,8 @@ asyncio's order.
 
 from __future__ import annotations
 
+# mypy: disable-error-code="override"
+# The methods of a loop are overridden with plainer signatures.
 import asyncio
 import contextvars
 import inspect
@@ -104,8 +106,8 @@ class _Body:
         except SystemExit:
             pass
         except asyncio.CancelledError as error:
-            run = self._simulation.pools.current_op and self._simulation.pools.current_op.run
-            if run is None or not run.thread.is_doomed:
+            op = self._simulation.pools.current_op
+            if op is None or op.run is None or not op.run.thread.is_doomed:
                 self._complain(error)
         except Exception as error:  # noqa: BLE001 - reported, as `threading` does
             self._complain(error)
@@ -185,7 +187,7 @@ class ThreadSelector(SimSelector):
 
 
 @final
-class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):  # type: ignore[misc]
+class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
     """The event loop of a simulated thread.
 
     Args:
@@ -202,7 +204,9 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):  # type: i
         self._simulation = simulation
         self.sim_tasks: list[SimTask] = []
         self._parent: SimLoop = simulation.loop
-        super().__init__(ThreadSelector(simulation))
+        selector: Any = ThreadSelector(simulation)
+        super().__init__(selector)
+        self._selector = selector
 
     def new_index(self) -> int:
         """Number the next participant of the run."""
@@ -243,9 +247,11 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):  # type: i
         for task in self.sim_tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine = task.get_coro()
-            if not task.done() and getattr(coroutine, "cr_frame", None) is not None:
-                if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-                    coroutine.close()  # the schedule was given up before it began
+            if (
+                inspect.iscoroutine(coroutine)
+                and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
+            ):
+                coroutine.close()  # the schedule was given up before it began
         self.sim_tasks = []
         if not self.is_running() and not self.is_closed():
             asyncio.BaseEventLoop.close(self)

@@ -5,8 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+from ._participants import SimFuture
+
+
+class Networks(Protocol):
+    """What makes sockets ready.
+
+    Attributes:
+        selector: Where the loop registers what it wants to be told of.
+    """
+
+    selector: Any
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether something is on its way for longer than usual."""
+
+    def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
+        """Name what was left open."""
+
+    def close(self) -> None:
+        """Let go of all sockets."""
 
 
 class StreamLoop:
@@ -24,9 +47,7 @@ class StreamLoop:
             conn.close()
             return
         loop: Any = super()
-        await loop._accept_connection2(
-            factory, conn, extra, sslcontext, server, *rest, **options
-        )
+        await loop._accept_connection2(factory, conn, extra, sslcontext, server, *rest, **options)
 
     async def create_unix_connection(
         self,
@@ -70,6 +91,7 @@ class StreamLoop:
         **rest: Any,
     ) -> Any:
         """Listen at a path."""
+        loop: Any = self
         if sock is None:
             if path is None:
                 raise ValueError("path was not specified, and no sock specified")
@@ -82,11 +104,60 @@ class StreamLoop:
         elif path is not None:
             raise ValueError("path and sock can not be specified at the same time")
         sock.setblocking(False)
-        server = asyncio.base_events.Server(
-            self, [sock], protocol_factory, ssl, backlog, ssl_handshake_timeout,
+        server: Any = asyncio.base_events.Server(
+            loop, [sock], protocol_factory, ssl, backlog, ssl_handshake_timeout,
             ssl_shutdown_timeout,
         )  # fmt: skip
         if start_serving:
             server._start_serving()
             await asyncio.sleep(0)
         return server
+
+
+class NetworkLoop(StreamLoop):
+    """What the loop of a run has to do with the network, which is made once it is needed.
+
+    Attributes:
+        network: What the run opens sockets in; None before.
+        make_network: Makes it; set before the run.
+    """
+
+    _closed: bool
+    _transports: WeakValueDictionary[int, Any]
+
+    def begin_network(self) -> None:
+        """Have none yet."""
+        self._transports = WeakValueDictionary()
+        self.network: Networks | None = None
+        self.make_network: Callable[[], Any] | None = None
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Make a future; where there is a network, one whose place in a set is known."""
+        loop: Any = self
+        return asyncio.Future(loop=loop) if self.network is None else SimFuture(loop=loop)
+
+    @property
+    def _selector(self) -> Any:
+        if self.network is None and not self._closed:
+            assert self.make_network is not None
+            self.make_network()
+        return None if self.network is None else self.network.selector
+
+    @property
+    def open_sockets(self) -> Iterable[str]:
+        """What the program has left open in the network, and is not about to close."""
+        transports = self._transports
+        if self.network is None:
+            return ()
+        return self.network.open_sockets(
+            lambda fd: fd in transports and transports[fd].is_closing()
+        )
+
+    def forget_network(self) -> None:
+        """Take the sockets from transports that were left open, which would warn of it."""
+        for transport in tuple(self._transports.values()):
+            transport._closing = True
+            transport._sock = None
+        if self.network is not None:
+            self.network.close()
+            self.network = None

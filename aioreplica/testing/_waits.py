@@ -10,11 +10,13 @@ from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 from ._errors import Wait
+from ._forbidden import is_foreign
 from ._library import LibraryWatch
-from ._network import Network, peer_of
+from ._network import Network, name_of
 from ._participants import SimTask
 from ._points import frames_of, primitive_of, site_of
 from ._pools import PoolOp, PoolTable
+from ._sockets import LISTENING, SimSocket
 
 PRIMITIVES: Final = (asyncio.Lock, asyncio.Semaphore)
 
@@ -241,6 +243,44 @@ def _find_cycle(edges: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
                 path.append(step)
                 todo.append(iter(edges[step]))
     return ()
+
+
+def peer_of(frames: Sequence[FrameType]) -> str:
+    """Return what a task that awaits the network waits for, by its frames; "" if it does not.
+
+    What counts are frames of asyncio and anyio, and the innermost one of any other code.
+    """
+    sock = None
+    for frame in reversed(frames):
+        sock = _socket_of(frame)
+        if sock is not None or not is_foreign(frame.f_code.co_filename):
+            break
+    if sock is not None:
+        if sock.state == LISTENING:
+            return f"a connection to {name_of(sock.address)}"
+        if sock.link is None:
+            return f"a connection with {name_of(sock.peer_address or sock.address)}"
+        is_client = name_of(sock.address) == sock.link.client
+        peer = sock.link.server if is_client else sock.link.client
+        broken = ", half-open by a fault of this schedule" if sock.link.is_silent else ""
+        return f"data from {peer}{broken}"
+    return ""
+
+
+def _socket_of(frame: FrameType) -> SimSocket | None:
+    """Find the socket that a frame has to do with: of a transport, or its own."""
+    me = frame.f_locals.get("self")
+    for holder in (me, getattr(me, "_protocol", None)):
+        for name in ("_transport", "transport"):
+            transport = getattr(holder, name, None)
+            extra = getattr(transport, "get_extra_info", None)
+            sock = getattr(extra("socket"), "_sock", None) if extra is not None else None
+            if isinstance(sock, SimSocket):
+                return sock
+    for thing in (frame.f_locals.get("sock"), getattr(me, "_raw_socket", None)):
+        if isinstance(thing, SimSocket):
+            return thing
+    return None
 
 
 @final
