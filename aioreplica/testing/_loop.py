@@ -236,6 +236,10 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         task = SimTask(coro, loop=self, **kwargs)
         if self.network is not None and asyncio.current_task(self) is None:
             task.ends_with_run = True  # of a server: nobody in the program can await it
+            queue = self.waiting if self.waiting else self.enabled
+            if self._holds_tasks and queue and queue[-1] is task:
+                queue.pop()  # servers rely on its first step to come before what arrives later
+                self.call_soon(task.fire)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:

@@ -17,9 +17,12 @@ from .web import PORT, serving
 async def aiohttp_without_timeout() -> None:
     """Waits for ever for a server that is gone."""
     timeout = aiohttp.ClientTimeout(total=None)
-    async with serving(), aiohttp.ClientSession(timeout=timeout) as session:
-        async with session.get(f"http://localhost:{PORT}/you") as response:
-            await response.text()
+    async with (
+        serving(),
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"http://localhost:{PORT}/you") as response,
+    ):
+        await response.text()
 
 
 async def redis_without_timeout() -> None:

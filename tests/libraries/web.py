@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
 async def uvicorn_and_httpx() -> None:
     server = Server(uvicorn.Config(greeting_app(), port=PORT, log_config=None))
     running = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.05)
     async with httpx.AsyncClient(base_url=f"http://localhost:{PORT}", verify=False) as client:
         answers = await asyncio.gather(*[client.get(f"/{number}") for number in range(2)])
@@ -192,3 +192,7 @@ PROGRAMS = [
     aiohttp_requests, aiohttp_cancelled_request, aiohttp_websocket, websockets_echo,
     uvicorn_and_httpx, hypercorn_and_httpx, starlette_test_client, fastapi_in_threads,
 ]  # fmt: skip
+
+IN_ASYNCIO_ORDER = (aiohttp_cancelled_request,)
+"""Programs that need asyncio's own order: aiohttp's server relies on a task that was woken to go on
+before a connection is lost that is lost later."""

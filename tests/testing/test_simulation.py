@@ -377,15 +377,6 @@ def test_an_interrupted_run_leaves_no_task_behind(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-def test_a_connection_is_refused() -> None:
-    async def main() -> None:
-        await asyncio.open_connection("localhost", 80)
-
-    report = art.explore(main, schedules=3)
-
-    assert isinstance(report.failure and report.failure.error, art.RealIOError)
-
-
 def test_other_threads_are_left_alone() -> None:
     seen: list[float] = []
 
