@@ -1,6 +1,7 @@
 """Synchronous data-parallel computation as plain async Python."""
 
 from . import autodiff as autodiff
+from . import checkpoint as checkpoint
 from . import cluster as cluster
 from . import collectives as collectives
 from . import device_loop as device_loop
@@ -8,6 +9,7 @@ from . import errors as errors
 from . import metrics as metrics
 from . import optimizers as optimizers
 from . import telemetry as telemetry
+from .checkpoint import CheckpointManager as CheckpointManager
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
