@@ -153,15 +153,15 @@ class Handle(Awaitable[Any]):
         self.discard()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        point, replica = self._point, self._replica
-        if PLACE.get() is not self._place or replica.is_over:
+        point, replica, is_here = self._point, self._replica, PLACE.get() is self._place
+        if is_here and point.is_aborted:  # a child task may find out after the run
+            raise asyncio.CancelledError
+        if not is_here or replica.is_over:
             raise ContextError(
                 f"The handle of {self._call.describe()}, started at {self._call.site}, was awaited "
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
         replica.started.pop(self._call, None)
-        if point.is_aborted:
-            raise asyncio.CancelledError
         generation = self._generation
         if generation is None:
             return self._finished()  # which says why there is none

@@ -241,9 +241,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         task = SimTask(coro, loop=self, **kwargs)
         if self.network is not None and asyncio.current_task(self) is None:
             task.ends_with_run = True  # of a server: nobody in the program can await it
-            queue = self.waiting if self.waiting else self.enabled
-            if self._holds_tasks and queue and queue[-1] is task:
-                queue.pop()  # servers rely on its first step to come before what arrives later
+            if self._holds_tasks and _took_last(self.waiting or self.enabled, task):
                 self.call_soon(task.fire)
         return task
 
@@ -497,3 +495,14 @@ class Budget:
             loop.jump(when)
         self._last_now = loop.now
         return min(steps + SPIN_STEPS, self.max_steps)
+
+
+def _took_last(queue: list[Participant] | deque[Any], task: SimTask) -> bool:
+    """Take a task out of a queue if it is the last in it; tell whether it was.
+
+    Servers rely on the first step of their tasks to come before what arrives later.
+    """
+    if not queue or queue[-1] is not task:
+        return False
+    queue.pop()
+    return True
