@@ -89,7 +89,7 @@ def _install(interpreter: Path, wanted: Sequence[str]) -> None:
 
 
 def _version(python: str) -> str:
+    """Return the version of an interpreter; empty if it does not start, as a shim of pyenv may."""
     code = "import platform; print(platform.python_version())"
-    return subprocess.run(
-        [python, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    return result.stdout.strip()

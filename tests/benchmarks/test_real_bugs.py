@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,8 @@ def test_the_table_keeps_misses_and_tools_that_cannot_run() -> None:
 def test_a_python_that_is_not_there_is_left_out(tmp_path: Path) -> None:
     environments = Environments(folder=tmp_path)
     assert environments.python_of("3.2.99") is None
+    assert Environments("false").python_of("3.2.99") is None
+    assert Environments(shutil.which("false")).python_of("3.2.99") is None
     bug = Bug("name", "cpython", "3.2.99", "3.3.99", "python/cpython#1", "asyncio/locks.py:wait")
     assert environments.make(bug.package, bug.buggy, bug.needs) is None
     assert list(tmp_path.iterdir()) == []
