@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
+from time import perf_counter
 from typing import Protocol, final
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,8 @@ class CompletionQueue:
         loop: The event loop.
         add: Queues a finished op, from any thread; `wake` must follow.
         is_armed: Whether a wake-up is on its way.
+        lag_s: How long the loop took to answer the last wake-up, in seconds; None before one.
+        max_lag_s: The longest it ever took.
 
     Invariants:
         * `is_armed` is cleared before the queue is emptied, so a completion appended by a thread
@@ -37,13 +40,25 @@ class CompletionQueue:
         * What a thread queued while an op ran is delivered before that op's completion.
     """
 
-    __slots__ = ("__weakref__", "_queue", "add", "is_armed", "loop")
+    __slots__ = (
+        "__weakref__",
+        "_armed_at",
+        "_queue",
+        "add",
+        "is_armed",
+        "lag_s",
+        "loop",
+        "max_lag_s",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._queue: deque[Completion] = deque()
         self.add: Callable[[Completion], None] = self._queue.append
         self.is_armed = False
+        self._armed_at = 0.0
+        self.lag_s: float | None = None
+        self.max_lag_s = 0.0
 
     @staticmethod
     def of_running_loop() -> CompletionQueue:
@@ -68,6 +83,7 @@ class CompletionQueue:
         if self.is_armed:
             return
         self.is_armed = True
+        self._armed_at = perf_counter()
         try:
             self.loop.call_soon_threadsafe(self._deliver_batch)
         except RuntimeError:  # the loop is closed, and with it all who could wait
@@ -91,6 +107,8 @@ class CompletionQueue:
             self._queue.popleft().resolve()
 
     def _deliver_batch(self) -> None:
+        self.lag_s = lag_s = perf_counter() - self._armed_at
+        self.max_lag_s = max(self.max_lag_s, lag_s)
         self.is_armed = False
         queue = self._queue
         try:
@@ -101,6 +119,7 @@ class CompletionQueue:
         finally:
             if queue and not self.is_armed:
                 self.is_armed = True
+                self._armed_at = perf_counter()
                 self.loop.call_soon(self._deliver_batch)
 
 

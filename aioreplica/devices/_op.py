@@ -151,6 +151,17 @@ class Op(asyncio.Future[T]):
         return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
     @property
+    def context(self) -> Context:
+        """The context variables that the call runs with."""
+        return self._context
+
+    @property
+    def replica_id(self) -> int | None:
+        """Index of the replica that made the op; None outside steps."""
+        replica = self.place.replica
+        return None if replica is None else replica.replica_id_in_sync_group
+
+    @property
     def place(self) -> Place:
         """What was current where the op was made."""
         return self._context.get(PLACE) or DEFAULT_PLACE
@@ -379,19 +390,19 @@ class OpTracker:
         event loop before that op is done.
         """
         for op in tuple(self.pending):
-            if op.is_running and _replica_id(op) == replica_id:
+            if op.is_running and op.replica_id == replica_id:
                 return op
         return None
 
     def blocks(self, replica_id: int, task: asyncio.Future[Any] | None) -> bool:
         """Tell whether a task can do nothing but wait for the one op of its replica in flight."""
-        own = [op for op in self.pending if _replica_id(op) == replica_id]
+        own = [op for op in self.pending if op.replica_id == replica_id]
         awaited = _awaited_op(task) if isinstance(task, asyncio.Task) else None
         return awaited is not None and own == [awaited[0]]
 
     def unfinished(self, replica_id: int) -> tuple[UnfinishedOp, ...]:
         """Return the ops of this replica in flight, in the order in which they were put."""
-        ops = [op for op in self.pending if _replica_id(op) == replica_id]
+        ops = [op for op in self.pending if op.replica_id == replica_id]
         found = _tasks_that_await(ops)
         unfinished = []
         for op in ops:
@@ -428,11 +439,6 @@ def observers_of_all() -> Observers:
 def is_of_user(thing: object) -> bool:
     """Tell whether this is a function that is not the library's own."""
     return callable(thing) and not str(getattr(thing, "__module__", "")).startswith(LIBRARY)
-
-
-def _replica_id(op: AnyOp) -> int | None:
-    replica = op.place.replica
-    return None if replica is None else replica.replica_id_in_sync_group
 
 
 def _tasks_that_await(ops: Sequence[AnyOp]) -> dict[AnyOp, tuple[str, str]]:

@@ -33,6 +33,7 @@ from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
 from ._variables import update_variable as update_variable
+from ._waiting import waits_of as waits_of
 
 __all__ = [
     "AllGather",
@@ -67,6 +68,7 @@ __all__ = [
     "payload_of_numbers",
     "run_device_program",
     "update_variable",
+    "waits_of",
 ]
 
 export_public(__name__, __all__, globals())

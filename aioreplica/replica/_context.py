@@ -278,6 +278,23 @@ class ReplicaContext(Collectives):
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
         return random_stream(self._seed, self._group.step + self._replica.steps_done, None, name)
 
+    def record(self, name: str, value: float | str) -> None:
+        """Record a number or a line of text in `strategy.events`; replica 0's only are kept.
+
+        Args:
+            name: What it is, such as "loss".
+            value: A number (or an array of one) or a text.
+
+        Raises:
+            TypeError: If it is neither.
+            ContextError: If called outside this replica.
+        """
+        if PLACE.get().replica is not self or self._replica.is_over:
+            raise self._misuse("record")
+        if self._replica.replica_id == 0:
+            step = self._group.step + self._replica.steps_done
+            self._strategy.events.add_scalar(step, 0, name, value)
+
     def _misuse(self, name: str) -> Exception:
         return misuse_error(name, self._replica, self._group.step, self._waiter.home)
 

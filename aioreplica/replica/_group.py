@@ -66,6 +66,7 @@ class ReplicaGroup(RunControl):
     Attributes:
         replicas: The state of each replica.
         point: Where they meet.
+        fn_name: Name of the step function.
         ops: What counts the run's device ops in flight.
 
     Invariants:
@@ -105,7 +106,7 @@ class ReplicaGroup(RunControl):
         self._num_left = 0
         self._finished: asyncio.Future[None] | None = None
         self._failures = Failures(device_names, step, fn_name)
-        self._fn_name = fn_name
+        self.fn_name = fn_name
         self._observers = observers
         self._withdrawn: Replica | None = None  # and has not ended
         self._unwind_timer: asyncio.TimerHandle | None = None
@@ -129,9 +130,12 @@ class ReplicaGroup(RunControl):
         loop, ended = self._loop, self._ended
         self._num_left = self.num_replicas
         context = copy_context()
+        began = self._observers.replica_began
         for replica, place, coroutine in zip(self.replicas, places, coroutines, strict=True):
             own = context.copy()
             own.run(PLACE.set, place)
+            if began is not None:
+                began(self, replica.replica_id, own)
             task = asyncio.Task(coroutine, loop=loop, context=own)
             replica.work = task
             task.add_done_callback(partial(ended, replica))
@@ -149,9 +153,12 @@ class ReplicaGroup(RunControl):
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas
         ops = []
+        began = self._observers.replica_began
         for replica, place, call in zip(self.replicas, places, calls, strict=True):
             own = copy_context()
             own.run(PLACE.set, place)
+            if began is not None:
+                began(self, replica.replica_id, own)
             replica.op = replica.work = own.run(partial(Op[Any], completions, *call))
             ops.append(replica.op)
         submit_gang(lane_names, ops)
@@ -253,6 +260,9 @@ class ReplicaGroup(RunControl):
         error = error_of(work)
         if error is None:  # asked by identity: an exception of the user may be false
             error = self.point.unseen_by(replica.replica_id)
+        tell = self._observers.replica_ended
+        if tell is not None:
+            tell(self, replica.replica_id, error)
         if self._withdrawn is replica:
             self._has_unwound(replica, error)
         elif error is not None:
@@ -288,7 +298,7 @@ class ReplicaGroup(RunControl):
         is_cancelled = isinstance(error, asyncio.CancelledError)
         if not replica.was_cancelled:
             if is_cancelled:
-                error = replica_cancelled_error(error, self.step, self._fn_name)
+                error = replica_cancelled_error(error, self.step, self.fn_name)
             self._failures.failed(replica.replica_id, error)
             self.point.leave(replica.replica_id, ReplicaState.FAILED)
             self.abort(None)

@@ -352,6 +352,11 @@ class MeetingPoint:
         with self._guard:
             return self.rendezvous.rows()
 
+    def waits(self, replica_id: int) -> list[Generation]:
+        """Return the generations that tasks of a replica wait for."""
+        with self._guard:
+            return self.rendezvous.waits(replica_id)
+
     def unseen_by(self, replica_id: int) -> BaseException | None:
         """Return what a collective raised that a replica started and whose handle was not read."""
         for generation, error in self.unseen.items():

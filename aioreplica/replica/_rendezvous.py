@@ -229,6 +229,14 @@ class Rendezvous:
         """
         return not self._is_over and not self._failed and bool(self._stuck(self._all_waits))
 
+    def waits(self, replica_id: int) -> list[Generation]:
+        """Return the generations that tasks of a replica wait for, complete ones included."""
+        waits = list(self._handle_waits.get(replica_id, ()))
+        current = self._current[replica_id]
+        if current is not None and not current.is_merged and replica_id not in self._states:
+            waits.append(current)
+        return waits
+
     def rows(self) -> tuple[ReplicaRow, ...]:
         """Describe every replica, in replica order."""
         return tuple(self._row(replica_id) for replica_id in range(len(self._devices)))
@@ -262,10 +270,7 @@ class Rendezvous:
 
         None if one that they wait for is complete: the replica can continue.
         """
-        waits = list(self._handle_waits.get(replica_id, ()))
-        current = self._current[replica_id]
-        if current is not None and not current.is_merged and replica_id not in self._states:
-            waits.append(current)
+        waits = self.waits(replica_id)
         return waits if all(generation.missing for generation in waits) else []
 
     def _waits(self, replica_id: int) -> list[Generation]:

@@ -17,6 +17,7 @@ from ..input import (
     distribute_dataset,
     distribute_from_function,
 )
+from ..telemetry import UsageCounters
 from ..values import PerReplica
 from ._lifecycle import Lifecycle
 
@@ -88,6 +89,7 @@ class Distribution(ABC):
             tf.distribute.Strategy.experimental_distribute_dataset.
         """
         self.require_cross_replica("distribute_dataset", None)
+        UsageCounters.of_process().count_input("distribute_dataset")
         return distribute_dataset(self._input_target(), dataset, options)
 
     def distribute_datasets_from_function(
@@ -116,6 +118,7 @@ class Distribution(ABC):
             tf.distribute.Strategy.distribute_datasets_from_function.
         """
         self.require_cross_replica("distribute_datasets_from_function", None)
+        UsageCounters.of_process().count_input("distribute_datasets_from_function")
         return distribute_from_function(self._input_target(), dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -128,6 +131,7 @@ class Distribution(ABC):
             ContextError: If called inside a replica.
         """
         self.require_cross_replica("distribute_values_from_function", None)
+        UsageCounters.of_process().count_input("distribute_values_from_function")
         if not callable(value_fn):
             raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
         if inspect.iscoroutinefunction(value_fn):

@@ -23,6 +23,7 @@ from ..devices import (
 from ..errors import ContextError, LoopMismatchError
 from ..input import OpenLoops
 from ..replica import ReplicaGroup
+from ..telemetry import ReplicaSkew
 from ..values import StepGate, VariableStore
 
 
@@ -36,12 +37,20 @@ class StrategyStatistics:
         num_steps: Runs started so far.
         num_active: Runs in progress.
         lanes: What the device threads are doing, by device name; only devices that had an op.
+        skew: How late each replica came to the newest merges, by replica id.
+        loop_lag_s: How long the event loop took to answer a device thread the last time, in
+            seconds; None if none has asked.
+        max_loop_lag_s: The longest it took since the strategy was opened on this loop, or another
+            strategy was.
     """
 
     state: str
     num_steps: int
     num_active: int
     lanes: dict[str, LaneStatistics]
+    skew: tuple[ReplicaSkew, ...]
+    loop_lag_s: float | None
+    max_loop_lag_s: float
 
 
 @final
@@ -113,11 +122,19 @@ class Lifecycle:
             self._close()
         return self._state
 
-    def statistics(self) -> StrategyStatistics:
-        """Return the current counts."""
+    def active_groups(self) -> list[ReplicaGroup]:
+        """Return the runs in progress, in the order of their steps."""
+        return sorted(self._active, key=lambda group: group.step)
+
+    def statistics(self, skew: tuple[ReplicaSkew, ...]) -> StrategyStatistics:
+        """Return the current counts, together with the skew."""
         lanes = lane_table().statistics()
         own = {name: lanes[name] for name in self._lane_names if name in lanes}
-        return StrategyStatistics(self.state, self.numbers.next_step, len(self._active), own)
+        port = self._port
+        lag_s, max_lag_s = (None, 0.0) if port is None else (port.lag_s, port.max_lag_s)
+        return StrategyStatistics(
+            self.state, self.numbers.next_step, len(self._active), own, skew, lag_s, max_lag_s
+        )
 
     def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionQueue]:
         """Return the running loop and its port, binding to it if the one before is closed.

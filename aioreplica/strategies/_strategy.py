@@ -12,7 +12,7 @@ from ..device_loop import KeptIterators, Topology
 from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
-from ..telemetry import EventLog, Observer, Observers, Recorder
+from ..telemetry import EventLog, Observer, Observers, Recorder, UsageCounters
 from ..typing import ReduceOp
 from ..values import Variable, VariableStore, default_store
 from ._combine import Axis, gather_tree, local_results, reduce_tree
@@ -22,13 +22,14 @@ from ._extended import Extended
 from ._group_view import GroupView
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch, require_runnable
-from ._lifecycle import Lifecycle, StrategyStatistics
+from ._lifecycle import Lifecycle
 from ._run_options import RunOptions
 from ._scope import Scope
 from ._variable_owner import VariableOwner
+from ._watching import Watching
 
 
-class Strategy(VariableOwner, Distribution, DeviceLoops):
+class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -61,7 +62,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._reducer = Reducer(options)
         self._recorder = Recorder()
         self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
-        self._events = EventLog()
+        self._events = EventLog(observers=self._observers)
         self._scope_place = None if devices is None else Place(self)
         self._merge_place = Place(self, in_merge=True)
         self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
@@ -72,6 +73,8 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
         self._iterators = KeptIterators()
         self._device_names = ("-",) if devices is None else tuple(map(str, devices))
         lane_names = () if devices is None else self._device_names
+        if devices is not None:
+            UsageCounters.of_process().count_strategy(type(self).__name__, len(devices))
         self._lifecycle = Lifecycle(
             f"<{type(self).__name__}>",
             lane_names,
@@ -274,10 +277,6 @@ class Strategy(VariableOwner, Distribution, DeviceLoops):
     def has_plain_values(self) -> bool:
         """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
         return self._devices is None
-
-    def statistics(self) -> StrategyStatistics:
-        """Return the state and how many runs were started and are in progress."""
-        return self._lifecycle.statistics()
 
     async def aclose(self) -> None:
         """Close the strategy: end runs and loops over datasets, give threads back. Idempotent.

@@ -1,9 +1,9 @@
-"""What happened: the ring recorder of merges, and the log of events."""
+"""Being told what happens: observers, the recorder, the log of events, sinks, traces."""
 
 from .._export import export_public
-from ._events import Event as Event
 from ._events import EventLog as EventLog
 from ._observer import KINDS as KINDS
+from ._observer import Event as Event
 from ._observer import MergeEntry as MergeEntry
 from ._observer import ObservedCall as ObservedCall
 from ._observer import ObservedMerge as ObservedMerge
@@ -18,13 +18,28 @@ from ._recorder import CollectiveRecord as CollectiveRecord
 from ._recorder import MergeRecord as MergeRecord
 from ._recorder import Recorder as Recorder
 from ._recorder import source_line as source_line
+from ._sinks import MemorySink as MemorySink
+from ._sinks import events_to as events_to
+from ._sinks import log_observer as log_observer
+from ._sinks import printable as printable
+from ._statistics import ReplicaSkew as ReplicaSkew
+from ._statistics import ReplicaWait as ReplicaWait
+from ._statistics import Usage as Usage
+from ._statistics import UsageCounters as UsageCounters
+from ._statistics import skew_of as skew_of
+from ._statistics import straggler_text as straggler_text
+from ._statistics import usage as usage
+from ._trace import Trace as Trace
+from ._trace_files import FORMATS as FORMATS
 
 __all__ = [
     "KINDS",
+    "FORMATS",
     "CollectiveRecord",
     "Event",
     "EventLog",
     "MergeEntry",
+    "MemorySink",
     "MergeRecord",
     "ObservedCall",
     "ObservedMerge",
@@ -34,9 +49,20 @@ __all__ = [
     "Observer",
     "Observers",
     "Recorder",
+    "ReplicaSkew",
+    "ReplicaWait",
+    "Trace",
+    "Usage",
+    "UsageCounters",
     "Visit",
+    "events_to",
+    "log_observer",
     "observe_everywhere",
+    "printable",
+    "skew_of",
     "source_line",
+    "straggler_text",
+    "usage",
 ]
 
 export_public(__name__, __all__, globals())

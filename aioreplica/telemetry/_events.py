@@ -4,29 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-
-@final
-class Event(NamedTuple):
-    """Something that happened.
-
-    Attributes:
-        time_s: When, on the event loop's clock.
-        kind: "loop", "infeed", "outside" or "scalar".
-        name: What: "begin" or "end" of a loop, "exhausted", a cluster, or what the user named. An
-            "end" comes for failed loops too; its value says how many steps are complete.
-        step: Number of the step in its strategy; for a loop that of its first step.
-        replica_id: Whose it is; None for all replicas together.
-        value: A number or a text that belongs to it; None if there is none.
-    """
-
-    time_s: float
-    kind: str
-    name: str
-    step: int
-    replica_id: int | None
-    value: float | str | None
+from ._observer import Event, Observers
 
 
 @final
@@ -35,6 +15,7 @@ class EventLog:
 
     Args:
         capacity: How many are kept; older ones are dropped.
+        observers: Who is told of each event, besides.
 
     Example:
         >>> log = EventLog(capacity=2)
@@ -44,13 +25,14 @@ class EventLog:
         [(1, 0.5), (2, 0.3333333333333333)]
     """
 
-    __slots__ = ("_ring", "now")
+    __slots__ = ("_observers", "_ring", "now")
 
-    def __init__(self, capacity: int = 1024) -> None:
+    def __init__(self, capacity: int = 1024, observers: Observers | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"An event log keeps at least 1 event, got capacity={capacity}.")
         self.now = time.monotonic  # looked up now: a test may have put another clock there
         self._ring: deque[Event] = deque(maxlen=capacity)
+        self._observers = observers
 
     def add(
         self,
@@ -61,7 +43,10 @@ class EventLog:
         value: float | str | None = None,
     ) -> None:
         """Add an event that happens now."""
-        self._ring.append(Event(self.now(), kind, name, step, replica_id, value))
+        event = Event(self.now(), kind, name, step, replica_id, value)
+        self._ring.append(event)
+        if self._observers is not None and (tell := self._observers.event_added) is not None:
+            tell(event)
 
     def add_scalar(self, step: int, replica_id: int | None, name: str, value: Any) -> None:
         """Add a number or a text that a step reports.

@@ -16,10 +16,12 @@ from __future__ import annotations
 import logging
 from asyncio import Future
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, fields
 from functools import partial
+from threading import Lock
 from types import CodeType
-from typing import Protocol, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 from weakref import WeakSet
 
 from ..context import REGISTRY
@@ -29,6 +31,31 @@ Visit: TypeAlias = tuple[CodeType, int, float]
 
 MergeEntry: TypeAlias = tuple[int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
 """A merge as it is recorded: step, sequence, collective, operator, sizes, members and visits."""
+
+
+@final
+class Event(NamedTuple):
+    """Something that happened, in strings and numbers.
+
+    Attributes:
+        time_s: When, on the event loop's clock.
+        kind: In `strategy.events`: "loop", "infeed", "outside" or "scalar". What sinks are given
+            has these and "run", "replica", "call", "wait", "merge", "op", "write" and "fault".
+        name: What: "begin" or "end" of a loop or a run, "exhausted", a cluster, a function, a
+            collective, or what the user named. An "end" of a loop comes for failed ones too; its
+            value says how many steps are complete.
+        step: Number of the step in its strategy; for a loop that of its first step; -1 for what
+            belongs to no step.
+        replica_id: Whose it is; None for all replicas together.
+        value: A number or a text that belongs to it; None if there is none.
+    """
+
+    time_s: float
+    kind: str
+    name: str
+    step: int
+    replica_id: int | None
+    value: float | str | None
 
 
 class ObservedCall(Protocol):
@@ -112,6 +139,10 @@ class ObservedRun(Protocol):
         """Number of the run in its strategy."""
 
     @property
+    def fn_name(self) -> str:
+        """Name of the step function."""
+
+    @property
     def works(self) -> Sequence[Future[object] | None]:
         """One task (or op of a plain function) per replica; None before it starts."""
 
@@ -127,6 +158,14 @@ class ObservedOp(Protocol):
     def seconds(self) -> float:
         """How long it ran; 0 before its end."""
 
+    @property
+    def replica_id(self) -> int | None:
+        """Index of the replica that made it; None outside steps."""
+
+    @property
+    def context(self) -> Context:
+        """The context variables that it runs with; no other op has them."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +173,13 @@ class Observer:
     """What is told of a run: a function for each kind of event that is wanted, None for the others.
 
     Functions are called where the event happens, on the event loop or on a device thread, and must
-    return quickly. What they raise is logged and does not reach the run.
+    return quickly. What they raise is logged and does not reach the run, and the observer is told
+    no more.
 
     Attributes:
+        replica_began: A replica is about to start: its run, its id, and the context variables it
+            will run with, where the observer may set some of its own.
+        replica_ended: A replica has ended: its run, its id, and what it raised, else None.
         run_began: A run has started its replicas.
         run_ended: A run is over.
         call_made: A replica has called a collective.
@@ -149,8 +192,11 @@ class Observer:
         op_ended: It has ended the op.
         write_published: Variables have new values: the number of the write.
         fault: A run ends early: its step, and why.
+        event_added: `strategy.events` has got an event, such as a number that a step records.
     """
 
+    replica_began: Callable[[ObservedRun, int, Context], None] | None = None
+    replica_ended: Callable[[ObservedRun, int, BaseException | None], None] | None = None
     run_began: Callable[[ObservedRun], None] | None = None
     run_ended: Callable[[ObservedRun], None] | None = None
     call_made: Callable[[ObservedCall], None] | None = None
@@ -163,6 +209,7 @@ class Observer:
     op_ended: Callable[[ObservedOp, str], None] | None = None
     write_published: Callable[[int], None] | None = None
     fault: Callable[[int, BaseException], None] | None = None
+    event_added: Callable[[Event], None] | None = None
 
 
 KINDS = tuple(field.name for field in fields(Observer))
@@ -189,8 +236,10 @@ class Observers:
         (True, [3])
     """
 
-    __slots__ = (*KINDS, "__weakref__", "_added", "_own")
+    __slots__ = (*KINDS, "__weakref__", "_added", "_lock", "_own")
 
+    replica_began: Callable[[ObservedRun, int, Context], None] | None
+    replica_ended: Callable[[ObservedRun, int, BaseException | None], None] | None
     run_began: Callable[[ObservedRun], None] | None
     run_ended: Callable[[ObservedRun], None] | None
     call_made: Callable[[ObservedCall], None] | None
@@ -203,30 +252,54 @@ class Observers:
     op_ended: Callable[[ObservedOp, str], None] | None
     write_published: Callable[[int], None] | None
     fault: Callable[[int, BaseException], None] | None
+    event_added: Callable[[Event], None] | None
 
     def __init__(self, own: Observer | None = None) -> None:
         self._own = own
+        self._lock = Lock()  # one that fails is removed in the thread where it does
         self._added = list(_everywhere().observers)
         _everywhere().strategies.add(self)
         self._tell()
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Tell an observer from now on; call what is returned to stop that."""
-        self._added.append(observer)
-        self._tell()
-
+        with self._lock:
+            self._added.append(observer)
+            self._tell()
         return partial(self.remove, observer)
 
     def remove(self, observer: Observer) -> None:
         """Stop telling an observer; idempotent."""
-        self._added = [each for each in self._added if each is not observer]
-        self._tell()
+        with self._lock:
+            self._added = [each for each in self._added if each is not observer]
+            self._tell()
 
     def _tell(self) -> None:
         for kind in KINDS:
             own = getattr(self._own, kind, None)
-            told = [tell for each in self._added if (tell := getattr(each, kind)) is not None]
-            setattr(self, kind, _all_of(kind, own, told) if told else own)
+            told = [each for each in self._added if getattr(each, kind) is not None]
+            setattr(self, kind, self._all_of(kind, own, told) if told else own)
+
+    def _all_of(
+        self, kind: str, own: Callable[..., None] | None, observers: Sequence[Observer]
+    ) -> Callable[..., None]:
+        """Return one function that tells all, and drops those of `observers` that raise."""
+        told = [(observer, getattr(observer, kind)) for observer in observers]
+
+        def tell_all(*event: object) -> None:
+            if own is not None:
+                own(*event)
+            for observer, tell in told:
+                try:
+                    tell(*event)
+                except Exception:
+                    self.remove(observer)
+                    logging.getLogger("aioreplica.telemetry").warning(
+                        "An observer failed when it was told of %s (%r). It is told no more.",
+                        kind, tell, exc_info=True,
+                    )  # fmt: skip
+
+        return tell_all
 
     def __repr__(self) -> str:
         kinds = ", ".join(kind for kind in KINDS if getattr(self, kind) is not None)
@@ -262,22 +335,3 @@ class _Everywhere:
 
 def _everywhere() -> _Everywhere:
     return REGISTRY.once("observers", _Everywhere)
-
-
-def _all_of(
-    kind: str, own: Callable[..., None] | None, told: Sequence[Callable[..., None]]
-) -> Callable[..., None]:
-    """Return one function that tells all; what others than the strategy's own raise is logged."""
-
-    def tell_all(*event: object) -> None:
-        if own is not None:
-            own(*event)
-        for tell in told:
-            try:
-                tell(*event)
-            except Exception:
-                logging.getLogger("aioreplica.telemetry").exception(
-                    "An observer of %s failed.", kind
-                )
-
-    return tell_all

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import pytest_asyncio
 
 import aioreplica as ar
-from aioreplica.telemetry import KINDS, Observer, Observers, observe_everywhere
+from aioreplica.errors import ContextError
+from aioreplica.telemetry import KINDS, Event, Observer, Observers, observe_everywhere
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -171,25 +173,95 @@ async def test_an_observer_of_all_strategies(one: ar.Strategy, pair: ar.Mirrored
     assert log.lines.count("run 0 ended") == 2
 
 
-async def test_an_observer_that_fails_is_logged_and_does_no_harm(
+async def test_an_observer_that_fails_is_dropped_and_does_no_harm(
     pair: ar.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_call: object) -> None:
         raise ValueError("a bad observer")
 
-    pair.observers.add(Observer(call_made=fail))
+    seen: list[int] = []
+    pair.observers.add(Observer(call_made=fail, write_published=lambda _number: None))
+    pair.observers.add(Observer(call_made=lambda call: seen.append(call.replica_id)))
 
     async def step() -> int:
         total: int = await me().all_reduce("sum", 1)
         return total
 
-    with caplog.at_level(logging.ERROR, "aioreplica.telemetry"):
+    with caplog.at_level(logging.WARNING, "aioreplica.telemetry"):
         assert (await pair.run(step)).values == (2, 2)
 
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [
-        ("a bad observer",),
-        ("a bad observer",),
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1].args == ("a bad observer",)
+    assert "when it was told of call_made" in record.getMessage()
+    assert seen == [0, 1]
+    assert pair.observers.write_published is None
+
+
+async def test_a_replica_begins_with_what_an_observer_sets_and_ends_with_its_error(
+    pair: ar.MirroredStrategy,
+) -> None:
+    name: ContextVar[str] = ContextVar("name")
+    log: list[tuple[object, ...]] = []
+    pair.observers.add(
+        Observer(
+            replica_began=lambda run, replica_id, context: context.run(
+                name.set, f"{run.fn_name} {replica_id}"
+            ),
+            replica_ended=lambda run, replica_id, error: log.append((run.step, replica_id, error)),
+        )
+    )
+
+    async def step() -> str:
+        return await me().run_on_device(name.get)
+
+    def plain() -> str:
+        return name.get()
+
+    mine = f"{test_a_replica_begins_with_what_an_observer_sets_and_ends_with_its_error.__name__}"
+    assert (await pair.run(step)).values == tuple(f"{mine}.<locals>.step {i}" for i in (0, 1))
+    assert (await pair.run(plain)).values == tuple(f"{mine}.<locals>.plain {i}" for i in (0, 1))
+    assert name.get("unset") == "unset"
+    failure = ValueError("mine")
+
+    async def fail() -> None:
+        if me().replica_id_in_sync_group == 1:
+            raise failure
+
+    with pytest.raises(ValueError, match="mine"):
+        await pair.run(fail)
+    assert sorted(log[:4]) == [(0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None)]
+    assert log[4:] == [(2, 0, None), (2, 1, failure)]
+
+
+async def test_events_are_told_as_they_are_added(pair: ar.MirroredStrategy) -> None:
+    seen: list[Event] = []
+    pair.observers.add(Observer(event_added=seen.append))
+
+    async def step() -> None:
+        me().record("loss", np.float32(0.5))
+        await me().run_on_device(lambda: me().record("note", "in an op"))
+
+    await pair.run(step)
+
+    assert [event[1:] for event in seen] == [
+        ("scalar", "loss", 0, 0, 0.5),
+        ("scalar", "note", 0, 0, "in an op"),
     ]
+    assert pair.events.events() == tuple(seen)
+
+
+async def test_recording_after_the_run_or_no_number_is_refused(pair: ar.MirroredStrategy) -> None:
+    async def step() -> ar.ReplicaContext:
+        if me().replica_id_in_sync_group == 0:
+            with pytest.raises(TypeError, match=r"Event 'loss' takes a number or a text, got \[1"):
+                me().record("loss", [1, 2])  # type: ignore[arg-type]
+        return me()
+
+    left = (await pair.run(step)).values[0]
+    with pytest.raises(ContextError, match="record was called"):
+        left.record("loss", 1.0)
+    assert pair.events.events() == ()
 
 
 async def test_kinds_that_are_not_wanted_are_none() -> None:

@@ -1,0 +1,183 @@
+"""What can be asked of running strategies: skew, waits, and how the library is used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import final
+
+from ..context import REGISTRY
+from ._recorder import MergeRecord
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplicaSkew:
+    """How late one replica came to the merges that the recorder keeps.
+
+    Attributes:
+        replica_id: Whose.
+        num_merges: Merges of several replicas that it took part in.
+        num_last: In how many of them it arrived last.
+        late_s: Seconds between the first arrival and its own, summed.
+        waited_s: Seconds between its own arrival and the last, summed.
+        site: `file:line` and collective where it was late the longest in all; "-" if nowhere.
+    """
+
+    replica_id: int
+    num_merges: int
+    num_last: int
+    late_s: float
+    waited_s: float
+    site: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReplicaWait:
+    """Something that a replica waits for.
+
+    Attributes:
+        step: Number of the run in its strategy.
+        replica_id: Who waits.
+        device: Name of its device, or "-".
+        what: A collective with its number and argument, an op, or what else it is.
+        waits_for: The replicas that have not arrived; empty for other waits and running merges.
+        where: `file:line` of the call, or "-".
+    """
+
+    step: int
+    replica_id: int
+    device: str
+    what: str
+    waits_for: tuple[int, ...]
+    where: str
+
+    def describe(self) -> str:
+        """Return the wait as a sentence."""
+        for_whom = ""
+        if self.waits_for:
+            plural = "s" if len(self.waits_for) > 1 else ""
+            for_whom = f" for replica{plural} {', '.join(map(str, self.waits_for))}"
+        return f"Replica {self.replica_id} waits{for_whom} in {self.what} at {self.where}."
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How this process has used the library; it is counted here and sent nowhere.
+
+    Attributes:
+        strategies: How many strategies of each kind were made, by class name.
+        replicas: The most replicas that one of the kind had.
+        input_calls: How often each method that distributes input was called.
+
+    Source:
+        The gauges of tf.distribute: distribution_strategy, replica, input_api.
+    """
+
+    strategies: Mapping[str, int]
+    replicas: Mapping[str, int]
+    input_calls: Mapping[str, int]
+
+
+@final
+class UsageCounters:
+    """Counts the usage of the library in this process."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._strategies: Counter[str] = Counter()
+        self._replicas: dict[str, int] = {}
+        self._input_calls: Counter[str] = Counter()
+
+    @staticmethod
+    def of_process() -> UsageCounters:
+        """Return those of the process."""
+        return REGISTRY.once("usage", UsageCounters)
+
+    def count_strategy(self, kind: str, num_replicas: int) -> None:
+        """Count a strategy that was made."""
+        with self._lock:
+            self._strategies[kind] += 1
+            self._replicas[kind] = max(num_replicas, self._replicas.get(kind, 0))
+
+    def count_input(self, method: str) -> None:
+        """Count a call of a method that distributes input."""
+        with self._lock:
+            self._input_calls[method] += 1
+
+    def usage(self) -> Usage:
+        """Return the counts, names in alphabetical order."""
+        with self._lock:
+            counts = self._strategies, self._replicas, self._input_calls
+            return Usage(*(dict(sorted(each.items())) for each in counts))
+
+
+def usage() -> Usage:
+    """Return how this process has used the library so far.
+
+    Example:
+        >>> import aioreplica as ar
+        >>> before = usage().strategies.get("OneDeviceStrategy", 0)
+        >>> strategy = ar.OneDeviceStrategy("cpu:0")
+        >>> usage().strategies["OneDeviceStrategy"] - before
+        1
+    """
+    return UsageCounters.of_process().usage()
+
+
+def skew_of(records: Sequence[MergeRecord], num_replicas: int) -> tuple[ReplicaSkew, ...]:
+    """Return how late each replica came to the recorded merges, in replica order.
+
+    Example:
+        >>> record = MergeRecord(
+        ...     1.0, 0, 1, "barrier", "a.py", 7, 2, "", (0,), (0, 1), (0.25, 0.75), ()
+        ... )
+        >>> skew_of([record], 2)[1].late_s
+        0.5
+    """
+    late: list[dict[str, float]] = [{} for _ in range(num_replicas)]
+    last, waited, taken = ([0] * num_replicas, [0.0] * num_replicas, [0] * num_replicas)
+    for record in records:
+        if len(record.members) < 2:
+            continue
+        first_s, last_s = min(record.arrived_s), max(record.arrived_s)
+        last[record.members[record.arrived_s.index(last_s)]] += 1
+        for position, (member, at_s) in enumerate(
+            zip(record.members, record.arrived_s, strict=True)
+        ):
+            site = record.sites[position] if record.sites else f"{record.file}:{record.line}"
+            where = f"{record.collective} at {site}"
+            late[member][where] = late[member].get(where, 0.0) + at_s - first_s
+            waited[member] += last_s - at_s
+            taken[member] += 1
+    return tuple(
+        ReplicaSkew(
+            i, taken[i], last[i], sum(late[i].values()), waited[i],
+            max(late[i], key=late[i].__getitem__, default="-"),
+        )
+        for i in range(num_replicas)
+    )  # fmt: skip
+
+
+def straggler_text(skew: Sequence[ReplicaSkew], device_names: Sequence[str]) -> str:
+    """Describe who holds up the others: a sentence, then a table of all replicas."""
+    num_merges = max((each.num_merges for each in skew), default=0)
+    if not num_merges:
+        return "No merge of several replicas is recorded."
+    worst = max(skew, key=lambda each: each.late_s)
+    head = "  replica  device  last  late (ms)  waited (ms)"
+    rows = [
+        f"  {each.replica_id:<7}  {device:<6}  {each.num_last:>4}  {1e3 * each.late_s:>9.3f}  "
+        f"{1e3 * each.waited_s:>11.3f}"
+        for each, device in zip(skew, device_names, strict=True)
+    ]
+    waited_ms = 1e3 * worst.late_s / num_merges
+    return (
+        f"Replica {worst.replica_id} ({device_names[worst.replica_id]}) was late by "
+        f"{waited_ms:.3g} ms per merge, and last in {worst.num_last} of {num_merges}; most of it "
+        f"in {worst.site}.\n" + "\n".join([head, *rows])
+    )

@@ -1,0 +1,343 @@
+"""The trace: the newest happenings of a strategy, ready to be drawn on a time line.
+
+While the program runs, a tuple of numbers and names is kept for each happening, in a ring. Only
+who reads the trace turns them into slices on tracks (`Timeline`), which `_trace_files.py` writes in
+the formats that Perfetto opens. So tracing costs the program little, and its memory is bounded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, TypeAlias, final
+
+from ._observer import (
+    Event,
+    MergeEntry,
+    ObservedMerge,
+    ObservedOp,
+    ObservedRun,
+    Observer,
+)
+from ._recorder import source_line
+from ._sinks import error_text
+
+MAX_OPS_QUEUED = 4096  # whose times are remembered; those of ops that are withdrawn pass away
+STEPS = "steps"
+
+Args: TypeAlias = Mapping[str, str | int | float]
+
+
+@final
+@dataclass(slots=True)
+class Slice:
+    """Something that took time on a track.
+
+    Attributes:
+        track: Name of the track.
+        name: What it was.
+        category: "run", "step", "collective", "await" or "op".
+        begin_ns: When it began, in nanoseconds since 1970.
+        end_ns: When it ended.
+        args: Further numbers and texts.
+        flows: Numbers of the flows that lead from slice to slice in the order of their begins.
+    """
+
+    track: str
+    name: str
+    category: str
+    begin_ns: int
+    end_ns: int
+    args: Args = field(default_factory=dict)
+    flows: tuple[int, ...] = ()
+
+
+@final
+@dataclass(slots=True)
+class Instant:
+    """Something that happened at one moment on a track."""
+
+    track: str
+    name: str
+    category: str
+    at_ns: int
+    args: Args = field(default_factory=dict)
+
+
+@final
+@dataclass(slots=True)
+class Sample:
+    """A value of a counter at one moment."""
+
+    name: str
+    at_ns: int
+    value: float
+
+
+@final
+@dataclass(slots=True)
+class Timeline:
+    """What a trace shows.
+
+    Attributes:
+        worker: Name of the process.
+        pid: Its id.
+        tracks: Their names, in the order in which they are shown.
+        slices: In the order of their begins; on each track they are nested.
+        instants: In order of time.
+        samples: In order of time.
+    """
+
+    worker: str
+    pid: int
+    tracks: Sequence[str]
+    slices: Sequence[Slice]
+    instants: Sequence[Instant]
+    samples: Sequence[Sample]
+
+
+@final
+class Trace:
+    """Keeps what happens in the runs of a strategy, for a time line.
+
+    Args:
+        device_names: One per replica.
+        capacity: How many happenings are kept; older ones are dropped. A merge of 4 replicas takes
+            about 700 bytes, an op 250.
+        worker_id: Number of this process among those that work together.
+
+    Attributes:
+        observer: What to add to the strategy's observers.
+
+    Raises:
+        ValueError: If the capacity is below 1.
+    """
+
+    __slots__ = ("_begun", "_device_names", "_now", "_queued", "_ring", "_worker_id", "observer")
+
+    def __init__(
+        self, device_names: Sequence[str], *, capacity: int = 65_536, worker_id: int = 0
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"A trace keeps at least 1 happening, got capacity={capacity}.")
+        self._device_names = tuple(device_names)
+        self._worker_id = worker_id
+        self._now = time.monotonic  # looked up now: a test may have put another clock there
+        self._ring: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque(maxlen=capacity)
+        self._begun: dict[tuple[int, int | None], float] = {}
+        self._queued: dict[int, float] = {}
+        self.observer = Observer(
+            replica_began=self._replica_began,
+            replica_ended=self._replica_ended,
+            run_began=self._run_began,
+            run_ended=self._run_ended,
+            merge_ended=self._merge_ended,
+            op_queued=self._op_queued,
+            op_ended=self._op_ended,
+            write_published=self._write_published,
+            fault=self._fault,
+            event_added=self._event_added,
+        )
+
+    # ---- while the program runs ----------------------------------------------------------
+
+    def _replica_began(self, run: ObservedRun, replica_id: int, _context: Context) -> None:
+        self._begun[run.step, replica_id] = self._now()
+
+    def _replica_ended(
+        self, run: ObservedRun, replica_id: int, error: BaseException | None
+    ) -> None:
+        begin = self._begun.pop((run.step, replica_id), None)
+        if begin is not None:
+            text = None if error is None else error_text(error)
+            part = (run.step, replica_id, run.fn_name, begin, self._now(), text)
+            self._ring.append((_Drawing.replica, part))
+
+    def _run_began(self, run: ObservedRun) -> None:
+        self._begun[run.step, None] = self._now()
+
+    def _run_ended(self, run: ObservedRun) -> None:
+        begin = self._begun.pop((run.step, None), None)
+        if begin is not None:
+            self._ring.append((_Drawing.run, (run.step, run.fn_name, begin, self._now())))
+
+    def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
+        self._ring.append((_Drawing.merge, (self._now(), merge.entry(), error is not None)))
+
+    def _op_queued(self, op: ObservedOp, _lane: str) -> None:
+        queued = self._queued
+        if len(queued) >= MAX_OPS_QUEUED:
+            queued.pop(next(iter(queued)), None)
+        queued[id(op)] = self._now()
+
+    def _op_ended(self, op: ObservedOp, lane: str) -> None:
+        end = self._now()
+        begin = end - op.seconds
+        queued = min(self._queued.pop(id(op), begin), begin)
+        self._ring.append((_Drawing.op, (lane, op.fn_name, op.replica_id, queued, begin, end)))
+
+    def _write_published(self, number: int) -> None:
+        self._ring.append((_Drawing.write, (self._now(), number)))
+
+    def _fault(self, step: int, error: BaseException) -> None:
+        self._ring.append((_Drawing.fault, (self._now(), step, error_text(error))))
+
+    def _event_added(self, event: Event) -> None:
+        self._ring.append((_Drawing.event, (event,)))
+
+    # ---- afterwards ----------------------------------------------------------------------
+
+    def timeline(self) -> Timeline:
+        """Return what was kept as slices on tracks; from any thread.
+
+        The tracks are the steps of the worker, each replica, each device that had an op; and a
+        further one where slices of a track overlap, as those of collectives that were started
+        ahead.
+        """
+        drawing = _Drawing(self._device_names)
+        for draw, part in tuple(self._ring):
+            draw(drawing, *part)
+        tracks, slices = _nest(drawing.first_tracks(), drawing.slices)
+        return Timeline(
+            f"worker {self._worker_id}",
+            os.getpid(),
+            tracks,
+            slices,
+            sorted(drawing.instants, key=attrgetter("at_ns")),
+            sorted(drawing.samples, key=attrgetter("at_ns")),
+        )
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._ring.clear()
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def __repr__(self) -> str:
+        return f"<Trace | {len(self._ring)} of {self._ring.maxlen} happenings>"
+
+
+@final
+class _Drawing:
+    """Turns what was kept into slices; one method for each kind."""
+
+    def __init__(self, device_names: Sequence[str]) -> None:
+        self._tracks = [f"replica {i} ({name})" for i, name in enumerate(device_names)]
+        self._lanes: dict[str, None] = {}
+        self._offset_ns = time.time_ns() - int(time.monotonic() * 1e9)
+        self._num_flows = 0
+        self.slices: list[Slice] = []
+        self.instants: list[Instant] = []
+        self.samples: list[Sample] = []
+
+    def first_tracks(self) -> list[str]:
+        return [STEPS, *self._tracks, *sorted(self._lanes)]
+
+    def run(self, step: int, fn_name: str, begin: float, end: float) -> None:
+        args = {"step": step}
+        self.slices.append(Slice(STEPS, fn_name, "run", self._ns(begin), self._ns(end), args))
+
+    def replica(
+        self, step: int, replica_id: int, fn_name: str, begin: float, end: float, error: str | None
+    ) -> None:
+        args: dict[str, str | int | float] = {"function": fn_name, "step": step}
+        if error is not None:
+            args["error"] = error
+        begin_ns, end_ns = self._ns(begin), self._ns(end)
+        track = self._tracks[replica_id]
+        self.slices.append(Slice(track, f"step {step}", "step", begin_ns, end_ns, args))
+
+    def merge(self, end: float, entry: MergeEntry, has_failed: bool) -> None:
+        step, sequence, name, op, num_bytes, members, visits = entry
+        end_ns = self._ns(end)
+        flows = (self._next_flow(),) if len(members) > 1 else ()
+        title = f"{name} ({op})" if op else name
+        for position, (member, (code, at, arrived)) in enumerate(zip(members, visits, strict=True)):
+            size = num_bytes[position if len(num_bytes) > 1 else 0]
+            args: dict[str, str | int | float] = {
+                "step": step,
+                "number": sequence,
+                "bytes": size,
+                "where": f"{code.co_filename}:{source_line(code, at)}",
+            }
+            if has_failed:
+                args["failed"] = "yes"
+            track, begin_ns = self._tracks[member], self._ns(arrived)
+            self.slices.append(Slice(track, title, "collective", begin_ns, end_ns, args, flows))
+
+    def op(
+        self,
+        lane: str,
+        fn_name: str,
+        replica_id: int | None,
+        queued: float,
+        begin: float,
+        end: float,
+    ) -> None:
+        self._lanes[lane] = None
+        begin_ns, end_ns = self._ns(begin), self._ns(end)
+        flows: tuple[int, ...] = ()
+        if replica_id is not None:
+            flows = (self._next_flow(),)
+            track, queued_ns, args = self._tracks[replica_id], self._ns(queued), {"device": lane}
+            self.slices.append(Slice(track, fn_name, "await", queued_ns, end_ns, args, flows))
+        whose = {} if replica_id is None else {"replica": replica_id}
+        self.slices.append(Slice(lane, fn_name, "op", begin_ns, end_ns, whose, flows))
+
+    def write(self, at: float, number: int) -> None:
+        self.instants.append(Instant(STEPS, f"write {number}", "write", self._ns(at)))
+
+    def fault(self, at: float, step: int, error: str) -> None:
+        args: dict[str, str | int | float] = {"step": step, "error": error}
+        self.instants.append(Instant(STEPS, "fault", "fault", self._ns(at), args))
+
+    def event(self, event: Event) -> None:
+        at_ns = self._ns(event.time_s)
+        if event.kind == "scalar" and not isinstance(event.value, str):
+            self.samples.append(Sample(event.name, at_ns, float(event.value or 0.0)))
+            return
+        args: dict[str, str | int | float] = {"step": event.step}
+        if event.value is not None:
+            args["value"] = event.value
+        name = f"{event.kind} {event.name}"
+        self.instants.append(Instant(STEPS, name, event.kind, at_ns, args))
+
+    def _next_flow(self) -> int:
+        self._num_flows += 1
+        return self._num_flows
+
+    def _ns(self, time_s: float) -> int:
+        return self._offset_ns + int(time_s * 1e9)
+
+
+def _nest(first: Sequence[str], slices: Iterable[Slice]) -> tuple[list[str], list[Slice]]:
+    """Put slices that overlap others of their track without being nested on further tracks.
+
+    Returns the tracks in order, and the slices in the order in which they begin.
+    """
+    ordered = sorted(slices, key=lambda each: (each.begin_ns, -each.end_ns))
+    open_ends: dict[str, list[list[int]]] = {name: [[]] for name in first}
+    for each in ordered:
+        rows = open_ends.setdefault(each.track, [[]])
+        for number in range(len(rows) + 1):
+            if number == len(rows):
+                rows.append([])
+            ends = rows[number]
+            while ends and ends[-1] <= each.begin_ns:
+                ends.pop()
+            if not ends or each.end_ns <= ends[-1]:
+                ends.append(each.end_ns)
+                each.track = _row_name(each.track, number)
+                break
+    tracks = [_row_name(name, i) for name, rows in open_ends.items() for i in range(len(rows))]
+    return tracks, ordered
+
+
+def _row_name(track: str, number: int) -> str:
+    return track if number == 0 else f"{track} +{number}"
