@@ -78,12 +78,14 @@ class StepDescription:
         num_bytes: Length of its files of tensors together.
         files: Their names.
         entries: The state, in order.
+        damage: What is wrong with its files as far as their sizes tell; "" if nothing is.
     """
 
     step: int
     num_bytes: int
     files: tuple[str, ...]
     entries: tuple[EntryDescription, ...]
+    damage: str = ""
 
 
 @final
@@ -375,7 +377,7 @@ class CheckpointManager:
             ) from None
 
     def describe(self, step: int) -> StepDescription:
-        """Return what a step holds; reads its manifest.
+        """Return what a step holds; reads its manifest, and the sizes of its files.
 
         Raises:
             CheckpointError: If there is no such step, or its manifest is damaged.
@@ -386,7 +388,7 @@ class CheckpointManager:
         found = look_at(self._storage, number)
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
-        return _description_of(found.manifest)
+        return _description_of(found.manifest, found.damage)
 
     async def _find_steps(self) -> list[int]:
         [steps] = await run_all([bound(find_steps, self._storage)], Stop())
@@ -465,7 +467,7 @@ def _checked_count(name: str, value: Any) -> int | None:
     return value
 
 
-def _description_of(manifest: Manifest) -> StepDescription:
+def _description_of(manifest: Manifest, damage: str) -> StepDescription:
     entries = tuple(
         EntryDescription(
             key,
@@ -479,5 +481,9 @@ def _description_of(manifest: Manifest) -> StepDescription:
     )
     files = manifest.files
     return StepDescription(
-        manifest.step, sum(file.bytes for file in files), tuple(f.name for f in files), entries
+        manifest.step,
+        sum(file.bytes for file in files),
+        tuple(file.name for file in files),
+        entries,
+        damage,
     )

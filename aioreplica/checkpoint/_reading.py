@@ -189,7 +189,7 @@ class _Opened:
                 raise
             raise DamagedError(f"{self._file.name} cannot be read: {error}") from error
         if source.size != self._file.bytes:
-            source.close()
+            self._context.__exit__(None, None, None)
             raise DamagedError(f"{self._file.name} has {source.size} bytes, not {self._file.bytes}")
         return source
 
