@@ -1,6 +1,7 @@
 """Checkpoints: a state saved between two steps, and put back whole."""
 
 from .._export import export_public
+from ._fsspec import FsspecStorage as FsspecStorage
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._manager import EntryDescription as EntryDescription
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointManager",
     "CheckpointStatistics",
     "EntryDescription",
+    "FsspecStorage",
     "LocalStorage",
     "Restored",
     "Sink",

@@ -6,16 +6,19 @@ import asyncio
 import operator
 import os
 import warnings
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from ..devices import OwnedTask
 from ..errors import CheckpointError, CheckpointNotCommittedError
 from ..values import between_steps
 from ._format import DamagedError, Manifest
+from ._fsspec import FsspecStorage
 from ._lane import Stop, run_all
+from ._preemption import run_and_save
 from ._reading import (
     FoundStep,
     find_steps,
@@ -30,6 +33,8 @@ from ._retention import steps_to_remove
 from ._state import Cut, read_state, require_outside_steps, take_cut
 from ._storage import LocalStorage, Storage
 from ._writing import removal, write_cut
+
+T = TypeVar("T")
 
 
 @final
@@ -105,7 +110,7 @@ class CheckpointManager:
     time saves into a directory; any number may read.
 
     Args:
-        directory: A folder, made at the first save; or a `Storage`.
+        directory: A folder, made at the first save; a URL that fsspec knows; or a `Storage`.
         max_to_keep: How many of the newest steps are kept; None keeps all.
         keep_every: Steps that this number divides are kept for good.
 
@@ -187,6 +192,48 @@ class CheckpointManager:
             self._turn.release()
         else:
             self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
+
+    async def save_on_cancel(
+        self,
+        work: Coroutine[Any, Any, T],
+        state: Any,
+        step: Callable[[], int],
+        *,
+        grace_s: float = 30.0,
+        exit_on_sigterm: bool = False,
+    ) -> T:
+        """Run a coroutine that trains; if this call is cancelled, save the state before it ends.
+
+        The step under way ends first, and the next one is not begun: no batch is lost. Then
+        `work` is cancelled where it waits, and the state of that moment is saved.
+
+        Args:
+            work: What trains, such as `train(strategy, state)`.
+            state: What to save.
+            step: Called when the state is read, gives the number to save it as.
+            grace_s: How long the step under way may take to end, in seconds.
+            exit_on_sigterm: Whether SIGTERM does the same, and then raises SystemExit(75): the
+                code of programs that want to be started again. On the main thread only.
+
+        Returns:
+            What `work` returns.
+
+        Raises:
+            CheckpointError: If the state could not be saved.
+            SystemExit: After SIGTERM, once the state is saved.
+            Exception: What `work` raises; nothing is saved then.
+
+        Cancellation:
+            Saves, then goes on. A second cancellation waits for that, too.
+        """
+        require_outside_steps("CheckpointManager.save_on_cancel")
+        return await run_and_save(
+            work, state, step, self._write_in_turn, grace_s=grace_s, exit_on_sigterm=exit_on_sigterm
+        )
+
+    async def _write_in_turn(self, step: int, cut: Cut) -> None:
+        async with self._turn:
+            await self._write(_checked_step(step), cut)
 
     async def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -440,11 +487,13 @@ class CheckpointManager:
 
 
 def _storage_of(directory: Any) -> Storage:
+    if isinstance(directory, str) and "://" in directory:
+        return FsspecStorage(directory)
     if isinstance(directory, (str, os.PathLike)):
         return LocalStorage(directory)
-    if not hasattr(directory, "replace") or not hasattr(directory, "lock"):
+    if not isinstance(directory, Storage):
         raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
-    return directory  # type: ignore[no-any-return]  # a protocol
+    return directory
 
 
 def _checked_step(step: Any) -> int:

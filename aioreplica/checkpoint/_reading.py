@@ -27,8 +27,8 @@ from ._format import (
     parse_manifest,
 )
 from ._lane import NUM_THREADS, Stop, run_all
-from ._storage import Source, Storage, opened
-from ._writing import CHUNK_BYTES, Tensor, folder_of, read_all
+from ._storage import Source, Storage, opened, read_all
+from ._writing import CHUNK_BYTES, Tensor, folder_of
 
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, final, runtime_checkable
 
 from ..errors import CheckpointError
 
@@ -46,11 +46,16 @@ class Source(Protocol):
         """Close the file."""
 
 
+@runtime_checkable
 class Storage(Protocol):
     """What a checkpoint manager needs of a file system or an object store.
 
     Every method may raise an OSError.
     """
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether to read every file back before a step is committed, as reading costs little."""
 
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder, "" for the root; none if there is no such folder."""
@@ -102,6 +107,11 @@ class LocalStorage:
         self._directory = Path(directory)
         self._os = calls
 
+    @property
+    def reads_back(self) -> bool:
+        """True: what was just written is in memory."""
+        return True
+
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder; none if there is no such folder."""
         path = self._path(folder)
@@ -150,6 +160,8 @@ class LocalStorage:
         try:
             sink.write(memoryview(data))
             sink.finish()
+            if read_all(self, temporary, len(data)) != data:
+                raise OSError(errno.EIO, "What was written cannot be read back", temporary)
             self._os.replace(self._path(temporary), self._path(path))
         except BaseException:
             sink.discard()
@@ -255,7 +267,8 @@ class _Lock:
     """A lock that the kernel takes back when the process ends."""
 
     def __init__(self, path: Path, directory: Path) -> None:
-        self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
+        self._fd: int | None = None
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
             try:
                 import fcntl
@@ -280,6 +293,9 @@ class _Lock:
             fd, self._fd = self._fd, None
             os.close(fd)
 
+    def __del__(self) -> None:  # a manager that was dropped saves no more
+        self.close()
+
 
 @contextmanager
 def opened(storage: Storage, path: str) -> Iterator[Source]:
@@ -289,3 +305,18 @@ def opened(storage: Storage, path: str) -> Iterator[Source]:
         yield source
     finally:
         source.close()
+
+
+def read_all(storage: Storage, path: str, limit: int) -> bytes:
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises:
+        OSError: If it cannot be read, or is larger.
+    """
+    with opened(storage, path) as source:
+        size = source.size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"It has {size} bytes, more than {limit}", path)
+        buffer = bytearray(size)
+        count = source.read_into(0, memoryview(buffer))
+    return bytes(buffer[:count])

@@ -7,6 +7,7 @@ state before it or the state after it.
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from ._format import (
 )
 from ._lane import NUM_THREADS, Stop, run_all
 from ._state import Cut, walk_arrays
-from ._storage import Storage, opened
+from ._storage import Storage, opened, read_all
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, int]
@@ -130,7 +131,26 @@ class _StepWriter:
             sink.finish()
         finally:
             sink.discard()
+        self._read_back(f"{self._folder}/{name}", size, crc)
         return FileRecord(name, size, crc, len(header), header_crc)
+
+    def _read_back(self, path: str, size: int, crc: int) -> None:
+        """Check that a file is what was written, before what it replaces is removed.
+
+        Raises:
+            OSError: If it is not.
+        """
+        found = 0
+        with opened(self._storage, path) as source:
+            if source.size == size and not self._storage.reads_back:
+                return
+            buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
+            for start in range(0, source.size, CHUNK_BYTES):
+                self._stop.check()
+                count = source.read_into(start, buffer)
+                found = zlib.crc32(buffer[:count], found)
+            if source.size != size or found != crc:
+                raise OSError(errno.EIO, "What was written cannot be read back", path)
 
     def commit(self, files: Sequence[FileRecord]) -> Manifest:
         """Give the manifest its name, then make that durable, then remove what it replaced.
@@ -147,6 +167,8 @@ class _StepWriter:
         try:
             self._storage.sync(self._folder)
             self._storage.replace(path, data)
+            if not self._has(path, data):
+                raise OSError(errno.EIO, "What was written cannot be read back", path)
         except OSError as error:
             if not self._has(path, data):
                 self.clean_up()
@@ -261,21 +283,6 @@ def _remove_others(storage: Storage, folder: str, kept: set[str]) -> None:
     for name in storage.list(folder):
         if name not in kept:
             storage.remove(f"{folder}/{name}")
-
-
-def read_all(storage: Storage, path: str, limit: int) -> bytes:
-    """Return the content of a file of at most `limit` bytes.
-
-    Raises:
-        OSError: If it cannot be read, or is larger.
-    """
-    with opened(storage, path) as source:
-        size = source.size
-        if size > limit:
-            raise OSError(f"{path} has {size} bytes, more than {limit}")
-        buffer = bytearray(size)
-        count = source.read_into(0, memoryview(buffer))
-    return bytes(buffer[:count])
 
 
 def removal(storage: Storage, step: int) -> Callable[[], None]:

@@ -104,7 +104,7 @@ class _Sum:
         """Add what `state` gave, of this replica or of one that there is no more."""
         count, weight, scale = state["count"], state["weight"], state["scale"]
         shape = self.variable.shape
-        parts = [IndexedSlices(*part, shape) for part in state["rows"]]
+        parts: list[Any] = [IndexedSlices(v, i, shape) for v, i in state["rows"]]
         if state["total"] is not None:
             parts.append(state["total"])
         for part in parts:
