@@ -467,15 +467,15 @@ async def test_a_call_made_before_and_awaited_after_a_handle(pair: ar.MirroredSt
     ids=["op", "string", "objects", "strings", "slices", "options"],
 )
 async def test_bad_arguments_start_nothing(
-    strategy: ar.Strategy, op: str, value: Any, options: Any, error: type[Exception], text: str
+    either: ar.Strategy, op: str, value: Any, options: Any, error: type[Exception], text: str
 ) -> None:
     async def step() -> int:
         with pytest.raises(error, match=text):
             me().start_all_reduce(op, value, options)
         return await me().start_all_reduce("sum", 1)
 
-    count = strategy.num_replicas_in_sync
-    assert strategy.local_results(await strategy.run(step)) == (count,) * count
+    count = either.num_replicas_in_sync
+    assert either.local_results(await either.run(step)) == (count,) * count
 
 
 # ---- never awaited, cancelled ------------------------------------------------------------------
