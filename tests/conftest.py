@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Generator
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -11,6 +12,12 @@ import aioreplica as ar
 from aioreplica.devices import list_devices
 
 ar.set_logical_devices("cpu", 8)
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.hookimpl(tryfirst=True)

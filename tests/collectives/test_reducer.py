@@ -46,8 +46,10 @@ def large_rows(count: int = 3) -> list[list[Any]]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [*((op, "f4") for op in OPS), *((ReduceOp.SUM, dtype) for dtype in DTYPES if dtype != "f4")],
+)
 async def test_large_arrays_against_a_fold(op: ReduceOp, dtype: str) -> None:
     size = 2 * INLINE_SUM_BYTES // np.dtype(dtype).itemsize // 3 + 7
     column = [np.resize(numbers(np.random.default_rng(i), (9973,), dtype), size) for i in range(3)]
