@@ -1,8 +1,10 @@
 """What every test shares: eight logical CPU devices, strategies that are closed, no task left."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Generator
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -10,6 +12,39 @@ import aioreplica as ar
 from aioreplica.devices import list_devices
 
 ar.set_logical_devices("cpu", 8)
+
+# How long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is `xslow` is `slow` too, so that `-m "not slow"` leaves it out."""
+    for item in items:
+        if item.get_closest_marker("xslow") is not None:
+            item.add_marker("slow")
+
+
+def pytest_collection_finish() -> None:
+    """Leave pytest's own objects out of every later collection: many tests collect garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Make a skip of an `xslow` test a failure: who asks for these has to have what they need."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and "xslow" in item.keywords:
+        report.outcome = "failed"
+        report.longrepr = f"An xslow test was skipped: {report.longrepr}"
+    return report
+
 
 STRATEGIES = {
     "default": ar.DefaultStrategy,
@@ -27,6 +62,14 @@ def mirrored(num_replicas: int) -> ar.MirroredStrategy:
 @pytest_asyncio.fixture(params=STRATEGIES)
 async def strategy(request: pytest.FixtureRequest) -> AsyncIterator[ar.Strategy]:
     """Every kind of strategy: what a test says of this one holds for all."""
+    chosen = STRATEGIES[request.param]()
+    yield chosen
+    await chosen.aclose()
+
+
+@pytest_asyncio.fixture(params=["default", "mirrored 2"])
+async def either(request: pytest.FixtureRequest) -> AsyncIterator[ar.Strategy]:
+    """With and without replicas of its own: for refusals, which do not depend on their number."""
     chosen = STRATEGIES[request.param]()
     yield chosen
     await chosen.aclose()

@@ -94,7 +94,7 @@ def test_nested_gradients_on_four_threads_are_those_of_one_thread() -> None:
     inputs = [[np.array([0.3 + i, 0.7]), np.array([1.1, -0.2 * i])] for i in range(NUM_THREADS)]
     expected = [value_and_grad(nested)(pair) for pair in inputs]
     start = threading.Barrier(NUM_THREADS)
-    rounds = 500
+    rounds = 100
     done = [0] * NUM_THREADS
 
     def work(i: int) -> None:

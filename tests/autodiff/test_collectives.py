@@ -278,7 +278,7 @@ async def test_a_stall_wakes_the_waiting_thread(
         await me().run_on_device(autodiff.all_reduce, "sum", np.ones(2))
 
     with pytest.raises(StallError, match=r"autodiff\.all_reduce #1"):
-        await pair.run(step, options=ar.RunOptions(stall_timeout=0.02))
+        await pair.run(step, options=ar.RunOptions(stall_timeout=0.2))
     assert (await pair.run(lambda: 1)).values == (1, 1)
 
 

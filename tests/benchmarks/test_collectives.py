@@ -64,7 +64,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -75,7 +75,7 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     assert {row["loop"] for row in written["rows"]} == {"asyncio"}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -86,7 +86,7 @@ def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None
         assert math.isfinite(row["difference"]), row
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     targets = {row["name"]: row["target"] for row in written["rows"] if row["target"] is not None}
@@ -96,7 +96,7 @@ def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]])
         assert isinstance(row["is_met"], bool) == (row["name"] in TARGETS)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_no_result_differs(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -105,7 +105,7 @@ def test_no_result_differs(quick: tuple[str, dict[str, Any]]) -> None:
     assert written["rows"][-1]["ours"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_table_has_one_line_for_each_row(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
     lines = printed.splitlines()

@@ -64,7 +64,7 @@ def identity(row: dict[str, Any]) -> tuple[str, str, int]:
     return row["name"], row["against"], row["num_replicas"]
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -74,7 +74,7 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     assert {row["loop"] for row in written["rows"]} == {"asyncio"}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -85,7 +85,7 @@ def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None
         assert row["num_rounds"] == 3, row
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     marked = {identity(row): row["is_met"] for row in written["rows"] if row["target"] is not None}
@@ -96,7 +96,7 @@ def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]])
     assert set(unmarked) == {None}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_table_has_one_line_for_each_row(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
     lines = printed.splitlines()
@@ -107,7 +107,7 @@ def test_the_table_has_one_line_for_each_row(quick: tuple[str, dict[str, Any]]) 
     assert lines[rule + 1 + len(EXPECTED)].endswith(f"of {len(PROMISED)} targets met.")
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_an_unknown_loop_is_refused() -> None:
     result = run_command("core", "--loops", "asyncio,trio")
 

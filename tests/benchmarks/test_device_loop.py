@@ -40,7 +40,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -49,7 +49,7 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     assert {(row["loop"], row["num_replicas"]) for row in written["rows"]} == {("asyncio", 4)}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_holds_measurements_and_a_target(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -66,7 +66,7 @@ def test_every_row_holds_measurements_and_a_target(quick: tuple[str, dict[str, A
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_no_bit_differs(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
 

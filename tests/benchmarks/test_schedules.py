@@ -31,7 +31,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_rates_are_compared_with_the_stock_loop(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     names = [(row["name"], row["against"]) for row in written["rows"]]
@@ -44,7 +44,7 @@ def test_rates_are_compared_with_the_stock_loop(quick: tuple[str, dict[str, Any]
     assert written["rows"][0]["target"] == {"of": "ours", "limit": 1e6 / 3000}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_verdict_is_right(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
 

@@ -37,7 +37,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     threads = f"NumPy, {written['num_blas_threads']} BLAS threads"
@@ -63,7 +63,7 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
 

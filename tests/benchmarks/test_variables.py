@@ -46,7 +46,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     return result.stdout, json.loads(output.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -56,7 +56,7 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     assert {(row["loop"], row["num_replicas"]) for row in written["rows"]} == {("asyncio", 4)}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
 
@@ -67,7 +67,7 @@ def test_every_row_holds_measurements(quick: tuple[str, dict[str, Any]]) -> None
         assert row["num_rounds"] == 3, row
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     targets = {row["name"]: row["target"] for row in written["rows"] if row["target"] is not None}
@@ -77,7 +77,7 @@ def test_promises_carry_a_target_and_its_mark(quick: tuple[str, dict[str, Any]])
         assert isinstance(row["is_met"], bool) == (row["name"] in TARGETS)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_no_snapshot_is_torn(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
 
@@ -86,7 +86,7 @@ def test_no_snapshot_is_torn(quick: tuple[str, dict[str, Any]]) -> None:
     assert any(line.endswith("torn = 0") for line in printed.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_table_has_one_line_for_each_row(quick: tuple[str, dict[str, Any]]) -> None:
     printed, written = quick
     lines = printed.splitlines()

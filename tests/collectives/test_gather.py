@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioreplica.collectives import concatenate, gather_difference, require_axis
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.sampled_from([0, 1, 2, -1, -2, -3]))
 def test_parts_follow_each_other_in_replica_order(sizes: list[int], axis: int) -> None:
     shapes = [[2, 2, 2] for _ in sizes]

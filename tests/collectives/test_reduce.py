@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -28,7 +28,6 @@ def naive(op: ReduceOp, values: list[Any]) -> Any:
     return total / len(values) if op is ReduceOp.MEAN else total
 
 
-@settings(deadline=None)
 @given(st.sampled_from(OPS), st.lists(finite, min_size=1, max_size=6))
 def test_python_floats(op: ReduceOp, values: list[float]) -> None:
     result = reduce_leaves(op, values)
@@ -37,7 +36,6 @@ def test_python_floats(op: ReduceOp, values: list[float]) -> None:
     assert result == float(naive(op, values))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(OPS), st.lists(st.integers(), min_size=1, max_size=6))
 def test_python_ints_of_any_size(op: ReduceOp, values: list[int]) -> None:
     result = reduce_leaves(op, values)
@@ -77,7 +75,6 @@ def test_nan_wins(op: ReduceOp, position: int) -> None:
     assert np.isnan(reduce_leaves(op, values))
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(OPS),
     hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3).flatmap(

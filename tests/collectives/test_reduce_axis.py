@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioreplica.collectives import reduce_over_axis
@@ -19,7 +19,6 @@ def parts_of(sizes: list[int], width: int = 3, dtype: str = "float64") -> list[A
     return [(10 * rng.standard_normal((size, width))).astype(dtype) for size in sizes]
 
 
-@settings(deadline=None)
 @given(st.sampled_from(OPS), st.lists(st.integers(0, 5), min_size=1, max_size=5))
 def test_unequal_parts_are_reduced_like_one_array(op: ReduceOp, sizes: list[int]) -> None:
     parts = parts_of(sizes)

@@ -452,7 +452,7 @@ async def test_an_iterator_left_blocking_its_thread_loses_nothing(
 
     iterator = source()
     with pytest.raises(StallError):
-        await pair.run_steps(step, iterator, 9, options=ar.RunOptions(stall_timeout=0.02))
+        await pair.run_steps(step, iterator, 9, options=ar.RunOptions(stall_timeout=0.2))
     running = spawn(pair.run_steps(step, iterator, 9))
     await cycles()
     gate.set()

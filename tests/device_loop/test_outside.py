@@ -275,7 +275,7 @@ async def test_a_host_function_that_hangs_is_a_stall(pair: ar.MirroredStrategy) 
         await asyncio.Event().wait()
 
     with pytest.raises(StallError, match="outside cluster '0'"):
-        await pair.run(lambda: outside(forever), options=ar.RunOptions(stall_timeout=0.02))
+        await pair.run(lambda: outside(forever), options=ar.RunOptions(stall_timeout=0.2))
 
 
 # --- gradients ------------------------------------------------------------------------------------

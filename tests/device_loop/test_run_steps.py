@@ -476,7 +476,7 @@ async def test_an_iterator_that_hangs_is_a_stall(pair: ar.MirroredStrategy) -> N
         gate.wait(10)
 
     with pytest.raises(StallError, match="the infeed for step 1") as caught:
-        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.05))
+        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.2))
     gate.set()
 
     assert [row.state for row in caught.value.rows] == ["waiting", "waiting"]
@@ -493,7 +493,7 @@ async def test_an_async_iterator_that_hangs_is_cancelled(pair: ar.MirroredStrate
             ended.append("source")
 
     with pytest.raises(StallError, match="the infeed for step 1"):
-        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.02))
+        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.2))
 
     assert ended == ["source"]
 

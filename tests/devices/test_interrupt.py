@@ -1,10 +1,12 @@
 """Ctrl-C while an op blocks: the process ends soon, and says nothing but KeyboardInterrupt."""
 
+import itertools
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,9 +111,20 @@ def interrupt(work: str, main: str, run: str) -> tuple[int, str]:
     return process.returncode, stderr
 
 
-@pytest.mark.parametrize("run", RUNNERS)
-@pytest.mark.parametrize("main", ["foreground", "background"])
-@pytest.mark.parametrize("work", ["host", "steps", "plain_steps", "closed_steps"])
+def ways() -> list[Any]:
+    """Every way to run every work; of each work and of each runner one is in the usual suite."""
+    usual = {
+        ("host", "background", "bare_run"),
+        ("steps", "foreground", "asyncio_run"),
+        ("plain_steps", "background", "uvloop_run"),
+        ("closed_steps", "foreground", "anyio.run"),
+    }
+    works = ["host", "steps", "plain_steps", "closed_steps"]
+    every = itertools.product(works, ["foreground", "background"], RUNNERS)
+    return [pytest.param(*way, marks=[pytest.mark.xslow] * (way not in usual)) for way in every]
+
+
+@pytest.mark.parametrize(("work", "main", "run"), ways())
 def test_ctrl_c_ends_a_program_whose_op_blocks(work: str, main: str, run: str) -> None:
     if run == "uvloop_run":
         pytest.importorskip("uvloop")

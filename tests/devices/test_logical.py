@@ -76,10 +76,11 @@ def test_there_is_a_device_per_core_but_at_least_two(run_script: RunScript) -> N
 @pytest.mark.parametrize(
     "use",
     [
-        "ar.list_devices()",
         "ar.MirroredStrategy()",
-        "ar.OneDeviceStrategy('cpu:0')",
-        "ar.current_device()",
+        *(
+            pytest.param(use, marks=pytest.mark.xslow)
+            for use in ("ar.list_devices()", "ar.OneDeviceStrategy('cpu:0')", "ar.current_device()")
+        ),
     ],
 )
 def test_every_use_fixes_the_list(run_script: RunScript, use: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aioreplica.devices._spec import Device, DeviceSpec
+from aioreplica.devices import Device, DeviceSpec
 
 MAX_INDEX = 2**31 - 1
 FULL_NAME = "/job:worker/replica:0/task:1/device:GPU:0"

@@ -9,7 +9,7 @@ LIBRARY = pytest.importorskip("jax")
 
 from examples.jax_digits import Result, main, train  # noqa: E402  # where jax is installed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xslow
 
 
 def arrays(result: Result) -> list[np.ndarray]:

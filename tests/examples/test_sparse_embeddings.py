@@ -26,7 +26,7 @@ def test_the_rows_are_the_gradient() -> None:
             assert dense[index] == pytest.approx((sides[0] - sides[1]) / 2e-6, abs=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_training_is_reproducible_and_learns() -> None:
     def run() -> Result:
         return asyncio.run(train(replicas=3, epochs=2))

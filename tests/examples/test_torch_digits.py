@@ -9,7 +9,7 @@ LIBRARY = pytest.importorskip("torch")
 
 from examples.torch_digits import Result, main, train  # noqa: E402  # where torch is installed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xslow
 
 
 def arrays(result: Result) -> list[np.ndarray]:

@@ -76,7 +76,7 @@ def test_counts_must_be_positive(option: str, capsys: pytest.CaptureFixture[str]
     assert f"argument {option}: must be at least 1, got 0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_program_reaches_97_percent(tmp_path: Path) -> None:
     curve = tmp_path / "curve.png"
 
@@ -89,7 +89,7 @@ def test_the_program_reaches_97_percent(tmp_path: Path) -> None:
     assert curve.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     with start("--epochs", "10000", "--output", str(tmp_path / "curve.png")) as process:
         assert process.stdout is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -17,7 +17,6 @@ def joined(dataset: ar.ArrayDataset, epoch: int) -> list[int]:
     return [int(number) for batch in dataset.batches(epoch) for number in batch]
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 30), st.integers(1, 12), st.booleans(), st.integers(0, 5))
 def test_every_example_comes_once(n: int, batch_size: int, shuffle: bool, epoch: int) -> None:
     dataset = ar.ArrayDataset(np.arange(n), batch_size, shuffle=shuffle)
@@ -28,7 +27,6 @@ def test_every_example_comes_once(n: int, batch_size: int, shuffle: bool, epoch:
     assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 30), st.integers(1, 12))
 def test_a_short_last_batch_can_be_left_out(n: int, batch_size: int) -> None:
     dataset = ar.ArrayDataset(np.arange(n), batch_size, drop_remainder=True)
@@ -88,7 +86,6 @@ def test_the_seed_must_be_a_natural_number(seed: Any) -> None:
         ar.ArrayDataset(np.arange(3), 2, shuffle=True, seed=seed)
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 20), st.integers(1, 7), st.booleans(), st.booleans(), st.data())
 def test_starting_late_leaves_out_the_beginning(
     n: int, batch_size: int, shuffle: bool, drop: bool, data: st.DataObject

@@ -129,29 +129,28 @@ async def test_cancellation(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("num_cycles", range(25))
 @pytest.mark.parametrize("kind", SOURCES)
 async def test_cancellation_in_any_loop_cycle(
-    pair: ar.MirroredStrategy, kind: str, options: Any, num_cycles: int
+    pair: ar.MirroredStrategy, kind: str, options: Any
 ) -> None:
-    source = SOURCES[kind](3)
-
     async def step(numbers: Any, _rows: Any) -> None:
         await asyncio.sleep(0)
 
-    async def main() -> None:
+    async def main(source: Watched) -> None:
         async with pair.distribute_dataset(source, options) as batches:
             async for batch in batches:
                 await pair.run(step, args=batch)
 
-    task = asyncio.create_task(main())
-    for _ in range(num_cycles):
-        await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-    assert source.num_closed == source.num_opened
-    assert asyncio.all_tasks() == {asyncio.current_task()}
+    for num_cycles in range(25):
+        source = SOURCES[kind](3)
+        task = asyncio.create_task(main(source))
+        for _ in range(num_cycles):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert source.num_closed == source.num_opened, num_cycles
+        assert asyncio.all_tasks() == {asyncio.current_task()}, num_cycles
 
 
 @pytest.mark.asyncio

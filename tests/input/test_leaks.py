@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -36,10 +37,16 @@ def lines(tmp_path: Path) -> Callable[[], Iterator[Any]]:
     return read
 
 
+USUAL = ("pipeline", True)
+WAYS = [
+    pytest.param(*way, marks=[pytest.mark.xslow] * (way != USUAL))
+    for way in itertools.product(["file", "arrays", "pipeline"], [False, True])
+]
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
-@pytest.mark.parametrize("fresh", [False, True], ids=["one dataset", "a dataset per epoch"])
-@pytest.mark.parametrize("kind", ["file", "arrays", "pipeline"])
+@pytest.mark.parametrize(("kind", "fresh"), WAYS)
 async def test_epochs_that_are_broken_off(
     lines: Callable[[], Iterator[Any]], kind: str, fresh: bool
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -22,7 +22,6 @@ from aioreplica.input import (
 from tests.conftest import mirrored
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.lists(st.integers(), min_size=1, max_size=20), st.integers(1, 8))
 def test_files_are_shared_out_whole(items: list[int], num_workers: int) -> None:
     if len(items) < num_workers:
@@ -35,7 +34,6 @@ def test_files_are_shared_out_whole(items: list[int], num_workers: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 50))
 def test_data_gives_every_part_to_one_worker(
     num_workers: int, num_local: int, num_examples: int

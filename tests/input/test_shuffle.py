@@ -5,7 +5,7 @@ from math import factorial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aioreplica.input import KeyedPermutation
@@ -14,7 +14,6 @@ GOLDEN_SMALL = [0, 9, 2, 8, 6, 3, 4, 5, 1, 7]
 GOLDEN_LARGE = [870078, 151090, 495745, 911404]
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 3000), st.integers(0, 2**70), st.integers(0, 100))
 def test_it_is_a_permutation(n: int, seed: int, epoch: int) -> None:
     permutation = KeyedPermutation(n, seed=seed, epoch=epoch)
@@ -22,7 +21,6 @@ def test_it_is_a_permutation(n: int, seed: int, epoch: int) -> None:
     assert sorted(permutation(np.arange(n)).tolist()) == list(range(n))
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(1, 500), st.data())
 def test_each_index_stands_alone(n: int, data: st.DataObject) -> None:
     permutation = KeyedPermutation(n, seed=1, epoch=2)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -27,7 +27,6 @@ def test_earlier_replicas_get_the_remainder(
     assert split_sizes(num_examples, num_replicas) == sizes
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 100), st.integers(1, 16))
 def test_sizes_are_balanced_and_add_up(num_examples: int, num_replicas: int) -> None:
     sizes = split_sizes(num_examples, num_replicas)
@@ -38,7 +37,6 @@ def test_sizes_are_balanced_and_add_up(num_examples: int, num_replicas: int) -> 
     assert list(sizes) == sorted(sizes, reverse=True)
 
 
-@settings(deadline=None)  # a busy machine takes its time
 @given(st.integers(0, 20), st.integers(1, 6))
 def test_joining_the_parts_gives_the_batch(num_examples: int, num_replicas: int) -> None:
     x, y = np.arange(2 * num_examples).reshape(num_examples, 2), np.ones(num_examples)

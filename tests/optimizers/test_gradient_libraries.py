@@ -7,7 +7,6 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.optimizers import SGD
-from aioreplica.optimizers._gradient import checked_pairs
 from tests.conftest import mirrored
 
 
@@ -37,17 +36,19 @@ async def test_they_are_applied_like_those_of_numpy(library: str) -> None:
     assert ours.value.tobytes() == theirs.value.tobytes() != np.ones(3, np.float32).tobytes()
 
 
+@pytest.mark.asyncio
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_their_shapes_are_checked(library: str) -> None:
+async def test_their_shapes_are_checked(library: str) -> None:
     gradient = arrays_of(library)(np.ones(2, np.float32))
 
     with pytest.raises(ValueError, match=r"'w' has shape \(2,\), but the variable has shape \(3,"):
-        checked_pairs([(gradient, ar.Variable(np.ones(3, np.float32), name="w"))])
+        await SGD(0.1).apply_gradients([(gradient, ar.Variable(np.ones(3, np.float32), name="w"))])
 
 
-def test_a_tensor_that_is_traced_is_refused() -> None:
+@pytest.mark.asyncio
+async def test_a_tensor_that_is_traced_is_refused() -> None:
     torch = pytest.importorskip("torch")
     w = ar.Variable(np.ones(2, np.float32), name="w")
 
     with pytest.raises(TypeError, match=r"'w' is a tensor that requires a gradient.*detach"):
-        checked_pairs([(torch.ones(2, requires_grad=True), w)])
+        await SGD(0.1).apply_gradients([(torch.ones(2, requires_grad=True), w)])

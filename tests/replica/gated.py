@@ -1,6 +1,7 @@
 """What tests of cancelled runs share: who runs, loop cycles, and an op that waits to be let go."""
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -40,3 +41,11 @@ class GatedOp:
         assert self.gate.wait(10)
         self.ended += 1
         return "done"
+
+
+def here(offset: int = 0) -> str:
+    """Return the caller's file and line, so many lines further down."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return f"{frame.f_back.f_code.co_filename}:{frame.f_back.f_lineno + offset}"

@@ -14,8 +14,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
 
-from aioreplica.replica import Collective, Generation, Mismatch, Rendezvous, ReplicaState, SyncGroup
-from aioreplica.replica._meeting import Call, new_call
+from aioreplica.replica import (
+    Call,
+    Collective,
+    Generation,
+    Mismatch,
+    Rendezvous,
+    ReplicaState,
+    SyncGroup,
+)
+from aioreplica.replica._meeting import new_call
 
 Members = tuple[int, ...]
 Key = tuple[Members, int]  # a group and the number of a call in it

@@ -612,26 +612,6 @@ async def test_closing_the_strategy_ends_the_run() -> None:
 # --- stalls and gangs -----------------------------------------------------------------------------
 
 
-async def test_a_stall_shows_where_every_thread_is(pair: ar.MirroredStrategy) -> None:
-    gate = threading.Event()
-    asyncio.get_running_loop().call_later(0.1, gate.set)
-
-    def busy() -> None:
-        assert gate.wait(10)
-
-    def step() -> None:
-        if my_id() == 0:
-            busy()
-        blocking().barrier()
-
-    with pytest.raises(StallError, match="device thread") as caught:
-        await pair.run(step, options=ar.RunOptions(stall_timeout=0.02))
-
-    assert caught.value.rows[1].state == "waiting"
-    assert "in busy" in caught.value.stacks[0]
-    assert "in step" in caught.value.stacks[1]
-
-
 async def test_a_collective_has_a_timeout(pair: ar.MirroredStrategy) -> None:
     gate = threading.Event()
     asyncio.get_running_loop().call_later(0.1, gate.set)

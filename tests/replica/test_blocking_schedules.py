@@ -1,6 +1,7 @@
 """Blocking collectives under many schedules; each test says how many it explores."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -269,3 +270,20 @@ async def test_a_run_without_progress_is_a_stall() -> None:
 
     with pytest.raises(StallError, match="barrier"):
         await in_replicas(step, ar.RunOptions(stall_timeout=20))()
+
+
+def test_a_stall_shows_where_every_thread_is() -> None:
+    def busy() -> None:
+        threading.Event().wait(100)
+
+    def step() -> None:
+        if my_id() == 0:
+            busy()
+        blocking().barrier()
+
+    with pytest.raises(StallError, match="device thread") as caught:
+        art.run(in_replicas(step, ar.RunOptions(stall_timeout=20)))
+
+    assert caught.value.rows[1].state == "waiting"
+    assert "in busy" in caught.value.stacks[0]
+    assert "in step" in caught.value.stacks[1]

@@ -7,7 +7,8 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError, ReplicaCancelledError
-from aioreplica.replica._failure import Failures, add_note_once, resolve_failures
+from aioreplica.replica import add_note_once
+from aioreplica.replica._failure import Failures, resolve_failures
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 

@@ -62,7 +62,7 @@ async def test_a_circle_behind_a_handle_that_is_complete(triple: ar.MirroredStra
         return await first
 
     with pytest.raises(StallError, match="made no progress"):
-        await triple.run(step, options=ar.RunOptions(stall_timeout=0.05))
+        await triple.run(step, options=ar.RunOptions(stall_timeout=0.2))
 
 
 @pytest.mark.asyncio

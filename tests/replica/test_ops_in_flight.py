@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+import aioreplica.testing as art
 from aioreplica.errors import MergeMismatchError, StallError
 
 LIMIT_S = 10
@@ -158,24 +159,28 @@ async def test_an_anyio_scope_around_gathered_ops_is_left_after_them(
     await main()
 
 
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_ops_that_end_are_progress(solo: ar.OneDeviceStrategy) -> None:
+def test_ops_that_end_are_progress() -> None:
     """Ops that take longer together than the timeout allows are no stall; one that hangs is."""
-    pause = threading.Event()
+
+    def op() -> None:
+        threading.Event().wait(5)  # in simulated time
 
     async def busy() -> None:
-        await asyncio.gather(*[me().run_on_device(pause.wait, 0.05) for _ in range(12)])
+        await asyncio.gather(*[me().run_on_device(op) for _ in range(12)])
         for _ in range(12):
-            await ar.device_op(pause.wait)(0.05)
+            await ar.device_op(op)()
 
     async def hang() -> None:
-        await asyncio.Event().wait()
+        await asyncio.sleep(10_000)
 
-    options = ar.RunOptions(stall_timeout=0.4)
-    await solo.run(busy, options=options)
-    with pytest.raises(StallError):
-        await solo.run(hang, options=options)
+    async def main() -> None:
+        options = ar.RunOptions(stall_timeout=40)
+        async with ar.OneDeviceStrategy("cpu:0") as strategy:
+            await strategy.run(busy, options=options)
+            with pytest.raises(StallError):
+                await strategy.run(hang, options=options)
+
+    art.run(main)
 
 
 @pytest.mark.asyncio

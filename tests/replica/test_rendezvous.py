@@ -8,6 +8,7 @@ import pytest
 
 from aioreplica.errors import ReplicaRow
 from aioreplica.replica import (
+    Call,
     Collective,
     Generation,
     Mismatch,
@@ -15,7 +16,7 @@ from aioreplica.replica import (
     ReplicaState,
     SyncGroup,
 )
-from aioreplica.replica._meeting import Call, new_call
+from aioreplica.replica._meeting import new_call
 
 SIZES = (2, 3, 4)
 CLASHES = ("collective", "sequence", "argument", "structure")

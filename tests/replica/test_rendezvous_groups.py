@@ -7,8 +7,8 @@ from itertools import permutations, product
 
 import pytest
 
-from aioreplica.replica import Generation, Mismatch, Rendezvous, ReplicaState
-from aioreplica.replica._meeting import Call, new_call
+from aioreplica.replica import Call, Generation, Mismatch, Rendezvous, ReplicaState
+from aioreplica.replica._meeting import new_call
 from tests.replica.programs import (
     KINDS,
     Await,

@@ -123,5 +123,5 @@ async def test_a_child_task_left_behind_ends_with_the_run(pair: ar.MirroredStrat
 
     with pytest.raises(RuntimeError, match=r"barrier #1 (?s:.*)test_replica\.py"):
         await pair.run(step)
-    await asyncio.wait(tasks, timeout=1)
+    await asyncio.wait(tasks, timeout=10)
     assert [task.done() for task in tasks] == [True, True]

@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 import aioreplica as ar
+import aioreplica.testing as art
 from aioreplica.errors import StallError
 from aioreplica.replica._stall import StallWatch
+from tests.conftest import STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -127,48 +130,72 @@ async def test_a_stalled_run_shows_table_and_stacks(gang: ar.MirroredStrategy) -
         assert stack in str(error)
 
 
-@pytest.mark.asyncio
-async def test_a_stall_drains_started_ops(strategy: ar.Strategy) -> None:
-    gate = threading.Event()
+def simulate(kind: str, main: Callable[[ar.Strategy], Awaitable[None]]) -> None:
+    """Call it with a strategy in simulated time, where no machine is too busy."""
+
+    async def program() -> None:
+        strategy = STRATEGIES[kind]()
+        await main(strategy)
+        await strategy.aclose()
+
+    art.run(program)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_stall_drains_started_ops(kind: str) -> None:
     ended: list[int] = []
 
+    async def main(strategy: ar.Strategy) -> None:
+        gate = threading.Event()
+
+        def op() -> None:
+            assert gate.wait(10)
+            ended.append(1)
+
+        async def step() -> None:
+            await me().run_on_device(op)
+
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+        with pytest.raises(StallError):
+            await strategy.run(step, options=SHORT)
+        assert len(ended) == strategy.num_replicas_in_sync
+
+    simulate(kind, main)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_plain_step_that_stalls(kind: str) -> None:
+    async def main(strategy: ar.Strategy) -> None:
+        gate = threading.Event()
+        asyncio.get_running_loop().call_later(0.05, gate.set)
+
+        with pytest.raises(StallError, match="device thread"):
+            await strategy.run(gate.wait, args=(10,), options=SHORT)
+
+    simulate(kind, main)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_progress_is_no_stall(kind: str) -> None:
+    """Merges and ops for several timeouts in all, none of them longer than one."""
+
     def op() -> None:
-        assert gate.wait(10)
-        ended.append(1)
+        threading.Event().wait(0.015)
 
-    async def step() -> None:
-        await me().run_on_device(op)
+    async def step() -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(6):
+            await asyncio.sleep(0.01 * (me().replica_id_in_sync_group + 1) / 4)
+            assert await me().any(True)
+            await me().run_on_device(op)
+        return loop.time() - began
 
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.05, gate.set)
-    with pytest.raises(StallError):
-        await strategy.run(step, options=SHORT)
-    assert len(ended) == strategy.num_replicas_in_sync
+    async def main(strategy: ar.Strategy) -> None:
+        took_s = strategy.local_results(await strategy.run(step, options=SHORT))
+        assert min(took_s) > 4 * 0.02
 
-
-@pytest.mark.asyncio
-async def test_a_plain_step_that_stalls(strategy: ar.Strategy) -> None:
-    gate = threading.Event()
-    asyncio.get_running_loop().call_later(0.05, gate.set)
-
-    with pytest.raises(StallError, match="device thread"):
-        await strategy.run(gate.wait, args=(10,), options=SHORT)
-
-
-@pytest.mark.asyncio
-async def test_progress_is_no_stall(strategy: ar.Strategy) -> None:
-    """Merges and ops for three timeouts in all, none of them longer than one."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + 0.06
-
-    async def step() -> int:
-        count = 0
-        while await me().any(loop.time() < end):
-            await me().run_on_device(int)
-            count += 1
-        return count
-
-    assert min(strategy.local_results(await strategy.run(step, options=SHORT))) > 0
+    simulate(kind, main)
 
 
 @pytest.mark.asyncio

@@ -191,6 +191,14 @@ def test_front_door_commands_are_the_ones_that_ci_runs(file: str, command: str) 
     assert [line for line in lines if line.startswith(command)] != []
 
 
+def test_what_pytest_leaves_out_is_a_step_of_its_own() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+
+    assert settings["tool"]["pytest"]["ini_options"]["addopts"][:2] == ["-m", "not xslow"]
+    assert "pytest -q -m xslow" in script
+
+
 def test_the_hosted_checks_are_the_local_ones() -> None:
     workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
 

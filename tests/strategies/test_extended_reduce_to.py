@@ -154,9 +154,9 @@ async def test_an_empty_batch_gives_an_empty_list(strategy: ar.Strategy) -> None
 
 
 @pytest.mark.parametrize("item", [(1.0,), (1, 2, 3), 1.0, "ab"])
-async def test_items_that_are_no_pairs_are_refused(strategy: ar.Strategy, item: Any) -> None:
+async def test_items_that_are_no_pairs_are_refused(either: ar.Strategy, item: Any) -> None:
     with pytest.raises(ValueError, match="pairs"):
-        await strategy.extended.batch_reduce_to("sum", [item])
+        await either.extended.batch_reduce_to("sum", [item])
 
 
 # ---- broadcast_to -------------------------------------------------------------------------------
@@ -219,19 +219,19 @@ METHODS = pytest.mark.parametrize("method", ["reduce_to", "batch_reduce_to", "br
 @METHODS
 @pytest.mark.parametrize("wrong", [[], ["cpu:0"], ("cpu:0", "cpu:1"), {"cpu:0"}, {"a": "cpu:0"}])
 async def test_a_list_of_destinations_is_refused(
-    strategy: ar.Strategy, method: str, wrong: Any
+    either: ar.Strategy, method: str, wrong: Any
 ) -> None:
     with pytest.raises(TypeError, match=r"one destination.*Pass one device"):
-        await send(strategy, method, wrong)
+        await send(either, method, wrong)
 
 
 @METHODS
 @pytest.mark.parametrize("wrong", [None, 0, 1.5, ARRAY])
 async def test_what_is_no_destination_is_refused(
-    strategy: ar.Strategy, method: str, wrong: Any
+    either: ar.Strategy, method: str, wrong: Any
 ) -> None:
     with pytest.raises(TypeError, match=f"{type(wrong).__name__}. Pass a device"):
-        await send(strategy, method, wrong)
+        await send(either, method, wrong)
 
 
 @METHODS

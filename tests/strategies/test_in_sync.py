@@ -7,7 +7,6 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, OutOfSyncError
-from aioreplica.strategies._in_sync import check_in_sync
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -23,7 +22,7 @@ def variable(strategy: ar.Strategy, *components: Any, name: str = "w") -> ar.Var
 
 async def failure(strategy: ar.Strategy, *variables: ar.Variable) -> OutOfSyncError:
     with pytest.raises(OutOfSyncError) as caught:
-        await check_in_sync(strategy, variables)
+        await strategy.check_in_sync(variables)
     return caught.value
 
 
@@ -33,8 +32,8 @@ async def test_new_and_written_variables_are_in_sync(strategy: ar.Strategy) -> N
         made = [ar.Variable(np.zeros(3)), ar.Variable(1), ar.Variable(np.zeros((0, 2)))]
     await made[0].assign_add(np.ones(3))
 
-    await check_in_sync(strategy, made)
-    await check_in_sync(strategy, iter(made))
+    await strategy.check_in_sync(made)
+    await strategy.check_in_sync(iter(made))
 
 
 @pytest.mark.asyncio
@@ -47,7 +46,7 @@ async def test_new_and_written_variables_are_in_sync(strategy: ar.Strategy) -> N
          "empty extended", "transposed"],
 )  # fmt: skip
 async def test_equal_components_in_different_arrays(pair: ar.MirroredStrategy, value: Any) -> None:
-    await check_in_sync(pair, [variable(pair, value, np.array(value, order="F"))])
+    await pair.check_in_sync([variable(pair, value, np.array(value, order="F"))])
 
 
 @pytest.mark.asyncio
@@ -56,7 +55,7 @@ async def test_the_bytes_between_extended_numbers_do_not_count(pair: ar.Mirrored
     for part in parts:
         part[...] = 1.5
 
-    await check_in_sync(pair, [variable(pair, *parts)])
+    await pair.check_in_sync([variable(pair, *parts)])
 
 
 @pytest.mark.asyncio
@@ -147,7 +146,7 @@ async def test_updates_of_single_components_are_found_and_mended(gang: ar.Mirror
     error = await failure(gang, made)
     assert (error.variable, error.replica_id) == ("b", 1)
     await made.assign(made.value)
-    await check_in_sync(gang, [made])
+    await gang.check_in_sync([made])
 
 
 # --- misuse -----------------------------------------------------------------------------------
@@ -158,10 +157,10 @@ async def test_what_is_no_list_of_variables(pair: ar.MirroredStrategy) -> None:
     made = variable(pair, 0.0, 0.0)
 
     with pytest.raises(ValueError, match="at least one"):
-        await check_in_sync(pair, [])
+        await pair.check_in_sync([])
     for wrong in (made, None, 3, [made, 1.0], "w"):
         with pytest.raises(TypeError, match="needs a list of variables"):
-            await check_in_sync(pair, wrong)  # type: ignore[arg-type]
+            await pair.check_in_sync(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.asyncio
@@ -171,7 +170,7 @@ async def test_variables_of_others(pair: ar.MirroredStrategy, solo: ar.OneDevice
 
     for wrong in (foreign, ar.Variable(0.0)):
         with pytest.raises(ContextError, match="does not belong"):
-            await check_in_sync(pair, [wrong])
+            await pair.check_in_sync([wrong])
 
 
 @pytest.mark.asyncio
@@ -179,13 +178,13 @@ async def test_where_it_may_be_called(pair: ar.MirroredStrategy) -> None:
     made = variable(pair, 0.0, 0.0)
 
     async def merge(strategy: ar.Strategy) -> None:
-        await check_in_sync(strategy, [made])
+        await strategy.check_in_sync([made])
 
     async def step() -> None:
         with pytest.raises(ContextError, match="merge_call"):
-            await check_in_sync(pair, [made])
+            await pair.check_in_sync([made])
         await ar.get_replica_context().merge_call(merge)
 
     await pair.run(step)
     with pair.scope():
-        await check_in_sync(pair, [made])
+        await pair.check_in_sync([made])

@@ -79,7 +79,7 @@ def footprint() -> tuple[int, int, int, int]:
     return len(asyncio.all_tasks()), threading.active_count(), psutil.Process().num_fds(), current
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_ten_thousand_runs_leave_nothing_behind() -> None:
     async with mirrored(3) as strategy:

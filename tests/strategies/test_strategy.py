@@ -35,10 +35,10 @@ async def double(x: Any) -> Any:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("args", ["ab", {"a": 1}, 3, None, np.ones(2), {1}, ar.PerReplica([1, 2])])
-async def test_args_must_be_a_tuple_or_list(strategy: ar.Strategy, args: Any) -> None:
+async def test_args_must_be_a_tuple_or_list(either: ar.Strategy, args: Any) -> None:
     with pytest.raises(ValueError, match=r"args=\(value,\)"):
-        await strategy.run(double, args=args)
-    assert strategy.statistics().num_steps == 0
+        await either.run(double, args=args)
+    assert either.statistics().num_steps == 0
 
 
 @pytest.mark.asyncio

@@ -13,7 +13,6 @@ import aioreplica.testing as art
 from aioreplica.testing._execute import Main, Outcome
 from aioreplica.testing._runner import Runner
 from aioreplica.testing._sandbox import Sandbox
-from aioreplica.testing._schedule import Schedule
 from aioreplica.testing._shrink import shrink
 from aioreplica.testing._strategies import RANDOM
 from aioreplica.testing._trace import Trace
@@ -383,4 +382,4 @@ def test_constraints_that_were_not_seen_to_fail_are_not_told() -> None:
 def told(program: Main) -> tuple[Outcome, Trace]:
     """Run one schedule that is not asyncio's own, with its story."""
     with Sandbox() as sandbox:
-        return Runner(program, sandbox).trace(Schedule(RANDOM, 5))
+        return Runner(program, sandbox).trace(art.Schedule(RANDOM, 5))

@@ -37,7 +37,7 @@ def test_bug_is_found_and_replayed(program: Callable[[], Any]) -> None:
     assert str(again.value) == str(report.failure.error)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("program", programs.BUGGY, ids=named)
 def test_bug_is_found_whatever_the_seed(program: Callable[[], Any]) -> None:
     reports = [art.explore(program, schedules=600, seed=seed) for seed in range(SEEDS)]
@@ -56,7 +56,7 @@ def test_correct_program_passes(program: Callable[[], Any], fidelity: str) -> No
     assert report.schedules_run == 150
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
 @pytest.mark.parametrize("program", programs.CORRECT, ids=named)
 def test_correct_program_passes_a_thousand_times(program: Callable[[], Any], fidelity: str) -> None:

@@ -89,7 +89,7 @@ def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
     assert "1 failed, 2 passed, 1 skipped" in replayed
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_it_explores_in_auto_mode_too(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "--asyncio-mode=auto")
 
@@ -97,7 +97,7 @@ def test_it_explores_in_auto_mode_too(tmp_path: Path) -> None:
     assert "is held at" in output
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_methods_are_explored(tmp_path: Path) -> None:
     (tmp_path / "test_class.py").write_text(METHODS, encoding="utf-8")
 
@@ -114,7 +114,7 @@ async def test_deadlock():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_no_frame_of_the_kit_is_shown(tmp_path: Path) -> None:
     (tmp_path / "test_deadlock.py").write_text(DEADLOCK, encoding="utf-8")
 
@@ -125,7 +125,7 @@ def test_no_frame_of_the_kit_is_shown(tmp_path: Path) -> None:
     assert "_pytest_plugin.py" not in output
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_command_line_sets_how_many_schedules(tmp_path: Path) -> None:
     assert "4 passed" in run_pytest(tmp_path, "--ar-schedules=1", "--ar-seed=3")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import aioreplica.testing as art
-from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Hold, Schedule
+from aioreplica.testing import Schedule
+from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Hold
 from aioreplica.testing._strategies import FIFO, MAKERS
 from aioreplica.testing._token import TokenTooLongError, decode, encode
 from tests.testing import programs

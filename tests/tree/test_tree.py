@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -60,14 +60,12 @@ def naive_leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-@settings(deadline=None)
 @given(trees)
 def test_leaves_are_those_of_the_naive_walk(tree: Any) -> None:
     assert leaves(tree) == flatten(tree)[0] == naive_leaves(tree)
     assert len(paths(tree)) == len(leaves(tree))
 
 
-@settings(deadline=None)
 @given(trees)
 def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     parts, spec = flatten(tree)
@@ -76,7 +74,6 @@ def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     assert flatten(tree)[1] == spec
 
 
-@settings(deadline=None)
 @given(trees)
 def test_map_keeps_the_structure_and_sees_every_leaf(tree: Any) -> None:
     marked = map_leaves(lambda leaf: ("seen", leaf).__repr__(), tree)
@@ -85,7 +82,6 @@ def test_map_keeps_the_structure_and_sees_every_leaf(tree: Any) -> None:
     assert leaves(marked) == [repr(("seen", leaf)) for leaf in leaves(tree)]
 
 
-@settings(deadline=None)
 @given(trees)
 def test_one_level_rebuilds_the_container(tree: Any) -> None:
     level = flatten_one_level(tree)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import optree
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -115,7 +115,6 @@ def test_no_rows_at_all(shape: tuple[int, ...]) -> None:
 # --- sums -------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 12), st.sampled_from([(), (0,), (3,), (2, 2), (600,)]))
 def test_dense_is_the_naive_loop(num_rows: int, size: int, widths: tuple[int, ...]) -> None:
     slices = random_slices(num_rows, size, *widths)
@@ -125,7 +124,6 @@ def test_dense_is_the_naive_loop(num_rows: int, size: int, widths: tuple[int, ..
     assert dense.dtype == slices.dtype
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 12))
 def test_combined_is_ascending_unique_and_means_the_same(num_rows: int, size: int) -> None:
     slices = random_slices(num_rows, size, 2)

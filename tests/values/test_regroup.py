@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -85,7 +85,6 @@ def fill(tree: Any, replica_id: int) -> Any:
 # --- results ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(trees, st.integers(1, 4))
 def test_results_of_one_structure(tree: Any, num_replicas: int) -> None:
     results = [fill(tree, i) for i in range(num_replicas)]
@@ -93,7 +92,6 @@ def test_results_of_one_structure(tree: Any, num_replicas: int) -> None:
     assert shown(regroup_results(results)) == shown(naive_regroup(results))
 
 
-@settings(deadline=None)
 @given(st.lists(trees, min_size=1, max_size=4))
 def test_results_of_any_structures(results: list[Any]) -> None:
     assert shown(regroup_results(results)) == shown(naive_regroup(results))
@@ -178,7 +176,6 @@ def test_one_variable_on_all_replicas_stays_that_variable() -> None:
 # --- arguments --------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(trees, st.integers(1, 4))
 def test_arguments_of_one_structure_are_regrouped_like_results(tree: Any, count: int) -> None:
     column = [fill(tree, i) for i in range(count)]
@@ -187,7 +184,6 @@ def test_arguments_of_one_structure_are_regrouped_like_results(tree: Any, count:
     assert shown(merged_column(column)) == shown(naive_regroup(column))
 
 
-@settings(deadline=None)
 @given(trees, trees)
 def test_arguments_of_different_structures_differ(first: Any, other: Any) -> None:
     def structure(tree: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -43,19 +43,16 @@ def naive_part(tree: Any, index: int) -> Any:
     return tree
 
 
-@settings(deadline=None)
 @given(trees(leaves | distributed))
 def test_every_replica_gets_its_components(tree: Any) -> None:
     assert split_per_replica(tree, 3, "args") == [naive_part(tree, i) for i in range(3)]
 
 
-@settings(deadline=None)
 @given(trees(leaves))
 def test_trees_without_distributed_values_are_shared(tree: Any) -> None:
     assert all(part is tree for part in split_per_replica(tree, 4, "args"))
 
 
-@settings(deadline=None)
 @given(trees(distributed.filter(lambda value: any(part is not None for part in value))))
 def test_regrouping_undoes_a_split(tree: Any) -> None:
     regrouped = regroup_results(split_per_replica(tree, 3, "args"))

@@ -8,8 +8,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
-from aioreplica.values import Snapshot
-from aioreplica.values._snapshot import take_snapshot
+from aioreplica.values import Snapshot, take_snapshot
 
 
 def new(strategy: ar.Strategy, value: Any = 0.0) -> Any:

@@ -145,7 +145,7 @@ WRITERS = st.builds(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from([1, 2, 4]), st.lists(WRITERS, min_size=1, max_size=4), st.booleans())
 def test_no_interleaving_of_writers_and_cancellations_tears(
     num_replicas: int, writers: list[Writer], on_host: bool

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aioreplica as ar
@@ -275,7 +275,6 @@ def test_a_snapshot_without_an_aggregation_has_no_value(pair: ar.MirroredStrateg
 # --- writing outside: what was read is restored -----------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     value=st.integers(-(2**63), 2**63 - 1),
     num_replicas=st.integers(1, 8),
@@ -291,7 +290,6 @@ def test_shares_of_whole_numbers_add_up_to_the_value(value: int, num_replicas: i
     assert shares == sorted(shares, reverse=True)
 
 
-@settings(deadline=None)
 @given(
     dtype=st.sampled_from(["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64"]),
     data=st.data(),
