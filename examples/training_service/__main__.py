@@ -11,7 +11,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,18 +42,15 @@ class Server(uvicorn.Server):
         yield
 
 
-async def serve(options: argparse.Namespace) -> int:
+async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
     """Serve until a signal comes; return the exit status that belongs to it."""
-    listening = socket.create_server((options.host, options.port))
-    names = {"127.0.0.1", "localhost", options.host, *options.name}
     ended_by: list[signal.Signals] = []
     async with Store(options.data / "jobs.sqlite") as store, asyncio.TaskGroup() as tasks:
         jobs = Jobs(options.data, store, tasks, num_running=options.num_running)
-        config = uvicorn.Config(
-            make_app(jobs, hosts=sorted(names)),
-            log_level="warning", lifespan="off", timeout_graceful_shutdown=5,
-        )  # fmt: skip
-        server = Server(config)
+        app = make_app(jobs, hosts=["127.0.0.1", "localhost", options.host, *options.name])
+        server = Server(
+            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+        )
 
         def leave(number: signal.Signals) -> None:
             ended_by.append(number)
@@ -72,6 +69,15 @@ async def serve(options: argparse.Namespace) -> int:
     return EXIT_CODES[ended_by[0]] if ended_by else 0
 
 
+def between(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, got {text}")
+        return int(text)
+
+    return number
+
+
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.training_service", description="Train jobs that come over HTTP."
@@ -80,14 +86,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data", type=Path, default=Path("training_data"), help="jobs, checkpoints"
     )
     parser.add_argument("--host", default="127.0.0.1", help="anyone who gets through may use it")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=between(0, 65535), default=8000, help="0 takes a free one")
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
-    parser.add_argument("--devices", type=int, help="parts of this machine; else one per core")
-    parser.add_argument("--num-running", type=int, default=4, help="jobs that train at a time")
-    options = parser.parse_args(arguments)
-    if options.num_running < 1:
-        parser.error(f"--num-running must be at least 1, got {options.num_running}")
-    return options
+    parser.add_argument("--devices", type=between(1, 64), help="else one per core")
+    parser.add_argument("--num-running", type=between(1, 100), default=4, help="at a time")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,8 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.devices is not None:
             ar.set_logical_devices("cpu", options.devices)
-        return asyncio.run(serve(options))
-    except (OSError, ValueError) as error:
+        with socket.create_server((options.host, options.port)) as listening:
+            return asyncio.run(serve(options, listening))
+    except OSError as error:
         print(error, file=sys.stderr)
         return 1
 

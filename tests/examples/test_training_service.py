@@ -22,9 +22,9 @@ pytestmark = pytest.mark.xslow
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = (
-    {"program": "digits", "settings": {"epochs": 40, "save_every": 10}},
-    {"program": "spirals", "settings": {"epochs": 100, "save_every": 10, "seed": 1}},
-    {"program": "spirals", "settings": {"epochs": 10, "replicas": 1, "points": 50}},
+    {"program": "digits", "settings": {"epochs": 12, "save_every": 10}},
+    {"program": "spirals", "settings": {"epochs": 35, "save_every": 10, "seed": 1}},
+    {"program": "spirals", "settings": {"epochs": 5, "replicas": 1, "points": 50}},
 )
 DEADLINE_S = 300.0
 
