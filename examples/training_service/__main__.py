@@ -49,7 +49,9 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
         jobs = Jobs(options.data, store, tasks, num_running=options.num_running)
         app = make_app(jobs, hosts=["127.0.0.1", "localhost", options.host, *options.name])
         server = Server(
-            uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=5
+            )
         )
 
         def leave(number: signal.Signals) -> None:
