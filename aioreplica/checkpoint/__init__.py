@@ -1,11 +1,11 @@
 """Checkpoints: a state saved between two steps, and put back whole."""
 
 from .._export import export_public
+from ._description import EntryDescription as EntryDescription
+from ._description import StepDescription as StepDescription
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
-from ._manager import EntryDescription as EntryDescription
-from ._manager import StepDescription as StepDescription
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._restoring import Restored as Restored
 from ._storage import LocalStorage as LocalStorage

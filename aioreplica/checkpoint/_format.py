@@ -28,6 +28,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_DIMENSIONS = 32
+MAX_TENSORS = 100_000
 
 STEP_FOLDER = re.compile(r"step-([0-9]{10,18})")
 DATA_FILE = re.compile(r"data-([0-9]{4,9})-[0-9]{3,9}\.safetensors")
@@ -153,13 +154,18 @@ def dtype_name(dtype: np.dtype[Any], key: str) -> str:
     Raises:
         TypeError: If it cannot.
     """
-    name = dtype.newbyteorder("=").name
+    name = _name_of(dtype)
     if name not in _DTYPES:
         raise TypeError(
             f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
             f"{', '.join(_DTYPES)}."
         )
     return name
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.newbyteorder("=").name
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -255,6 +261,9 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
                 f"The checkpoint of step {step} has version {found['version']!r} of the format, "
                 f"but this release reads version {VERSION}. Read it with the release that wrote it."
             )
+        num_tensors = sum(1 + len(each.get("tensors", ())) for each in found["entries"].values())
+        if num_tensors > MAX_TENSORS:
+            raise DamagedError(f"{MANIFEST} has {num_tensors} tensors, more than {MAX_TENSORS}")
         manifest = Manifest(
             step=_natural(found["step"]),
             sequence=_natural(found["sequence"]),

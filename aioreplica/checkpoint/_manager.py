@@ -14,21 +14,13 @@ from typing import Any, Self, TypeVar, final
 
 from ..devices import OwnedTask
 from ..errors import CheckpointError, CheckpointNotCommittedError
-from ..values import between_steps
-from ._format import DamagedError, Manifest
+from ._description import StepDescription, description_of
+from ._format import DamagedError
 from ._fsspec import FsspecStorage
 from ._lane import Stop, run_all
 from ._preemption import run_and_save
-from ._reading import (
-    FoundStep,
-    find_steps,
-    look_at,
-    newest_first,
-    read_manifest,
-    read_tensors,
-    verify_step,
-)
-from ._restoring import Restored, apply_plan, make_plan
+from ._reading import find_steps, look_at, newest_first, no_step_error, verify_step
+from ._restoring import Restored, restore_step
 from ._retention import steps_to_remove
 from ._state import Cut, read_state, require_outside_steps, take_cut
 from ._storage import LocalStorage, Storage
@@ -49,48 +41,6 @@ class CheckpointStatistics:
 
     num_saved: int
     is_saving: bool
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class EntryDescription:
-    """One entry of a saved state.
-
-    Attributes:
-        key: Its name.
-        kind: "variable", "array" or "value".
-        shape: Of each component; () for a value.
-        dtype: Its dtype; "" for a value.
-        num_components: How many arrays are stored.
-        num_bytes: How many bytes they have together.
-    """
-
-    key: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    num_components: int
-    num_bytes: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StepDescription:
-    """What a step holds.
-
-    Attributes:
-        step: Its number.
-        num_bytes: Length of its files of tensors together.
-        files: Their names.
-        entries: The state, in order.
-        damage: What is wrong with its files as far as their sizes tell; "" if nothing is.
-    """
-
-    step: int
-    num_bytes: int
-    files: tuple[str, ...]
-    entries: tuple[EntryDescription, ...]
-    damage: str = ""
 
 
 @final
@@ -323,59 +273,17 @@ class CheckpointManager:
         require_outside_steps("CheckpointManager.restore")
         await self.wait()
         read_state(state)  # what cannot be restored is said first
-        if number is not None:
-            candidates = [FoundStep(number, None, "")]
-            if number not in await self._find_steps():
-                raise self._none_error(number)
-        else:
-            [candidates] = await run_all([bound(newest_first, self._storage)], Stop())
-        damaged: list[tuple[int, str]] = []
-        for found in candidates:
-            try:
-                if found.damage:
-                    raise DamagedError(found.damage)
-                await self._restore_from(found, state, partial, tuple(damaged))
-            except DamagedError as error:
-                damaged.append((found.step, str(error)))
-                continue
-            self._warn_of(damaged, found.step)
-            return found.step
-        if damaged:
-            listed = "; ".join(f"step {one}: {what}" for one, what in damaged)
-            raise CheckpointError(f"No step in {self._storage} can be restored. {listed}.")
-        raise self._none_error(None)
-
-    async def _restore_from(
-        self, found: FoundStep, state: Any, is_partial: bool, damaged: tuple[tuple[int, str], ...]
-    ) -> None:
-        manifest = found.manifest
-        if manifest is None:
-            [manifest] = await run_all([bound(read_manifest, self._storage, found.step)], Stop())
-        plan = make_plan(read_state(state), manifest, partial=is_partial)
-        arrays = await read_tensors(self._storage, manifest, plan.keys)
-        async with between_steps(read_state(state).gates):
-            now = read_state(state)
-            plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
-            apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
-        self._restored = Restored(
-            found.step, tuple(plan.missing), tuple(plan.unclaimed), tuple(plan.deferred), damaged
-        )
-
-    def _warn_of(self, damaged: list[tuple[int, str]], step: int) -> None:
+        self._restored = await restore_step(self._storage, state, number, partial=partial)
+        damaged = self._restored.damaged
         if damaged:
             listed = "; ".join(f"step {one} ({what})" for one, what in damaged)
             warnings.warn(
-                f"Restored step {step} from {self._storage}, because newer ones are damaged: "
-                f"{listed}.",
+                f"Restored step {self._restored.step} from {self._storage}, because newer ones are "
+                f"damaged: {listed}.",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
-
-    def _none_error(self, step: int | None) -> CheckpointError:
-        steps = find_steps(self._storage)
-        known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
-        what = "no step" if step is None else f"no step {step}"
-        return CheckpointError(f"There is {what} to restore in {self._storage}. {known}")
+        return self._restored.step
 
     @property
     def restored(self) -> Restored | None:
@@ -415,7 +323,7 @@ class CheckpointManager:
         """
         number = _checked_step(step)
         if number not in await self._find_steps():
-            raise self._none_error(number)
+            raise no_step_error(self._storage, number)
         try:
             await verify_step(self._storage, number)
         except DamagedError as error:
@@ -424,18 +332,18 @@ class CheckpointManager:
             ) from None
 
     def describe(self, step: int) -> StepDescription:
-        """Return what a step holds; reads its manifest, and the sizes of its files.
+        """Return what a step holds; reads its manifest, and the lengths of its files.
 
         Raises:
             CheckpointError: If there is no such step, or its manifest is damaged.
         """
         number = _checked_step(step)
         if number not in find_steps(self._storage):
-            raise self._none_error(number)
+            raise no_step_error(self._storage, number)
         found = look_at(self._storage, number)
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
-        return _description_of(found.manifest, found.damage)
+        return description_of(found.manifest, found.damage)
 
     async def _find_steps(self) -> list[int]:
         [steps] = await run_all([bound(find_steps, self._storage)], Stop())
@@ -514,25 +422,3 @@ def _checked_count(name: str, value: Any) -> int | None:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}.")
     return value
-
-
-def _description_of(manifest: Manifest, damage: str) -> StepDescription:
-    entries = tuple(
-        EntryDescription(
-            key,
-            entry.kind,
-            entry.shape,
-            entry.dtype,
-            len(entry.tensors),
-            sum(tensor.bytes for tensor in entry.tensors),
-        )
-        for key, entry in manifest.entries.items()
-    )
-    files = manifest.files
-    return StepDescription(
-        manifest.step,
-        sum(file.bytes for file in files),
-        tuple(file.name for file in files),
-        entries,
-        damage,
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import math
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -59,6 +60,14 @@ def find_steps(storage: Storage) -> list[int]:
     found = [STEP_FOLDER.fullmatch(name) for name in storage.list("")]
     steps = [int(match[1]) for match in found if match and folder_of(int(match[1])) == match[0]]
     return sorted(step for step in steps if MANIFEST in storage.list(folder_of(step)))
+
+
+def no_step_error(storage: Storage, step: int | None) -> CheckpointError:
+    """Return the error of a step that is not there; blocks for a moment."""
+    steps = find_steps(storage)
+    known = f"It has {', '.join(map(str, steps))}." if steps else "It has none."
+    what = "no step" if step is None else f"no step {step}"
+    return CheckpointError(f"There is {what} to restore in {storage}. {known}")
 
 
 def look_at(storage: Storage, step: int) -> FoundStep:
@@ -167,36 +176,18 @@ def _read_some(
     return arrays
 
 
-def _opened_data(storage: Storage, step: int, file: FileRecord) -> Any:
-    """Open a file of tensors if it has the size that the manifest says."""
-    path = f"{folder_of(step)}/{file.name}"
-    return _Opened(storage, path, file)
-
-
-@final
-class _Opened:
-    """Opens a data file for a block; what goes wrong with it is damage."""
-
-    def __init__(self, storage: Storage, path: str, file: FileRecord) -> None:
-        self._context = opened(storage, path)
-        self._file = file
-
-    def __enter__(self) -> Source:
-        try:
-            source = self._context.__enter__()
-        except OSError as error:
-            if error.errno in {errno.EMFILE, errno.ENFILE}:
-                raise
-            raise DamagedError(f"{self._file.name} cannot be read: {error}") from error
-        if source.size != self._file.bytes:
-            self._context.__exit__(None, None, None)
-            raise DamagedError(f"{self._file.name} has {source.size} bytes, not {self._file.bytes}")
-        return source
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._context.__exit__(None, None, None)
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise DamagedError(f"{self._file.name} cannot be read: {error}") from error
+@contextmanager
+def _opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
+    """Open a file of tensors for a block; what goes wrong with it is damage."""
+    try:
+        with opened(storage, f"{folder_of(step)}/{file.name}") as source:
+            if source.size != file.bytes:
+                raise DamagedError(f"{file.name} has {source.size} bytes, not {file.bytes}")
+            yield source
+    except OSError as error:
+        if isinstance(error, CheckpointError) or error.errno in {errno.EMFILE, errno.ENFILE}:
+            raise
+        raise DamagedError(f"{file.name} cannot be read: {error}") from error
 
 
 def _check_header(source: Source, file: FileRecord) -> None:

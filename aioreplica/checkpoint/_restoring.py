@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial as bound
 from typing import Any, final
 
 import numpy as np
@@ -13,9 +14,19 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError
 from ..typing import VariableAggregation
-from ..values import Variable
-from ._format import EntryRecord, Manifest, dtype_name
-from ._state import Deferring, Entry, State, Stateful, decode
+from ..values import Variable, between_steps
+from ._format import DamagedError, EntryRecord, Manifest, dtype_name
+from ._lane import Stop, run_all
+from ._reading import (
+    FoundStep,
+    find_steps,
+    newest_first,
+    no_step_error,
+    read_manifest,
+    read_tensors,
+)
+from ._state import Deferring, Entry, State, Stateful, decode, read_state
+from ._storage import Storage
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Sequence[Array]]
@@ -41,6 +52,59 @@ class Restored:
     unclaimed: tuple[str, ...] = ()
     deferred: tuple[str, ...] = ()
     damaged: tuple[tuple[int, str], ...] = ()
+
+
+async def restore_step(
+    storage: Storage, state: Any, step: int | None, *, partial: bool
+) -> Restored:
+    """Restore a step, or the newest one that is not damaged.
+
+    Raises:
+        CheckpointError: If there is none, all are damaged, or it does not fit the state.
+    """
+    damaged: list[tuple[int, str]] = []
+    for found in await _candidates(storage, step):
+        try:
+            if found.damage:
+                raise DamagedError(found.damage)
+            plan = await _restore_from(storage, found, state, is_partial=partial)
+        except DamagedError as error:
+            damaged.append((found.step, str(error)))
+            continue
+        return Restored(
+            found.step,
+            tuple(plan.missing),
+            tuple(plan.unclaimed),
+            tuple(plan.deferred),
+            tuple(damaged),
+        )
+    if not damaged:
+        raise no_step_error(storage, step)
+    listed = "; ".join(f"step {one}: {what}" for one, what in damaged)
+    raise CheckpointError(f"No step in {storage} can be restored. {listed}.")
+
+
+async def _candidates(storage: Storage, step: int | None) -> list[FoundStep]:
+    if step is None:
+        [found] = await run_all([bound(newest_first, storage)], Stop())
+        return found
+    [steps] = await run_all([bound(find_steps, storage)], Stop())
+    return [FoundStep(step, None, "")] if step in steps else []
+
+
+async def _restore_from(
+    storage: Storage, found: FoundStep, state: Any, *, is_partial: bool
+) -> Plan:
+    manifest = found.manifest
+    if manifest is None:
+        [manifest] = await run_all([bound(read_manifest, storage, found.step)], Stop())
+    plan = make_plan(read_state(state), manifest, partial=is_partial)
+    arrays = await read_tensors(storage, manifest, plan.keys)
+    async with between_steps(read_state(state).gates):
+        now = read_state(state)
+        plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
+        apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
+    return plan
 
 
 @final

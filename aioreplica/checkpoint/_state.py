@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..context import PLACE
 from ..errors import ContextError
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import EntryRecord, dtype_name
+from ._format import MAX_TENSORS, EntryRecord, dtype_name
 
 Array = npt.NDArray[Any]
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -44,6 +44,15 @@ class Deferring(Protocol):
 
     def forget_entries(self, owner: Variable) -> None:
         """Let go of the parts of a variable that were not made when the state was saved."""
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """An object whose parts another one names."""
+
+    @property
+    def checkpoint_parts(self) -> Composite:
+        """The one that does."""
 
 
 @runtime_checkable
@@ -180,6 +189,8 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
         for number, child in enumerate(node):
             own = node if isinstance(node, MutableSequence) else None
             _walk(found, _below(key, str(number)), child, own, number)
+    elif isinstance(node, HasParts):
+        found.composites[key] = node.checkpoint_parts
     elif isinstance(node, Composite):
         found.composites[key] = node
     elif isinstance(node, HasVariables):
@@ -259,47 +270,85 @@ async def take_cut(state: Any) -> Cut:
         Lets the steps go on.
     """
     gates = read_state(state).gates
-    async with between_steps(gates):
-        while True:
+    while True:
+        async with between_steps(gates):
             found = read_state(state)  # steps may have made slots meanwhile
             if all(gate in gates for gate in found.gates):
-                return cut_now(found)
-            raise RuntimeError("The state got variables of another strategy while it was saved.")
+                seen = look(found)
+                break
+            gates = found.gates
+    return cut_of(found, seen)
 
 
-def cut_now(found: State) -> Cut:
-    """Read a state; for who holds the steps back."""
-    by_store: dict[int, list[Variable]] = {}
+@final
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a state was at one moment: references and copies, not described yet.
+
+    Attributes:
+        next_steps: The numbers of the next steps.
+        arrays: The tensors of each entry.
+        values: Plain data, encoded, of the entries that are neither variables nor arrays.
+    """
+
+    next_steps: tuple[int, ...]
+    arrays: dict[str, list[Array]]
+    values: dict[str, Any]
+
+
+def look(found: State) -> Seen:
+    """Read a state; for who holds the steps back, so it does as little as possible."""
+    by_store: dict[int, dict[Variable, None]] = {}
     for entry in found.entries.values():
         if isinstance(entry.thing, Variable):
-            by_store.setdefault(id(entry.thing.store), []).append(entry.thing)
-    snapshots = {
-        store: take_snapshot(variables[0].store, variables) for store, variables in by_store.items()
-    }
-    cut = Cut(tuple(gate.next_step for gate in found.gates), {}, {})
-    taken: dict[int, list[Array]] = {}
+            by_store.setdefault(id(entry.thing.store), {})[entry.thing] = None
+    taken: dict[Variable, Any] = {}
+    for own in by_store.values():
+        variables = list(own)
+        snapshot = take_snapshot(variables[0].store, variables)
+        taken.update((variable, snapshot.take(variable)) for variable in variables)
+    seen = Seen(tuple(gate.next_step for gate in found.gates), {}, {})
     for key, entry in found.entries.items():
         thing = entry.thing
-        names = (entry.owner_key, entry.object, entry.part)
         if isinstance(thing, Variable):
-            if id(thing) not in taken:
-                components = snapshots[id(thing.store)].take(thing)
-                taken[id(thing)] = list(components[:1] if thing.is_mirrored else components)
-            arrays = [*taken[id(thing)]]
-            cut.records[key] = EntryRecord(
-                "variable", *names, shape=arrays[0].shape, dtype=dtype_name(arrays[0].dtype, key),
-                synchronization=thing.synchronization.value, aggregation=thing.aggregation.value,
-            )  # fmt: skip
+            components = taken[thing]
+            seen.arrays[key] = [components[0]] if thing.is_mirrored else [*components]
         elif isinstance(thing, (np.ndarray, np.generic)):
-            arrays = [frozen(thing)]
-            name = dtype_name(arrays[0].dtype, key)
-            cut.records[key] = EntryRecord("array", *names, shape=arrays[0].shape, dtype=name)
+            seen.arrays[key] = [frozen(thing)]
         else:
-            arrays = []
-            value = encode(_plain_state(thing), key, arrays)
+            arrays: list[Array] = []
+            seen.values[key] = encode(_plain_state(thing), key, arrays)
+            seen.arrays[key] = arrays
+    return seen
+
+
+def cut_of(found: State, seen: Seen) -> Cut:
+    """Describe what was seen.
+
+    Raises:
+        TypeError: If an array cannot be saved.
+        ValueError: If there are too many.
+    """
+    num_tensors = sum(1 + len(arrays) for arrays in seen.arrays.values())
+    if num_tensors > MAX_TENSORS:
+        raise ValueError(
+            f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
+            f"{MAX_TENSORS}. Join small arrays into larger ones."
+        )
+    cut = Cut(seen.next_steps, {}, seen.arrays)
+    for key, entry in found.entries.items():
+        thing, arrays = entry.thing, seen.arrays[key]
+        names = (entry.owner_key, entry.object, entry.part)
+        if key in seen.values:
             forms = tuple((array.shape, dtype_name(array.dtype, key)) for array in arrays)
-            cut.records[key] = EntryRecord("value", *names, value=value, forms=forms)
-        cut.arrays[key] = arrays
+            record = EntryRecord("value", *names, value=seen.values[key], forms=forms)
+        else:
+            form = (arrays[0].shape, dtype_name(arrays[0].dtype, key))
+            kind, kinds = "array", ("", "")
+            if isinstance(thing, Variable):
+                kind, kinds = "variable", (thing.synchronization.value, thing.aggregation.value)
+            record = EntryRecord(kind, *names, *form, *kinds)
+        cut.records[key] = record
     return cut
 
 

@@ -7,7 +7,7 @@ one merge of all replicas, which `_step.py` has.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import FrameType
 from typing import Any, final
 
@@ -365,21 +365,10 @@ class Optimizer(UpdateRule):
         """Everything it remembers: iterations, what belongs to the loss scale, all slots."""
         return self._settings.variables
 
-    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Any]:
-        """Return what a checkpoint keeps, by the variable it belongs to and a name."""
-        return self._settings.entries()
-
-    def awaits_entry(self, owner: Variable | None, name: str) -> bool:
-        """Tell whether a value of a checkpoint is for a slot that is not made yet."""
-        return self._settings.awaits(owner, name)
-
-    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
-        """Keep values of a checkpoint for the slots that will be made."""
-        self._settings.load(entries)
-
-    def forget_entries(self, owner: Variable) -> None:
-        """Forget the slots of a variable: the next step makes them anew."""
-        self._settings.slots.made.pop(owner)
+    @property
+    def checkpoint_parts(self) -> StepSettings:
+        """What names everything that a checkpoint keeps, slots included."""
+        return self._settings
 
     @property
     def settings(self) -> StepSettings:

@@ -100,7 +100,7 @@ class StepSettings:
             *self.slots.all(),
         )
 
-    def entries(self) -> dict[tuple[Variable | None, str], Any]:
+    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Any]:
         """Return everything that is remembered, by the variable it belongs to and a name.
 
         What a checkpoint has brought and is not made yet is among it, as arrays.
@@ -127,13 +127,13 @@ class StepSettings:
             found.update({(owner, name): value for name, value in values.items()})
         return found
 
-    def awaits(self, owner: Variable | None, name: str) -> bool:
+    def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether a slot, or shared state, of that name may still be made."""
         if owner is not None:
             return name in self.slots.names and owner not in self.slots.made
         return not self.shared and name.startswith(f"{SHARED}.")
 
-    def load(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
         """Keep values of a checkpoint until what they belong to is made; others are dropped."""
         self.restored = {}
         for owner in self.slots.restored:
@@ -146,6 +146,10 @@ class StepSettings:
                 if own is None:
                     own = self.slots.restored[variable] = {}
                 own[name] = value
+
+    def forget_entries(self, owner: Variable) -> None:
+        """Forget the slots of a variable: the next step makes them anew."""
+        self.slots.made.pop(owner)
 
 
 def checked_settings(

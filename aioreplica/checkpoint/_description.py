@@ -1,0 +1,73 @@
+"""Descriptions of saved steps, for people and programs that look into a directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ._format import Manifest
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EntryDescription:
+    """One entry of a saved state.
+
+    Attributes:
+        key: Its name.
+        kind: "variable", "array" or "value".
+        shape: Of each component; () for a value.
+        dtype: Its dtype; "" for a value.
+        num_components: How many arrays are stored.
+        num_bytes: How many bytes they have together.
+    """
+
+    key: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_components: int
+    num_bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepDescription:
+    """What a step holds.
+
+    Attributes:
+        step: Its number.
+        num_bytes: Length of its files of tensors together.
+        files: Their names.
+        entries: The state, in order.
+        damage: What is wrong with its files as far as their sizes tell; "" if nothing is.
+    """
+
+    step: int
+    num_bytes: int
+    files: tuple[str, ...]
+    entries: tuple[EntryDescription, ...]
+    damage: str
+
+
+def description_of(manifest: Manifest, damage: str) -> StepDescription:
+    """Return what a manifest says, and what is known to be wrong."""
+    entries = tuple(
+        EntryDescription(
+            key,
+            entry.kind,
+            entry.shape,
+            entry.dtype,
+            len(entry.tensors),
+            sum(tensor.bytes for tensor in entry.tensors),
+        )
+        for key, entry in manifest.entries.items()
+    )
+    files = manifest.files
+    return StepDescription(
+        manifest.step,
+        sum(file.bytes for file in files),
+        tuple(file.name for file in files),
+        entries,
+        damage,
+    )

@@ -1,0 +1,315 @@
+"""The cut: between steps, never in one; held-back steps, device loops, datasets, interruptions."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica import testing as art
+from aioreplica.checkpoint import CheckpointManager
+from aioreplica.errors import CheckpointNotCommittedError
+from tests.conftest import mirrored
+
+from .simulated_files import SimulatedFiles, SimulatedStorage
+
+NUM_BATCHES = 8
+
+
+class Training:
+    """Steps that add what their batch holds to a sum, twice, with a meeting in between."""
+
+    def __init__(self, files: Any, *, is_looped: bool = False) -> None:
+        self.strategy = mirrored(2)
+        with self.strategy.scope():
+            self.sum = ar.Variable(0.0, aggregation="sum")
+            self.again = ar.Variable(0.0, aggregation="sum")
+        source = ar.ArrayDataset(np.arange(2.0 * NUM_BATCHES), 2, shuffle=True, seed=3)
+        self.data = self.strategy.distribute_dataset(source)
+        self.state = {"sum": self.sum, "again": self.again, "data": self.data}
+        self.manager = CheckpointManager(files)
+        self.is_looped = is_looped
+
+    async def step(self, batch: Any) -> None:
+        await self.sum.assign_add(batch.sum())
+        await self.again.assign_add(batch.sum())
+
+    def looped_step(self, ctx: ar.MultiStepContext, batch: Any) -> None:
+        self.sum.blocking.assign_add(batch.sum())
+        self.again.blocking.assign_add(batch.sum())
+
+    async def train(self) -> None:
+        if self.data.epoch > 0:
+            return
+        if self.is_looped:
+            batches = aiter(self.data)
+            while True:
+                done = await self.strategy.run_steps(self.looped_step, batches, 3)
+                if done.steps_run < 3:
+                    return
+        async for batch in self.data:
+            await self.strategy.run(self.step, args=(batch,))
+
+    async def aclose(self) -> None:
+        try:
+            await self.manager.aclose()
+        finally:
+            await self.data.aclose()
+            await self.strategy.aclose()
+
+
+TOTAL = float(sum(range(2 * NUM_BATCHES)))
+
+
+async def finishes_from(files: SimulatedFiles, *, is_looped: bool = False) -> None:
+    """Check that the newest step is one cut: going on from it every example counts once."""
+    other = Training(SimulatedStorage(files), is_looped=is_looped)
+    try:
+        await other.manager.restore(other.state)
+        assert other.sum.value == other.again.value
+        await other.train()
+        assert other.sum.value == other.again.value == TOTAL
+    finally:
+        await other.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_looped", [False, True], ids=["run", "run_steps"])
+def test_a_save_at_any_time_is_a_cut_between_steps(is_looped: bool) -> None:
+    """Whatever the order of a save and the steps beside it, no example is lost or counted twice."""
+
+    async def main() -> None:
+        files = SimulatedFiles()
+        training = Training(SimulatedStorage(files), is_looped=is_looped)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(training.train())
+            for number in range(2):
+                await asyncio.sleep(0.002)
+                await training.manager.save(number, training.state, wait=False)
+        await training.aclose()
+        assert training.sum.value == TOTAL
+        await finishes_from(files, is_looped=is_looped)
+
+    art.explore(main, schedules=60).check()
+
+
+@pytest.mark.slow
+def test_saves_cancellations_and_closing_against_each_other() -> None:
+    async def main() -> None:
+        files = SimulatedFiles()
+        v = ar.Variable(0.0)
+        manager = CheckpointManager(SimulatedStorage(files), max_to_keep=1)
+        await manager.save(0, {"v": v})
+
+        async def save(step: int, *, wait: bool) -> None:
+            await manager.save(step, {"v": v}, wait=wait)
+
+        async def write() -> None:
+            await v.assign(1.0)
+
+        tasks = [
+            asyncio.create_task(save(1, wait=True)),
+            asyncio.create_task(save(2, wait=False)),
+            asyncio.create_task(write()),
+        ]
+        await asyncio.sleep(0.001)
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(r is None or isinstance(r, asyncio.CancelledError) for r in results)
+        await manager.aclose()
+        assert files.num_open == 0
+
+        fresh = ar.Variable(-1.0)
+        reader = CheckpointManager(SimulatedStorage(files))
+        assert await reader.restore({"v": fresh}) in {1, 2}
+        assert float(fresh.value) in {0.0, 1.0}
+        assert len(reader.steps()) == 1
+
+    art.explore(main, schedules=150).check()
+
+
+@pytest.mark.slow
+def test_a_save_cancelled_at_every_await_has_saved_all_or_nothing() -> None:
+    async def main() -> None:
+        files = SimulatedFiles()
+        v = ar.Variable(1.0)
+        manager = CheckpointManager(SimulatedStorage(files))
+        try:
+            await manager.save(1, {"v": v})
+        finally:
+            await check(files)
+
+    async def check(files: SimulatedFiles) -> None:
+        assert files.num_open == 0
+        reader = CheckpointManager(SimulatedStorage(files))
+        for step in reader.steps():
+            await reader.verify(step)
+
+    art.cancel_everywhere(main).check()
+
+
+@pytest.mark.slow
+def test_a_restore_cancelled_at_every_await_has_changed_all_or_nothing() -> None:
+    async def main() -> None:
+        files = SimulatedFiles()
+        state = {"v": ar.Variable(1.0), "w": ar.Variable([1.0]), "x": 1.0}
+        await CheckpointManager(SimulatedStorage(files)).save(1, state)
+        fresh = {"v": ar.Variable(0.0), "w": ar.Variable([0.0]), "x": 0.0}
+        try:
+            await CheckpointManager(SimulatedStorage(files)).restore(fresh)
+        finally:
+            assert len({float(fresh["v"].value), float(fresh["w"].value[0]), fresh["x"]}) == 1
+
+    art.cancel_everywhere(main).check()
+
+
+@pytest.mark.asyncio
+async def test_a_save_waits_for_the_step_under_way_and_holds_the_next_one_back(
+    pair: ar.Strategy, tmp_path: Path
+) -> None:
+    with pair.scope():
+        v = ar.Variable(0.0, aggregation="sum")
+    entered, go_on, begun = asyncio.Event(), asyncio.Event(), []
+
+    async def step(number: int) -> None:
+        begun.append(number)
+        await v.assign_add(0.5)
+        entered.set()
+        if number == 1:
+            await go_on.wait()
+        await v.assign_add(0.5)
+
+    manager = ar.CheckpointManager(tmp_path)
+    first = asyncio.create_task(pair.run(step, args=(1,)))
+    await entered.wait()
+    saving = asyncio.create_task(manager.save(1, {"v": v}))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(pair.run(step, args=(2,)))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert begun == [1, 1]
+    assert not saving.done()
+
+    go_on.set()
+    await asyncio.gather(first, second, saving)
+    assert v.value == 4.0
+    await manager.restore({"v": v})
+    assert v.value == 2.0
+    assert "open" in repr(v.store.gate)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_save_lets_the_steps_go_on(pair: ar.Strategy, tmp_path: Path) -> None:
+    with pair.scope():
+        v = ar.Variable(0.0)
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def step() -> None:
+        entered.set()
+        await go_on.wait()
+
+    first = asyncio.create_task(pair.run(step))
+    await entered.wait()
+    manager = ar.CheckpointManager(tmp_path)
+    saving = asyncio.create_task(manager.save(1, {"v": v}))
+    await asyncio.sleep(0)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    second = asyncio.create_task(pair.run(step))
+    go_on.set()
+    await asyncio.gather(first, second)
+    assert manager.steps() == ()
+    await manager.save(1, {"v": v})
+
+
+@pytest.mark.asyncio
+async def test_steps_inside_a_step_are_not_held_back(pair: ar.Strategy, tmp_path: Path) -> None:
+    """A save waits for the outer step, which waits for the inner one."""
+    with pair.scope():
+        v = ar.Variable(0.0)
+    entered, go_on = asyncio.Event(), asyncio.Event()
+
+    async def inner() -> int:
+        return 1
+
+    async def merge(strategy: ar.Strategy) -> None:
+        entered.set()
+        await go_on.wait()
+        await strategy.run(inner)
+
+    async def outer() -> None:
+        context = ar.get_replica_context()
+        assert context is not None
+        await context.merge_call(merge)
+
+    running = asyncio.create_task(pair.run(outer))
+    await entered.wait()
+    saving = asyncio.create_task(ar.CheckpointManager(tmp_path).save(1, {"v": v}))
+    await asyncio.sleep(0)
+    go_on.set()
+    async with asyncio.timeout(30):
+        await asyncio.gather(running, saving)
+
+
+# --- told to stop -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_looped", [False, True], ids=["run", "run_steps"])
+def test_who_is_cancelled_saves_between_two_steps(is_looped: bool) -> None:
+    async def main() -> None:
+        files = SimulatedFiles()
+        training = Training(SimulatedStorage(files), is_looped=is_looped)
+        number = 7
+        work = training.manager.save_on_cancel(training.train(), training.state, lambda: number)
+        task = asyncio.create_task(work)
+        await asyncio.sleep(0.003)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            await training.aclose()
+            await finishes_from(files, is_looped=is_looped)
+        else:
+            await training.aclose()
+            assert training.sum.value == TOTAL
+
+    art.explore(main, schedules=60).check()
+
+
+@pytest.mark.asyncio
+async def test_work_that_ends_or_fails_saves_nothing(tmp_path: Path) -> None:
+    async def fail() -> None:
+        raise KeyError("batch")
+
+    async def succeed() -> str:
+        return "done"
+
+    async with ar.CheckpointManager(tmp_path) as manager:
+        assert await manager.save_on_cancel(succeed(), {"x": 1}, lambda: 1) == "done"
+        with pytest.raises(KeyError, match="batch"):
+            await manager.save_on_cancel(fail(), {"x": 1}, lambda: 1)
+    assert manager.steps() == ()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_does_not_end_in_time_is_said(pair: ar.Strategy, tmp_path: Path) -> None:
+    with pair.scope():
+        v = ar.Variable(0.0)
+    entered = asyncio.Event()
+
+    async def step() -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    async with ar.CheckpointManager(tmp_path) as manager:
+        work = manager.save_on_cancel(pair.run(step), {"v": v}, lambda: 1, grace_s=0.0)
+        task = asyncio.create_task(work)
+        await entered.wait()
+        task.cancel()
+        with pytest.raises(CheckpointNotCommittedError, match="did not end within"):
+            await task
+    assert manager.steps() == ()
