@@ -2,6 +2,7 @@
 
 from . import autodiff as autodiff
 from . import checkpoint as checkpoint
+from . import cluster as cluster
 from . import collectives as collectives
 from . import device_loop as device_loop
 from . import errors as errors
@@ -32,6 +33,7 @@ from .input import InputReplicationMode as InputReplicationMode
 from .optimizers import GradientAccumulator as GradientAccumulator
 from .replica import Handle as Handle
 from .replica import ReplicaContext as ReplicaContext
+from .strategies import CentralStorageStrategy as CentralStorageStrategy
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy
@@ -58,6 +60,7 @@ from .values import Weighted as Weighted
 __all__ = [
     "ArrayDataset",
     "CheckpointManager",
+    "CentralStorageStrategy",
     "CommunicationOptions",
     "Dataset",
     "DefaultStrategy",
@@ -92,6 +95,7 @@ __all__ = [
     "Weighted",
     "autodiff",
     "checkpoint",
+    "cluster",
     "collectives",
     "current_device",
     "device",

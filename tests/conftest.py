@@ -51,6 +51,7 @@ STRATEGIES = {
     "one device": lambda: ar.OneDeviceStrategy("cpu:0"),
     "mirrored 2": lambda: mirrored(2),
     "mirrored 4": lambda: mirrored(4),
+    "central 2": lambda: ar.CentralStorageStrategy(list_devices("cpu")[:2]),
     "tpu 2x1": lambda: ar.TPUStrategy(ar.TPUClusterResolver(2, 1)),
 }
 

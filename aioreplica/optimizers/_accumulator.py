@@ -324,11 +324,6 @@ class ApplyAccumulated(Collective):
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        return "apply_accumulated"
-
     def detail(self, argument: Any) -> str:
         """Return "": the accumulator is shown where it differs."""
         return ""
@@ -358,7 +353,7 @@ class ApplyAccumulated(Collective):
         return ended(None) if pending is None else Pending(pending, ended)
 
 
-APPLY_ACCUMULATED = ApplyAccumulated()
+APPLY_ACCUMULATED = ApplyAccumulated("apply_accumulated")
 
 
 def _take_accumulated(

@@ -207,11 +207,6 @@ class UpdateAverages(Collective):
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name in tables."""
-        return "update_averages"
-
     def detail(self, argument: Any) -> str:
         """Return "": the averages are shown where they differ."""
         return ""
@@ -236,7 +231,7 @@ class UpdateAverages(Collective):
         return nothing if pending is None else Pending(pending, lambda _: nothing)
 
 
-UPDATE_AVERAGES = UpdateAverages()
+UPDATE_AVERAGES = UpdateAverages("update_averages")
 
 
 def _move(share: float, average: Array, value: Array, new: Array) -> None:

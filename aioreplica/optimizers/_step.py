@@ -77,11 +77,6 @@ class ApplyGradients(Collective):
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name of the method."""
-        return "apply_gradients"
-
     def detail(self, argument: Any) -> str:
         """Return "": what replicas bring is shown where it differs."""
         return ""
@@ -142,7 +137,7 @@ class ApplyGradients(Collective):
         return nothing if pending is None else Pending(pending, lambda _: nothing)
 
 
-APPLY_GRADIENTS = ApplyGradients()
+APPLY_GRADIENTS = ApplyGradients("apply_gradients")
 
 
 def _of(call: Call) -> Contribution:

@@ -60,8 +60,10 @@ class ReplicaContext(Collectives):
         seed: int,
         is_on_host: bool = False,
     ) -> None:
-        waiter = TaskWaiter(group.point, replica, completions, group.ops)
-        super().__init__(waiter, group.point.everyone, replica.replica_id)
+        point = group.point
+        self._waiter = TaskWaiter(point, replica, completions, group.ops)
+        self._members = point.everyone
+        self._position = replica.replica_id
         self._strategy = strategy  # Any: the strategies layer lies above this one
         self._group = group
         self._replica = replica

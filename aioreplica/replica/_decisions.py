@@ -17,11 +17,6 @@ class Agree(Collective):
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "agree"
-
     def detail(self, argument: Any) -> str:
         """Return nothing: the value is shown where it differs."""
         return ""
@@ -45,16 +40,11 @@ class Agree(Collective):
 class Decision(Collective):
     """Combines one flag per replica: `any`, `all`, or nothing at all for `barrier`."""
 
-    __slots__ = ("_decide", "_name")
+    __slots__ = ("_decide",)
 
     def __init__(self, name: str, decide: Callable[[list[Any]], bool | None]) -> None:
-        self._name = name
+        super().__init__(name)
         self._decide = decide
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
 
     def detail(self, argument: Any) -> str:
         """Return nothing: there is no argument."""
@@ -92,7 +82,7 @@ def _equal_leaves(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-AGREE = Agree()
+AGREE = Agree("agree")
 BARRIER = Decision("barrier", lambda _flags: None)
 ANY = Decision("any", any)
 ALL = Decision("all", all)

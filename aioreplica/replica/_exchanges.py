@@ -95,15 +95,7 @@ class Exchange(Collective):
 class AllGather(Exchange):
     """Joins leaves along an axis, in replica order; every replica gets all of them."""
 
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str = "all_gather") -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
+    __slots__ = ()
 
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
         """Share what was joined."""
@@ -116,11 +108,6 @@ class AllToAll(Exchange):
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return "all_to_all"
-
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
         """Join the i-th pieces for replica i."""
         count = len(column)
@@ -132,16 +119,8 @@ class AllToAll(Exchange):
 class Broadcast(Collective):
     """Gives every replica the value of one of them; what the others passed is ignored."""
 
-    __slots__ = ("_name",)
+    __slots__ = ()
     is_uneven = True
-
-    def __init__(self, name: str = "broadcast") -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
 
     def detail(self, argument: int) -> str:
         """Name the source."""
@@ -193,6 +172,6 @@ def _array(leaf: Any) -> Any:
     return leaf if is_array_api_obj(leaf) else np.asarray(leaf)
 
 
-ALL_GATHER = AllGather()
-ALL_TO_ALL = AllToAll()
-BROADCAST = Broadcast()
+ALL_GATHER = AllGather("all_gather")
+ALL_TO_ALL = AllToAll("all_to_all")
+BROADCAST = Broadcast("broadcast")

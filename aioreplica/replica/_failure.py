@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import final
+from typing import Any, final
 
 from ..errors import MergeMismatchError
 
@@ -60,6 +60,14 @@ class Failures:
                 add_note_once(
                     error, f"While being cancelled, replica {replica_id} raised {shown(raised)}."
                 )
+
+
+def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+    """Return what a task ended with; its own CancelledError if it was cancelled."""
+    try:
+        return ended.exception()
+    except asyncio.CancelledError as cancelled:
+        return cancelled
 
 
 def add_note_once(error: BaseException, note: str) -> None:

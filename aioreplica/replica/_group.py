@@ -25,9 +25,9 @@ from ..collectives import Reducer
 from ..context import PLACE, Place
 from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
 from ..telemetry import Observers, Recorder
-from ._failure import Failures, cause_of_unwinding
+from ._failure import Failures, cause_of_unwinding, error_of
 from ._meeting import Call, SyncGroup
-from ._meeting_point import MeetingPoint, RunControl, error_of
+from ._meeting_point import MeetingPoint, RunControl
 from ._rendezvous import Mismatch, ReplicaState
 from ._replica import Replica, warn_never_awaited
 from ._stall import StallWatch, format_stack, format_thread_stack
@@ -257,9 +257,10 @@ class ReplicaGroup(RunControl):
     def _ended(self, replica: Replica, work: asyncio.Future[Any]) -> None:
         """Record a replica's end, one loop cycle after it."""
         self._num_left -= 1
+        point = self.point
         error = error_of(work)
-        if error is None:  # asked by identity: an exception of the user may be false
-            error = self.point.unseen_by(replica.replica_id)
+        if error is None and point.unseen:  # by identity: an exception of the user may be false
+            error = point.unseen_by(replica.replica_id)
         tell = self._observers.replica_ended
         if tell is not None:
             tell(self, replica.replica_id, error)
@@ -269,9 +270,9 @@ class ReplicaGroup(RunControl):
             self._replica_failed(replica, error)
         if replica.unawaited:
             self._forgotten(replica, error)
-        elif error is None and not self.is_aborted:
+        elif error is None and not point.is_aborted:
             self._returned(replica)
-        if self.is_over:
+        if not self._num_left and self.is_over:
             self._resolve_finished()
 
     def _returned(self, replica: Replica) -> None:

@@ -55,7 +55,9 @@ class Handle(Awaitable[Any]):
         try:
             if is_posted:
                 call.sequence = self._replica.next_in(call.group)
-            self._point.made(call)
+            tell = self._point.observers.call_made
+            if tell is not None:
+                tell(call)
             self._generation = self._point.start(self._replica, call)
         except BaseException as error:
             self._error = error
@@ -151,15 +153,12 @@ class Handle(Awaitable[Any]):
         self.discard()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        if PLACE.get() is not self._place or self._replica.is_over:
+        point, replica = self._point, self._replica
+        if PLACE.get() is not self._place or replica.is_over:
             raise ContextError(
                 f"The handle of {self._call.describe()}, started at {self._call.site}, was awaited "
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
-        return self._wait().__await__()
-
-    async def _wait(self) -> Any:
-        point, replica = self._point, self._replica
         replica.started.pop(self._call, None)
         if point.is_aborted:
             raise asyncio.CancelledError
@@ -169,17 +168,19 @@ class Handle(Awaitable[Any]):
         waiter = generation.waiter
         assert waiter is not None  # made by `start`
         if not waiter.done():
-            blocks = replica.work is None or asyncio.current_task() is replica.work
+            blocks = replica.work is None or asyncio.current_task(point.loop) is replica.work
             ended = point.wait_for_started(replica, generation, blocks=blocks)
             try:
-                await _watch(waiter)
+                yield from generation.new_watcher(point.loop)
             finally:
                 ended()
         elif point.is_solo:
-            await asyncio.sleep(0)
-        if point.is_aborted:
+            yield  # to the event loop, as every collective does
+        if point.is_aborted or waiter.cancelled():
             raise asyncio.CancelledError
-        return self.result()
+        if point.unseen:
+            point.unseen.pop(generation, None)
+        return generation.look(self._call.position)
 
     def _finished(self) -> Generation:
         """Return the generation, which has ended; what it raised has been seen."""
@@ -237,18 +238,3 @@ def start(
 
     completions.call_soon(begin)
     return handle
-
-
-def _watch(waiter: asyncio.Future[None]) -> asyncio.Future[None]:
-    """Return a future that is done when another is; cancelling it leaves that one alone."""
-    watch: asyncio.Future[None] = asyncio.Future(loop=waiter.get_loop())
-
-    def pass_on(ended: asyncio.Future[None]) -> None:
-        if not watch.done():
-            if ended.cancelled():
-                watch.cancel()
-            else:
-                watch.set_result(None)
-
-    waiter.add_done_callback(pass_on)
-    return watch

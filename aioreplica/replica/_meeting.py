@@ -139,17 +139,19 @@ class SyncGroup:
 class Collective(ABC):
     """One kind of collective; stateless, one instance per process.
 
+    Args:
+        name: What users call it, such as "all_reduce".
+
     Attributes:
+        name: The same.
         is_uneven: Whether replicas may bring values of different sizes.
     """
 
-    __slots__ = ()
+    __slots__ = ("name",)
     is_uneven = False
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Name as users call it, such as "all_reduce"."""
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @abstractmethod
     def detail(self, argument: Any) -> str:
@@ -288,6 +290,7 @@ class Generation:
         missing: How many are.
         is_merged: Whether the members have been released.
         waiter: The future that all waiting tasks share; it carries no result, only the wake-up.
+        watchers: Futures of tasks that wait for what was started, and may stop waiting; or None.
         timer: What ends the run if the members do not meet in time, or None.
         task: Awaits the rest of a pending merge, or None.
         parts: One result per member, once it is merged.
@@ -300,7 +303,7 @@ class Generation:
 
     __slots__ = (
         "calls", "error", "first", "group", "is_merged", "missing", "parts", "task", "timer",
-        "traceback", "visits", "waiter",
+        "traceback", "visits", "waiter", "watchers",
     )  # fmt: skip
 
     group: SyncGroup
@@ -310,6 +313,7 @@ class Generation:
     missing: int
     is_merged: bool
     waiter: asyncio.Future[None] | None
+    watchers: list[asyncio.Future[None]] | None
     timer: asyncio.TimerHandle | None
     task: asyncio.Task[Parts] | None
     parts: Parts
@@ -353,7 +357,7 @@ class Generation:
     def missing_members(self) -> tuple[int, ...]:
         """Return the members who have not."""
         pairs = zip(self.group.members, self.calls, strict=True)
-        return tuple(member for member, call in pairs if call is None)
+        return tuple([member for member, call in pairs if call is None])
 
     def awaited(self) -> None:
         """Return None: only replicas are waited for."""
@@ -362,6 +366,20 @@ class Generation:
         """Tell whether a task that waited was cancelled, and with it the future that all share."""
         waiter = self.waiter
         return waiter is not None and waiter.cancelled()
+
+    def new_watcher(self, loop: asyncio.AbstractEventLoop | None) -> asyncio.Future[None]:
+        """Return a future that is done when the waiter is; cancelling it leaves that one alone."""
+        watcher: asyncio.Future[None] = asyncio.Future(loop=loop)
+        if self.watchers is None:
+            self.watchers = []
+        self.watchers.append(watcher)
+        return watcher
+
+    def give_up(self) -> None:
+        """Cancel all who wait, on the event loop."""
+        for future in (self.waiter, *(self.watchers or ())):
+            if future is not None:
+                future.cancel()
 
     def take(self, position: int) -> Any:
         """Take a member's part out, so that its memory is free as soon as the replica lets go.
@@ -419,6 +437,7 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     generation.missing = size
     generation.is_merged = False
     generation.waiter = generation.timer = generation.task = generation.error = None
+    generation.watchers = None
     group.open[first.sequence] = generation
     return generation
 

@@ -3,8 +3,7 @@
 The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
 share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
 (`_device_waiters.py`). The call that completes a generation merges it at once and releases the
-others.
-Only a merge that has to be awaited goes through a task of its own.
+others. Only a merge that has to be awaited goes through a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
 it, that ends the run in any case (`MeetingPoint.withdrew`).
@@ -22,7 +21,7 @@ import warnings
 from abc import ABC, abstractmethod
 from asyncio import current_task
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Lock, get_ident
@@ -33,7 +32,7 @@ from ..context import PLACE, Place
 from ..devices import CompletionQueue, Gate, Op, OpTracker, name_of_served_lane
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
-from ._failure import add_note_once
+from ._failure import add_note_once, error_of
 from ._meeting import Call, Generation, Parts, Pending, SyncGroup
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
@@ -115,7 +114,6 @@ class MeetingPoint:
         self.now = now
         self.run: RunControl = proxy(run)  # the run holds the point: no circle
         self.lock = Lock() if everyone.is_blocking else None
-        self._guard: AbstractContextManager[object] = self.lock or NO_LOCK
         self.parked: dict[int, Gate] = {}
         self._replicas = replicas
         self.on_abort: list[Callable[[], None]] = []
@@ -160,7 +158,9 @@ class MeetingPoint:
         self, replica_id: int, state: ReplicaState, call: Call | None = None
     ) -> Mismatch | None:
         """Record that a replica ended; see `Rendezvous.leave`."""
-        with self._guard:
+        if self.lock is None:
+            return self.rendezvous.leave(replica_id, state, call)
+        with self.lock:
             return self.rendezvous.leave(replica_id, state, call)
 
     def withdrew(self, replica: Replica, generation: Generation) -> None:
@@ -175,7 +175,7 @@ class MeetingPoint:
 
     def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
         """Return the group of some replicas."""
-        with self._guard:
+        with self.lock or NO_LOCK:
             return self.rendezvous.group(members)
 
     # ---- merging -------------------------------------------------------------------------
@@ -215,6 +215,9 @@ class MeetingPoint:
                 waiter.set_result(None)
             if self.rendezvous.in_flight:
                 self.rendezvous.merged(generation)
+                for watcher in generation.watchers or ():
+                    if not watcher.done():
+                        watcher.set_result(None)
         else:
             parked, group = self.parked, generation.group
             with self.lock:
@@ -293,9 +296,10 @@ class MeetingPoint:
             CancelledError: If the run is ended, because the replicas can never meet.
         """
         replica_id = replica.replica_id
-        self._continue(
-            self.rendezvous.wait_for_started(replica_id, generation, blocks=blocks), waits=True
-        )
+        mismatch = self.rendezvous.wait_for_started(replica_id, generation, blocks=blocks)
+        if mismatch is not None:
+            self.run.abort_mismatch(mismatch)
+            raise asyncio.CancelledError
         if not blocks:
             self._child_waits += 1
         if self._child_waits and self.loop is not None:
@@ -309,16 +313,11 @@ class MeetingPoint:
             if not blocks:
                 self._child_waits -= 1
             waited = self.rendezvous.waited_for_started
-            self._continue(waited(replica_id, generation, blocks=blocks))
+            mismatch = waited(replica_id, generation, blocks=blocks)
+            if mismatch is not None:
+                self.run.abort_mismatch(mismatch)
 
         return ended
-
-    def _continue(self, mismatch: Mismatch | None, *, waits: bool = False) -> None:
-        if mismatch is None:
-            return
-        self.run.abort_mismatch(mismatch)
-        if waits:
-            raise asyncio.CancelledError
 
     def _warn_of_circle(self) -> bool:
         if self.is_aborted or not self._child_waits or not self.rendezvous.may_be_stuck():
@@ -349,7 +348,7 @@ class MeetingPoint:
 
     def rows(self) -> tuple[ReplicaRow, ...]:
         """Describe every replica, in replica order."""
-        with self._guard:
+        with self.lock or NO_LOCK:
             return self.rendezvous.rows()
 
     def waits(self, replica_id: int) -> list[Generation]:
@@ -368,8 +367,7 @@ class MeetingPoint:
         """Wake all who wait; child tasks of replicas may be among them."""
         if self.lock is None:
             for generation in (*self.rendezvous.open_generations(), *self.merging):
-                if generation.waiter is not None:
-                    generation.waiter.cancel()
+                generation.give_up()
                 if generation.timer is not None:
                     generation.timer.cancel()
         else:
@@ -416,9 +414,13 @@ class MeetingPoint:
 
     def forget(self) -> None:
         """Let go of every call."""
-        with self._guard:
+        if self.lock is None:
             self.rendezvous.forget()
-        self.unseen.clear()
+        else:
+            with self.lock:
+                self.rendezvous.forget()
+        if self.unseen:
+            self.unseen.clear()
 
 
 class Waiter(ABC):
@@ -490,7 +492,10 @@ class TaskWaiter(Waiter):
         completions: CompletionQueue | None,
         ops: OpTracker,
     ) -> None:
-        super().__init__(point, replica)
+        self.point = point  # without super: each run makes one waiter per replica
+        self.replica = replica
+        self.home = self.place = None
+        self.thread_id = 0
         self._completions = completions
         self._ops = ops
         self.unawaited = replica.unawaited
@@ -499,6 +504,8 @@ class TaskWaiter(Waiter):
     @property
     def is_here(self) -> bool:
         """Whether the calling code may make calls: the replica's own, and no op holds it."""
+        if PLACE.get() is self.place and get_ident() == self.thread_id and not self._ops.pending:
+            return True
         return (PLACE.get() is self.place and self.is_on_loop()) or self.is_free()
 
     async def meet(self, call: Call) -> Any:
@@ -576,7 +583,9 @@ class TaskWaiter(Waiter):
 
     def is_on_loop(self) -> bool:
         """Tell whether the calling thread runs the event loop, and not an op."""
-        return get_ident() == self.thread_id and name_of_served_lane() is None
+        if get_ident() != self.thread_id:
+            return False
+        return not self._ops.pending or name_of_served_lane() is None  # ops may run in this thread
 
     def is_free(self) -> bool:
         """Tell whether calls may be made here after all: the op that started some is done."""
@@ -594,11 +603,3 @@ class TaskWaiter(Waiter):
         if self._held_by is not None and self.is_on_loop():
             return held_by_op_error(name, self._held_by.fn_name)
         return misuse_error(name, self.replica, step, self.home)
-
-
-def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
-    """Return what a task ended with; its own CancelledError if it was cancelled."""
-    try:
-        return ended.exception()
-    except asyncio.CancelledError as cancelled:
-        return cancelled

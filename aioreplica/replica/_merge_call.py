@@ -25,19 +25,11 @@ class MergeCall(Collective):
         name: What tables call it; variables and optimizers meet under names of their own.
     """
 
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
+    __slots__ = ()
 
     def detail(self, argument: Any) -> str:
         """Name the merge function."""
-        if self._name != "merge_call":
+        if self.name != "merge_call":
             return ""  # a function of the library, which would tell the reader nothing
         wrapped = _unwrap(argument)
         return getattr(wrapped, "__qualname__", None) or type(wrapped).__qualname__

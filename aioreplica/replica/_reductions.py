@@ -180,15 +180,7 @@ class Reducing(Collective):
         name: What users call it.
     """
 
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name for tables."""
-        return self._name
+    __slots__ = ()
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""
@@ -202,7 +194,7 @@ class Reducing(Collective):
 
     def op_name(self, argument: Reduction) -> str:
         """Name the operator."""
-        return argument.op.name
+        return argument.op._name_  # `name` is a property, on the path of every merge
 
     def num_bytes(self, call: Call) -> int:
         """Add up the leaves."""

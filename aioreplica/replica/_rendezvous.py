@@ -244,11 +244,13 @@ class Rendezvous:
     def forget(self) -> None:
         """Let go of all calls, and with them of the arguments of the last merge."""
         self._current = [None] * len(self._devices)
-        self._handle_waits.clear()
-        self._blocked.clear()
-        self.in_flight.clear()
-        for group in (self.everyone, *self._groups.values()):
-            group.open.clear()
+        self.everyone.open.clear()
+        if self._groups or self._handle_waits or self.in_flight:
+            self._handle_waits.clear()
+            self._blocked.clear()
+            self.in_flight.clear()
+            for group in self._groups.values():
+                group.open.clear()
 
     # ---- decisions -----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from ._distribute import ValueContext as ValueContext
 from ._extended import Extended as Extended
 from ._group_view import GroupView as GroupView
 from ._lifecycle import StrategyStatistics as StrategyStatistics
+from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
@@ -16,6 +17,7 @@ from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "DefaultStrategy",
     "Extended",
     "GroupView",

@@ -69,12 +69,12 @@ class Extended:
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """The devices that variables live on: the workers' own.
+        """The devices that variables live on: the workers' own, or the one of central storage.
 
         Raises:
             ContextError: Under the default strategy, which has none.
         """
-        return self.worker_devices
+        return self._strategy.parameter_devices or self.worker_devices
 
     def non_slot_devices(self, var_list: Iterable[Variable]) -> tuple[Device, ...]:
         """Return where state that belongs to all of some variables lives, for `update_non_slot`.
@@ -283,9 +283,12 @@ class Extended:
             return results[0] if group else results
         known = self.parameter_devices
         places = [(known.index(device), device) for device in _chosen(devices, known)]
-        all_args, all_kwargs = split_arguments(args, kwargs, len(known), _NON_SLOT)
+        num_replicas = strategy.num_replicas_in_sync
+        all_args, all_kwargs = split_arguments(args, kwargs, num_replicas, _NON_SLOT)
         results = await run_per_component(strategy, fn, all_args, all_kwargs, places)
-        return Mirrored(results) if group else results
+        if not group:
+            return results
+        return Mirrored(results * num_replicas if strategy.parameter_devices else results)
 
     # ---- variables -----------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Synchronous data parallelism on the devices of one host."""
+"""Synchronous data parallelism on the devices of one host, with variables on each or on one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MirroredStrategy(Strategy):
         *,
         options: CommunicationOptions | None = None,
     ) -> None:
-        super().__init__(_chosen(devices), options)
+        super().__init__(chosen_devices("MirroredStrategy", devices), options)
 
     def create_variable(self, value: Any, options: VariableOptions) -> Variable:
         """Make a mirrored variable."""
@@ -62,24 +62,84 @@ class MirroredStrategy(Strategy):
         return partial(MirroredStrategy, options=self.reducer.options), (self.device_names,)
 
 
-def _chosen(devices: Sequence[Device | str] | None) -> tuple[Device, ...]:
+@final
+class CentralStorageStrategy(Strategy):
+    """Runs one replica per device and keeps one copy of each variable, which all replicas read.
+
+    An update is computed once, and not once per replica; so state that a rule keeps beside the
+    variables exists once too. On-read variables have a component per replica, as everywhere.
+
+    Args:
+        compute_devices: Device names, one per replica; None takes all accelerators, or all logical
+            CPU devices if there are none.
+        parameter_device: Where the variables live; None takes the one compute device, or the first
+            CPU device if there are several.
+
+    Raises:
+        DeviceError: If a device does not exist.
+        ValueError: If there is no compute device, or one is named twice.
+
+    Example:
+        >>> from aioreplica import Variable
+        >>> strategy = CentralStorageStrategy(["cpu:0", "cpu:1"])
+        >>> strategy.extended.parameter_devices
+        (Device('cpu:0'),)
+        >>> with strategy.scope():
+        ...     w = Variable([1.0, 2.0], name="w")
+        >>> w.num_copies, strategy.num_replicas_in_sync
+        (1, 2)
+
+    Source:
+        tf.distribute.experimental.CentralStorageStrategy.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[Device | str] | None = None,
+        parameter_device: Device | str | None = None,
+    ) -> None:
+        chosen = chosen_devices("CentralStorageStrategy", compute_devices)
+        if parameter_device is not None:
+            home = require_device(parameter_device)
+        else:
+            home = chosen[0] if len(chosen) == 1 else list_devices("cpu")[0]
+        super().__init__(chosen, parameter_devices=(home,))
+
+    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
+        """Make a variable with one copy."""
+        return new_mirrored(self, value, options)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CentralStorageStrategy:
+        return CentralStorageStrategy(self.device_names, self.parameter_devices[0])
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return CentralStorageStrategy, (self.device_names, str(self.parameter_devices[0]))
+
+
+def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[Device, ...]:
+    """Return the devices of a strategy's replicas; None takes all of the best kind there is.
+
+    Raises:
+        DeviceError: If a device does not exist.
+        ValueError: If there is none, or one is named twice.
+    """
     if devices is None:
         # Of one kind: two libraries may serve the same accelerators under two names.
         return next(filter(None, map(list_devices, ("cuda", "gpu", "tpu", "cpu"))))
     if isinstance(devices, (str, Device)):
         raise ValueError(
-            f"MirroredStrategy takes a list of devices, got {devices!r}. Write [{str(devices)!r}], "
+            f"{name} takes a list of devices, got {devices!r}. Write [{str(devices)!r}], "
             "or use OneDeviceStrategy."
         )
     chosen = tuple(require_device(device) for device in devices)
     if not chosen:
-        raise ValueError("MirroredStrategy needs at least one device, got none.")
+        raise ValueError(f"{name} needs at least one device, got none.")
     seen: set[Device] = set()
     for device in chosen:
         if device in seen:
             names = ", ".join(map(str, chosen))
             raise ValueError(
-                f"MirroredStrategy got device {device} twice ({names}). Use each device once; "
+                f"{name} got device {device} twice ({names}). Use each device once; "
                 "ar.set_logical_devices('cpu', n) makes more of them."
             )
         seen.add(device)

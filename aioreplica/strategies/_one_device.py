@@ -8,7 +8,13 @@ from typing import Any, final
 
 from ..devices import Device, require_device
 from ..typing import VariableSynchronization
-from ..values import MirroredVariable, SyncOnReadVariable, Variable, VariableOptions
+from ..values import (
+    CentralVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+    Variable,
+    VariableOptions,
+)
 from ._strategy import Strategy
 
 
@@ -42,7 +48,7 @@ class OneDeviceStrategy(Strategy):
 
 
 def new_mirrored(strategy: Strategy, value: Any, options: VariableOptions) -> Variable:
-    """Make a mirrored or sync-on-read variable under a name that is unique in its strategy."""
+    """Make a mirrored, central or sync-on-read variable under a name unique in its strategy."""
     synchronization = options.synchronization
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
@@ -50,7 +56,8 @@ def new_mirrored(strategy: Strategy, value: Any, options: VariableOptions) -> Va
             "support. Use 'auto', 'on_write' or 'on_read'."
         )
     is_on_read = synchronization is VariableSynchronization.ON_READ
-    kind = SyncOnReadVariable if is_on_read else MirroredVariable
+    merged = CentralVariable if strategy.parameter_devices else MirroredVariable
+    kind = SyncOnReadVariable if is_on_read else merged
 
     def make(name: str) -> Variable:
         named = dataclasses.replace(

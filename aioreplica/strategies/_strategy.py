@@ -43,6 +43,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
         topology: Which replica is on which host; None is one host.
         steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
         resolver: What said how many replicas there are, if something did.
+        parameter_devices: Where variables live, if not with the replicas.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
         topology: Topology | None = None,
         steps_per_run: int = 1,
         resolver: Any = None,  # Any: the cluster layer may say more than the topology
+        parameter_devices: tuple[Device, ...] = (),
     ) -> None:
         require_options(options, type(self).__name__)
         self._devices = devices
         self._topology = topology
         self._steps_per_run = steps_per_run
         self._resolver = resolver
+        self._parameter_devices = parameter_devices
         self._reducer = Reducer(options)
         self._recorder = Recorder()
         self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
@@ -259,6 +262,11 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
         return (None,) if self._devices is None else self._devices
 
     @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """Where variables live; empty where each replica has a copy on its own device."""
+        return self._parameter_devices
+
+    @property
     def device_names(self) -> tuple[str, ...]:
         """One device name per replica; "-" under the default strategy."""
         return self._device_names
@@ -354,8 +362,12 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
             return NotImplemented
         if type(self) is not type(other) or self._devices != other._devices:
             return False
-        ours = (self._topology, self._steps_per_run, self._reducer.options)
-        return ours == (other._topology, other._steps_per_run, other._reducer.options)
+        return self._settings() == other._settings()
+
+    def _settings(self) -> tuple[object, ...]:
+        return (
+            self._topology, self._steps_per_run, self._reducer.options, self._parameter_devices
+        )  # fmt: skip
 
     def __hash__(self) -> int:
         return hash((type(self), self._devices))

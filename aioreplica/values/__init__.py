@@ -7,6 +7,7 @@ from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
 from ._distributed import new_per_replica as new_per_replica
 from ._indexed_slices import IndexedSlices as IndexedSlices
+from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._plain import PlainVariable as PlainVariable
 from ._plain import default_store as default_store
@@ -46,6 +47,7 @@ __all__ = [
     "Done",
     "IndexedSlices",
     "Mirrored",
+    "CentralVariable",
     "MirroredVariable",
     "PerReplica",
     "PlainVariable",

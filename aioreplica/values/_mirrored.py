@@ -21,7 +21,6 @@ from ._store import Components, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
 
-@final
 class MirroredVariable(Variable):
     """A variable with one component per replica of its strategy."""
 
@@ -56,6 +55,18 @@ class MirroredVariable(Variable):
             )
         merging: Awaitable[Array] = replica.meet_as(verb, _merge_write, (self, verb, array), frame)
         return merging
+
+
+@final
+class CentralVariable(MirroredVariable):
+    """A variable with one copy, which all replicas read and an update computes once."""
+
+    __slots__ = ()
+
+    @property
+    def num_copies(self) -> int:
+        """One."""
+        return 1
 
 
 def aggregate(aggregation: VariableAggregation, arrays: Sequence[Any]) -> Any:

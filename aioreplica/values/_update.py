@@ -44,7 +44,10 @@ class Staging:
     def write(self, variable: Variable, index: int, array: Array) -> None:
         """Stage one component."""
         staged = self._staged.setdefault(variable, list(self._of(variable)))
-        staged[index] = array
+        if variable.num_copies == 1:
+            staged[:] = [array] * len(staged)
+        else:
+            staged[index] = array
 
     def commit(self) -> bool:
         """Publish everything; False, with nothing changed, if another write came between."""
@@ -132,11 +135,13 @@ async def update_components(
         fn,
         [(var, *own) for own in all_args],
         all_kwargs,
-        [(index, None) for index in range(len(var.components))],
+        [(index, None) for index in range(var.num_copies)],
     )
     if strategy.has_plain_values:
         return results[0] if group else results
-    return Mirrored(results) if group else results
+    if not group:
+        return results
+    return Mirrored(results * (len(var.components) // var.num_copies))
 
 
 def split_arguments(

@@ -185,10 +185,14 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         return cell.num_writes if cell.number <= self.store.version else cell.num_writes - 1
 
     @property
+    def num_copies(self) -> int:
+        """How many components can differ, and are updated each on its own."""
+        return len(self.cell.components)
+
+    @property
     def component_names(self) -> tuple[str, ...]:
-        """A name per component: that of the variable, then `name/replica_1` and so on."""
-        others = (f"{self.name}/replica_{i}" for i in range(1, len(self.cell.components)))
-        return (self.name, *others)
+        """A name per copy: that of the variable, then `name/replica_1` and so on."""
+        return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, self.num_copies)))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -126,7 +126,7 @@ async def test_a_forged_manifest_is_damage(name: str, folder: Path) -> None:
 async def test_a_million_tensors_are_refused_before_any_is_looked_at(folder: Path) -> None:
     def many(manifest: dict[str, Any]) -> None:
         entry = manifest["entries"]["w"]
-        entry["tensors"] = [[0, 2**40, 16, 0]] * 1_000_000
+        entry["tensors"] = [[]] * 1_000_000
 
     forge(folder, many)
     await falls_back(folder, "more than 100000")

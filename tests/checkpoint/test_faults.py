@@ -11,7 +11,11 @@ import pytest
 import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.checkpoint import CheckpointManager
-from aioreplica.errors import CheckpointNotCommittedError, CheckpointUncertainError
+from aioreplica.errors import (
+    CheckpointError,
+    CheckpointNotCommittedError,
+    CheckpointUncertainError,
+)
 
 from .simulated_files import Fault, SimulatedFiles, SimulatedStorage, subsets
 
@@ -94,45 +98,54 @@ def test_whatever_operation_goes_wrong_the_old_or_the_new_state_is_restored(
 def test_after_a_crash_at_any_point_the_old_or_the_new_state_is_restored(
     step: int, max_to_keep: int
 ) -> None:
-    rng = Random(0)
+    assert asyncio.run(crash_everywhere(SimulatedFiles(), step, max_to_keep)) > 100
 
-    async def main() -> int:
-        count = 0
-        files = await disk_with(1, max_to_keep=max_to_keep)
-        first = len(files.changes)
-        synced = [each.is_synced for each in files.changes]
-        manager = CheckpointManager(SimulatedStorage(files), max_to_keep=max_to_keep)
-        points: list[tuple[int, list[bool]]] = [(first, synced)]
-        record(files, points)
-        await manager.save(step, new_state(2))
-        is_saved_from = len(points)
-        points.append((len(files.changes), [each.is_synced for each in files.changes]))
-        for number, (num_changes, was_synced) in enumerate(points):
-            for change, flag in zip(files.changes, was_synced, strict=False):
-                change.is_synced = flag
-            for change in files.changes[len(was_synced) :]:
-                change.is_synced = False
-            loose = [each for each in files.changes[:num_changes] if not each.is_synced]
-            for kept in subsets(loose, rng):
-                found = await restored(files.crash_after(num_changes, kept))
-                assert found in ({2} if number >= is_saved_from else {1, 2})
-                count += 1
-        return count
 
-    def record(files: SimulatedFiles, points: list[tuple[int, list[bool]]]) -> None:
-        change, fsync = files._change, files.fsync
+def test_the_simulation_would_find_a_sync_that_is_missing() -> None:
+    class Unsynced(SimulatedFiles):
+        def fsync(self, fd: int) -> None:
+            """Promise everything, do nothing."""
 
-        def note() -> None:
-            points.append((len(files.changes), [each.is_synced for each in files.changes]))
+    with pytest.raises((AssertionError, CheckpointError)):
+        asyncio.run(crash_everywhere(Unsynced(), 2, 3))
 
-        def _change(made: Any) -> None:
-            change(made)
-            note()
 
-        def _fsync(fd: int) -> None:
-            fsync(fd)
-            note()
+async def crash_everywhere(files: SimulatedFiles, step: int, max_to_keep: int) -> int:
+    """Save, crash behind every change and sync of the disk, restore; return how many crashes."""
+    manager = CheckpointManager(SimulatedStorage(files), max_to_keep=max_to_keep)
+    await manager.save(1, new_state(1))
+    points = recorded(files)
+    await manager.save(step, new_state(2))
+    is_saved_from, rng, count = len(points), Random(0), 0
+    points.append(now(files))
+    for number, was_synced in enumerate(points):
+        for change, flag in zip(files.changes, was_synced, strict=False):
+            change.is_synced = flag
+        loose = [change for change in files.changes[: len(was_synced)] if not change.is_synced]
+        for kept in subsets(loose, rng):
+            found = await restored(files.crash_after(len(was_synced), kept))
+            assert found in ({2} if number >= is_saved_from else {1, 2})
+            count += 1
+    return count
 
-        files._change, files.fsync = _change, _fsync  # type: ignore[method-assign]
 
-    assert asyncio.run(main()) > 100
+def now(files: SimulatedFiles) -> list[bool]:
+    """Return whether each change so far is sure to survive."""
+    return [change.is_synced for change in files.changes]
+
+
+def recorded(files: SimulatedFiles) -> list[list[bool]]:
+    """Return a list that gets what is sure to survive, behind every change and every sync."""
+    points = [now(files)]
+    change, fsync = files._change, files.fsync
+
+    def noting(made: Any) -> None:
+        change(made)
+        points.append(now(files))
+
+    def syncing(fd: int) -> None:
+        fsync(fd)
+        points.append(now(files))
+
+    files._change, files.fsync = noting, syncing  # type: ignore[method-assign]
+    return points

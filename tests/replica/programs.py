@@ -59,10 +59,6 @@ Program = Sequence[Sequence[Meet | Start | Await]]
 class Kinds(Collective):
     """A collective whose calls agree if their arguments are equal."""
 
-    @property
-    def name(self) -> str:
-        return "kinds"
-
     def detail(self, argument: object) -> str:
         return str(argument)
 
@@ -76,7 +72,7 @@ class Kinds(Collective):
         raise AssertionError("the rendezvous decides only")
 
 
-KINDS = Kinds()
+KINDS = Kinds("kinds")
 
 
 # ---- the oracle ----------------------------------------------------------------------------

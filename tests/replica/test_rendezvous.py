@@ -26,13 +26,6 @@ EVENTS = (*CLASHES, "return", "fail", "withdraw")
 class Numbers(Collective):
     """A collective whose calls agree if argument and number of arguments are equal."""
 
-    def __init__(self, name: str = "numbers") -> None:
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
-
     def detail(self, argument: object) -> str:
         return str(argument)
 
@@ -50,7 +43,7 @@ class Numbers(Collective):
         raise AssertionError("the rendezvous decides only")
 
 
-NUMBERS, OTHER = Numbers(), Numbers("other")
+NUMBERS, OTHER = Numbers("numbers"), Numbers("other")
 
 
 def call(group: SyncGroup, position: int, sequence: int = 1, kind: str = "good") -> Call:

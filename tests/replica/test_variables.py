@@ -414,8 +414,8 @@ async def test_group_false_gives_the_list_of_all_results(
 
     await strategy.run(step)
 
-    count = strategy.num_replicas_in_sync
-    assert got == [list(range(count))] * count
+    each = list(range(variable.num_copies))
+    assert got == [each] * strategy.num_replicas_in_sync
 
 
 @pytest.mark.asyncio
