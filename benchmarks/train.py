@@ -79,7 +79,7 @@ async def measure(loop: str, plan: Plan, num_threads: int) -> tuple[list[Row], l
     """Measure everything once on the running loop, which is called `loop`."""
     rows: list[Row] = []
     speeds: list[Speed] = []
-    rows += await measure_adapters(loop, num_steps=plan.num_steps, num_rounds=plan.num_rounds)
+    rows += await measure_adapters(loop, num_steps=plan.num_steps, num_rounds=4 * plan.num_rounds)
     devices = ar.list_devices("cpu")
     for size in plan.sizes:
         async with ar.MirroredStrategy(devices[:size]) as strategy:

@@ -1,6 +1,7 @@
 """Train a digit classifier on several replicas, reproducibly to the last bit.
 
     python examples/train_digits.py --replicas 4
+    python examples/train_digits.py --epochs 1 --trace digits.json   # open it in ui.perfetto.dev
 
 Every batch is split over the replicas, each replica differentiates the loss of its part on its own
 device, and the optimizer merges the gradients. The result does not depend on the number of
@@ -12,6 +13,7 @@ import asyncio
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +95,7 @@ async def train(
     epochs: int = 30,
     batch_size: int = 64,
     seed: int = 0,
+    trace: Path | None = None,
     report: Callable[[Status], None] = lambda status: None,
 ) -> Result:
     """Train on the given number of CPU devices and return what came of it."""
@@ -105,7 +108,9 @@ async def train(
     def tell() -> None:
         report(Status(len(losses), epochs * len(batches), losses[-1], accuracy))
 
-    async with ar.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as strategy:
+    strategy = ar.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    tracing = nullcontext() if trace is None else strategy.trace(trace)
+    async with strategy, tracing:
         with strategy.scope():
             network = Network(np.random.default_rng(seed))
             optimizer = ar.optimizers.Adam(learning_rate=0.004)
@@ -158,6 +163,7 @@ def run(options: argparse.Namespace, console: Console) -> Result:
         "epochs": options.epochs,
         "batch_size": options.batch_size,
         "seed": options.seed,
+        "trace": options.trace,
     }
     if options.no_progress:
 
@@ -185,6 +191,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=64, help="images per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("loss_curve.png"))
+    parser.add_argument("--trace", type=Path, help="write a time line, .json or .pftrace")
     parser.add_argument("--no-progress", action="store_true", help="print lines, not a live bar")
     return parser.parse_args(arguments)
 

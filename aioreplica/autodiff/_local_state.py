@@ -62,7 +62,7 @@ def require_outside_replicas(what: str) -> None:
         ContextError: If it does not.
     """
     place = PLACE.get()
-    if place.replica is not None or place.update_replica_id is not None:
+    if place.is_in_step:
         raise ContextError(
             f"{what} was called in {place.describe()}, but concerns all replicas. Call it before "
             "or after the run."

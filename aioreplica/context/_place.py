@@ -87,6 +87,11 @@ class Place:
         self.is_outside = is_outside
         self.holds_devices = holds_devices
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this is in a replica, or where one component is updated."""
+        return self.replica is not None or self.update_replica_id is not None
+
     def end(self) -> None:
         """Make this a place outside every strategy, as the run or update it belonged to is over.
 
@@ -133,7 +138,7 @@ def in_cross_replica_context() -> bool:
         False
     """
     place = PLACE.get()
-    return place.strategy is not None and place.replica is None and place.update_replica_id is None
+    return place.strategy is not None and not place.is_in_step
 
 
 def get_update_replica_id() -> int | None:

@@ -1,3 +1,3 @@
-"""Where aioreplica meets other programs: the pytest plugin, found by its entry point."""
+"""Where aioreplica meets other programs: exporters, the live view, the pytest plugin."""
 
 __all__ = ()

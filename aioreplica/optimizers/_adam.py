@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, Unpack, final
@@ -21,7 +22,88 @@ Mask: TypeAlias = Collection[Variable] | Callable[[Variable], bool]
 
 
 @final
-class Adam(ElementwiseOptimizer):
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """Numbers of one step.
+
+    Attributes:
+        learning_rate: That of the step.
+        size: What the ratio of the two means is multiplied with.
+        epsilon: What the root of the second one is kept away from 0 by.
+    """
+
+    learning_rate: float
+    size: float
+    epsilon: float
+
+
+class AdamRule(ElementwiseOptimizer):
+    """Moves by the mean gradient in units of its root mean square; a subclass says from where.
+
+    Args:
+        learning_rate: As for `Adam`, and so the others.
+        beta_1: Decay of the running mean of gradients.
+        beta_2: Decay of the running mean of squared gradients.
+        epsilon: Keeps the division away from 0.
+        **options: As for `Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate,
+        beta_1: float,
+        beta_2: float,
+        epsilon: float,
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        self._beta_1 = checked_decay("beta_1", beta_1)
+        self._beta_2 = checked_decay("beta_2", beta_2)
+        self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
+        super().__init__(learning_rate, ("m", "v"), **options)
+
+    @abstractmethod
+    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
+        """Return what the move is subtracted from; it may lie in `block.new_value`."""
+
+    def new_slot(self, name: str, variable: Variable) -> Array:
+        """Start both means at 0."""
+        return np.zeros(variable.shape, variable.dtype)
+
+    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
+        """Compute how much of each mean is still its initial 0.
+
+        Instead of both means by their corrections, the two numbers they meet are divided.
+        """
+        step = iteration + 1
+        first = 1 - self._beta_1**step
+        root = math.sqrt(1 - self._beta_2**step)
+        return AdamStep(learning_rate, learning_rate * root / first, self._epsilon * root)
+
+    def update_block(self, prepared: AdamStep, block: Block) -> None:
+        """Fill in the new means, then move."""
+        gradient, scratch = block.gradient, block.scratch
+        m, v = block.slots
+        new_m, new_v = block.new_slots
+        np.subtract(gradient, m, out=scratch)
+        np.multiply(scratch, 1 - self._beta_1, out=scratch)
+        np.add(m, scratch, out=new_m)
+        np.multiply(gradient, gradient, out=scratch)
+        np.subtract(scratch, v, out=scratch)
+        np.multiply(scratch, 1 - self._beta_2, out=scratch)
+        np.add(v, scratch, out=new_v)
+        np.sqrt(new_v, out=scratch)
+        np.add(scratch, prepared.epsilon, out=scratch)
+        np.divide(new_m, scratch, out=scratch)
+        np.multiply(scratch, prepared.size, out=scratch)
+        np.subtract(self.start_of_move(prepared, block), scratch, out=block.new_value)
+
+    def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
+        """Return nothing: the powers of the betas follow from `iterations`."""
+        return {}
+
+
+@final
+class Adam(AdamRule):
     """The Adam optimizer, with slots `m` and `v`.
 
     Args:
@@ -62,29 +144,15 @@ class Adam(ElementwiseOptimizer):
         epsilon: float = 1e-8,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        self._rule = AdamRule(beta_1, beta_2, epsilon)
-        super().__init__(learning_rate, ("m", "v"), **options)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
 
-    def new_slot(self, name: str, variable: Variable) -> Array:
-        """Start both means at 0."""
-        return np.zeros(variable.shape, variable.dtype)
-
-    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
-        """Compute how much of each mean is still its initial 0."""
-        return self._rule.prepare(learning_rate, iteration)
-
-    def update_block(self, prepared: AdamStep, block: Block) -> None:
-        """Move against the mean gradient, in units of its root mean square."""
-        self._rule.update_block(prepared, block)
-        np.subtract(block.value, block.scratch, out=block.new_value)
-
-    def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
-        """Nothing: the powers of the betas follow from `iterations`."""
-        return {}
+    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
+        """Move from the old value."""
+        return block.value
 
 
 @final
-class AdamW(ElementwiseOptimizer):
+class AdamW(AdamRule):
     """Adam, and every step brings the values a little nearer to 0; slots `m` and `v`.
 
     Args:
@@ -129,99 +197,16 @@ class AdamW(ElementwiseOptimizer):
         weight_decay_mask: Mask | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        self._rule = AdamRule(beta_1, beta_2, epsilon)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
         self._decay = checked_number("weight_decay", weight_decay, ">= 0", lambda value: value >= 0)
         self._decays = _checked_mask(weight_decay_mask)
-        super().__init__(learning_rate, ("m", "v"), **options)
 
-    def new_slot(self, name: str, variable: Variable) -> Array:
-        """Start both means at 0."""
-        return np.zeros(variable.shape, variable.dtype)
-
-    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
-        """Compute how much of each mean is still its initial 0."""
-        return self._rule.prepare(learning_rate, iteration)
-
-    def update_block(self, prepared: AdamStep, block: Block) -> None:
-        """Decay the values, then move as Adam does."""
-        self._rule.update_block(prepared, block)
-        value = block.value
-        if block.variable is None or self._decays(block.variable):
-            kept = 1 - prepared.learning_rate * self._decay
-            value = np.multiply(value, kept, out=block.new_value)
-        np.subtract(value, block.scratch, out=block.new_value)
-
-    def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
-        """Nothing: the powers of the betas follow from `iterations`."""
-        return {}
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class AdamStep:
-    """Numbers of one step.
-
-    Attributes:
-        learning_rate: That of the step.
-        size: What the ratio of the two means is multiplied with.
-        epsilon: What the root of the second one is kept away from 0 by.
-    """
-
-    learning_rate: float
-    size: float
-    epsilon: float
-
-
-@final
-class AdamRule:
-    """Moves by the mean gradient in units of its root mean square.
-
-    Args:
-        beta_1: Decay of the running mean of gradients.
-        beta_2: Decay of the running mean of squared gradients.
-        epsilon: Keeps the division away from 0.
-
-    Raises:
-        ValueError: If a number is out of range.
-        TypeError: If one is no number.
-    """
-
-    __slots__ = ("_beta_1", "_beta_2", "_epsilon")
-
-    def __init__(self, beta_1: float, beta_2: float, epsilon: float) -> None:
-        self._beta_1 = checked_decay("beta_1", beta_1)
-        self._beta_2 = checked_decay("beta_2", beta_2)
-        self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
-
-    def prepare(self, learning_rate: float, iteration: int) -> AdamStep:
-        """Compute how much of each mean is still its initial 0.
-
-        Instead of both means by their corrections, the two numbers they meet are divided.
-        """
-        step = iteration + 1
-        first = 1 - self._beta_1**step
-        root = math.sqrt(1 - self._beta_2**step)
-        return AdamStep(learning_rate, learning_rate * root / first, self._epsilon * root)
-
-    def update_block(self, prepared: AdamStep, block: Block) -> None:
-        """Fill in the new means, and leave the step to subtract in the scratch memory."""
-        gradient, scratch = block.gradient, block.scratch
-        m, v = block.slots
-        new_m, new_v = block.new_slots
-        np.subtract(gradient, m, out=scratch)
-        np.multiply(scratch, 1 - self._beta_1, out=scratch)
-        np.add(m, scratch, out=new_m)
-        np.multiply(gradient, gradient, out=scratch)
-        np.subtract(scratch, v, out=scratch)
-        np.multiply(scratch, 1 - self._beta_2, out=scratch)
-        np.add(v, scratch, out=new_v)
-        np.sqrt(new_v, out=scratch)
-        np.add(scratch, prepared.epsilon, out=scratch)
-        np.divide(new_m, scratch, out=scratch)
-        np.multiply(scratch, prepared.size, out=scratch)
-
-    def __repr__(self) -> str:
-        return f"<AdamRule | {self._beta_1}, {self._beta_2}, {self._epsilon}>"
+    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
+        """Move from the old value, a little nearer to 0."""
+        if block.variable is not None and not self._decays(block.variable):
+            return block.value
+        kept = 1 - prepared.learning_rate * self._decay
+        return np.multiply(block.value, kept, out=block.new_value)
 
 
 def _checked_mask(mask: Any) -> Callable[[Variable], bool]:

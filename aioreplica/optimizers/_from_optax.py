@@ -83,28 +83,20 @@ class _FromOptax(JointOptimizer):
         self, transformation: Any, jax: Any, optax: Any, options: OptimizerOptions
     ) -> None:
         self._transformation = transformation
-        self._jax = jax
+        self._jax, self._optax = jax, optax
         super().__init__(1.0, self._slot_names(), **options)
         self._lock = Lock()
         self._names: tuple[str, ...] = ()
         self._places: list[tuple[str, Any]] = []
         self._initial: dict[tuple[str, str], Array] = {}
         self._shared: list[Variable] = []
-        self._spec: Any = None
+        self._step: Any = None  # jitted, made at the first step
         self._known: dict[int, tuple[Array, Any]] = {}  # ours, and the same memory as jax has it
-
-        def step(values: Any, gradients: Any, state: Any, factors: Any) -> Any:
-            updates, state = transformation.update(gradients, state, values)
-            if factors is not None:
-                updates = {name: update * factors[name] for name, update in updates.items()}
-            return optax.apply_updates(values, updates), state
-
-        self._step = jax.jit(step)
 
     def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
         """Make the state of the tree at the first step; return what belongs to no variable."""
         with self._lock:  # two blocking runs may take the first step at the same time
-            if self._spec is None:
+            if self._step is None:
                 self._begin(variables)
         if len(variables) != len(self._names) or {v.name for v in variables} != {*self._names}:
             raise ValueError(
@@ -132,39 +124,24 @@ class _FromOptax(JointOptimizer):
     ) -> None:
         """Transform the gradients and add them, for each different component of the variables."""
         everything = [*(variable for group in groups for variable in group), *shared]
+        names = tuple(group[0].name for group in groups)
         factors = None
         if any(factor != 1 for factor in prepared):
-            names = [group[0].name for group in groups]
-            factors = dict(zip(names, map(np.float32, prepared), strict=True))
-        write.compute(everything, partial(self._moved, groups, gradients, factors))
+            factors = list(map(np.float32, prepared))
+        write.compute(everything, partial(self._moved, names, gradients, factors))
         self.is_warm = True
 
     def _moved(
         self,
-        groups: Sequence[tuple[Variable, ...]],
+        names: tuple[str, ...],
         gradients: Sequence[Array],
-        factors: Any,
+        factors: Sequence[Any] | None,
         old: tuple[Array, ...],
     ) -> tuple[Array, ...]:
-        width, known = 1 + len(self.slot_names), self._known
+        known = self._known
         leaves = [known[id(a)][1] if id(a) in known else a for a in old]
-        names = [group[0].name for group in groups]
-        values = dict(zip(names, leaves[: len(groups) * width : width], strict=True))
-        starts = {name: index * width for index, name in enumerate(names)}
-        slots = {name: 1 + index for index, name in enumerate(self.slot_names)}
-        places = [
-            starts[owner] + slots[where] if owner else len(groups) * width + where
-            for owner, where in self._places
-        ]
-        state = self._jax.tree_util.tree_unflatten(self._spec, [leaves[i] for i in places])
-        named = dict(zip(names, gradients, strict=True))
-        values, state = self._step(values, named, state, factors)
-        new: list[Any] = list(leaves)
-        for name in names:
-            new[starts[name]] = values[name]
-        for index, leaf in zip(places, self._jax.tree_util.tree_leaves(state), strict=True):
-            new[index] = leaf
-        arrays = tuple(map(np.asarray, new))
+        new = self._step(names, leaves, gradients, factors)
+        arrays = tuple(map(np.asarray, new))  # waits for jax
         self._known = {id(a): (a, leaf) for a, leaf in zip(arrays, new, strict=True)}
         return arrays
 
@@ -178,7 +155,7 @@ class _FromOptax(JointOptimizer):
         asarray = self._jax.numpy.asarray
         values = {variable.name: asarray(variable.components[0]) for variable in variables}
         tree = self._transformation.init(values)
-        paths, self._spec = self._jax.tree_util.tree_flatten_with_path(tree)
+        paths, spec = self._jax.tree_util.tree_flatten_with_path(tree)
         strategy = variables[0].strategy
         for index, (path, leaf) in enumerate(paths):
             name, owner = _named(path, values)
@@ -194,6 +171,37 @@ class _FromOptax(JointOptimizer):
         self._names = tuple(values)
         self.settings.shared = tuple(self._shared)
         self.settings.restored = {}
+        self._step = self._compiled(spec)
+
+    def _compiled(self, spec: Any) -> Any:
+        """Return the step as jax runs it: lists go in and out, so that no tree is built twice."""
+        tree_util, update = self._jax.tree_util, self._transformation.update
+        apply_updates, places = self._optax.apply_updates, self._places
+        slots = {name: 1 + index for index, name in enumerate(self.slot_names)}
+        width = 1 + len(slots)
+
+        def step(
+            names: tuple[str, ...], leaves: list[Any], gradients: list[Any], factors: Any
+        ) -> list[Any]:
+            starts = {name: index * width for index, name in enumerate(names)}
+            own = [
+                starts[owner] + slots[which] if owner else len(names) * width + which
+                for owner, which in places
+            ]
+            values = {name: leaves[start] for name, start in starts.items()}
+            state = tree_util.tree_unflatten(spec, [leaves[index] for index in own])
+            updates, state = update(dict(zip(names, gradients, strict=True)), state, values)
+            if factors is not None:
+                of_each = dict(zip(names, factors, strict=True))
+                updates = {name: update * of_each[name] for name, update in updates.items()}
+            new = list(leaves)
+            for name, value in apply_updates(values, updates).items():
+                new[starts[name]] = value
+            for index, leaf in zip(own, tree_util.tree_leaves(state), strict=True):
+                new[index] = leaf
+            return new
+
+        return self._jax.jit(step, static_argnums=0)
 
     def _slot_names(self) -> tuple[str, ...]:
         """Look what the transformation keeps for a variable, on one that is all alone."""

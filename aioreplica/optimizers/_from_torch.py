@@ -19,6 +19,7 @@ Array = npt.NDArray[Any]
 Group = Mapping[str, Any]
 
 THREADED_BYTES = 256 * 1024
+KINDS_OF_STEP = ("foreach", "fused", "differentiable", "capturable")
 NUM_UPDATES = "num_updates"  # a slot of our own: torch makes its state at the first update
 
 
@@ -32,8 +33,9 @@ def from_torch(
     """Make an optimizer of a class of `torch.optim`.
 
     Its state becomes slots, so it is colocated with the variables, written together with them and
-    part of what a checkpoint saves. One call of torch updates all variables of a step.
-    `learning_rate`, 1 at first, and the multipliers are factors of torch's `lr`.
+    part of what a checkpoint saves. One call of torch updates all variables of a step: its fused
+    step where there is one, which rounds the last bit differently, unless an option says
+    `fused=False`. `learning_rate`, 1 at first, and the multipliers are factors of torch's `lr`.
 
     Args:
         optimizer_class: Such as `torch.optim.AdamW`.
@@ -71,15 +73,14 @@ def from_torch(
             'pip install "aioreplica[torch]"',
             name="torch",
         ) from missing
-    is_one = isinstance(optimizer_class, type)
-    if not is_one or not issubclass(optimizer_class, torch.optim.Optimizer):
+    kind = torch.optim.Optimizer
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, kind)):
         raise TypeError(
             f"from_torch takes a class such as torch.optim.Adam, got {optimizer_class!r}."
         )
     ours = OptimizerOptions.__optional_keys__
-    of_optimizer: Any = {name: value for name, value in options.items() if name in ours}
-    of_torch = {name: value for name, value in options.items() if name not in ours}
-    rule = _Rule(torch, optimizer_class, groups, of_torch)
+    of_optimizer: Any = {name: options.pop(name) for name in [*options] if name in ours}
+    rule = _Rule(torch, optimizer_class, groups, options)
     schedule = None if scheduler is None else _Schedule(rule, scheduler)
     return _FromTorch(rule, schedule, of_optimizer)
 
@@ -98,6 +99,7 @@ class _Rule:
         self.torch = torch
         self._class = optimizer_class
         self._options = dict(options)
+        self.can_be_fused = self._has_fused_step(optimizer_class, [*(groups or ()), options])
         self.is_open = groups is None
         self.writes_gradients = bool(options.get("foreach"))  # SGD does, with nesterov
         self.groups = [dict(group) for group in groups or [{"params": ()}]]
@@ -115,10 +117,22 @@ class _Rule:
         names = [self.first_state(np.zeros(2), index) for index in range(len(self.groups))]
         self.slot_names = tuple(dict.fromkeys(name for state in names for name in state))
 
-    def new_optimizer(self, parameters: Sequence[Sequence[Any]]) -> Any:
+    def new_optimizer(self, parameters: Sequence[Sequence[Any]], *, is_fused: bool = False) -> Any:
         """Make an optimizer of torch with the parameters of each group."""
         groups = zip(parameters, self.groups, strict=True)
-        return self._class([{**g, "params": [*own]} for own, g in groups], **self._options)
+        options = {**self._options, "fused": True} if is_fused else self._options
+        return self._class([{**g, "params": [*own]} for own, g in groups], **options)
+
+    def _has_fused_step(self, optimizer_class: Any, chosen: Sequence[Mapping[str, Any]]) -> bool:
+        """Tell whether torch takes the whole step in one pass, and the user chose no other way."""
+        if any(name in options for options in chosen for name in KINDS_OF_STEP):
+            return False
+        parameter = self.torch.nn.Parameter(self.torch.zeros(1))
+        try:
+            optimizer_class([parameter], **self._options, fused=True)
+        except (TypeError, ValueError, RuntimeError):  # it has none, or not for these options
+            return False
+        return True
 
     def state_at_start(self, parameter: Any, index: int) -> dict[str, Any]:
         """Return what torch has of a parameter before its first step; most have nothing."""
@@ -131,23 +145,24 @@ class _Rule:
         parameter.grad = self.torch.zeros_like(parameter)
         optimizer = self._class([{**self.groups[index], "params": [parameter]}], **self._options)
         optimizer.step()
-        state = self.tensors(optimizer.state[parameter])
-        return {name: np.zeros_like(part.detach().numpy()) for name, part in state.items()}
+        found: dict[str, Array] = {}
+        for name, part in optimizer.state[parameter].items():
+            if part is not None:
+                found[name] = np.zeros_like(self.checked_tensor(name, part).detach().numpy())
+        return found
 
-    def tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter without what is None.
+    def checked_tensor(self, name: str, part: Any) -> Any:
+        """Return a part of a parameter's state.
 
         Raises:
-            TypeError: If something is no tensor.
+            TypeError: If it is no tensor.
         """
-        found = {name: part for name, part in state.items() if part is not None}
-        for name, part in found.items():
-            if not isinstance(part, self.torch.Tensor):
-                raise TypeError(
-                    f"{self._class.__name__} keeps {name!r} as a {type(part).__name__}, but only "
-                    "tensors can be slots. Use another optimizer."
-                )
-        return found
+        if isinstance(part, self.torch.Tensor):
+            return part
+        raise TypeError(
+            f"{self._class.__name__} keeps {name!r} as a {type(part).__name__}, but only "
+            "tensors can be slots. Use another optimizer."
+        )
 
 
 @final
@@ -172,7 +187,8 @@ class _Schedule:
             self._scheduler.step()
             self._count += 1
         groups = self._optimizer.param_groups
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        kept = ("params", "fused")  # the second is ours
+        return [{k: v for k, v in group.items() if k not in kept} for group in groups]
 
     def _begin(self) -> None:
         torch = self._rule.torch
@@ -250,44 +266,48 @@ class _FromTorch(JointOptimizer):
         old: Sequence[Array],
         new: Sequence[Array],
     ) -> None:
-        torch = self._rule.torch
-        optimizer, parameters = self._optimizer_for([group[0] for group in groups], factors)
+        rule, torch = self._rule, self._rule.torch
+        variables = [group[0] for group in groups]
+        width = 1 + len(self.slot_names)
+        are_new = [not count for count in old[1::width]]
+        # torch's fused step takes parameters that all have their state already, or all have none.
+        is_fused = rule.can_be_fused and len({*are_new}) == 1
+        is_fused = is_fused and all(value.dtype.char in "fd" for value in old[::width])
+        optimizer, parameters = self._optimizer_for(variables, factors, is_fused)
         if self._schedule is not None:
             self._follow(optimizer, self._schedule.at(iteration), factors)
-        names = self.slot_names
-        width = 1 + len(names)
+        names = rule.slot_names
         tensors = list(map(torch.from_numpy, new))
+        for before, after, tensor in zip(old, new, tensors, strict=True):
+            _copy(torch, before, after, tensor)
+        state: Any = optimizer.state
         for index, parameter in enumerate(parameters):
             at = index * width
-            _copy(torch, old[at], new[at], tensors[at])
             parameter.data = tensors[at]
             gradient = _readable(torch, gradients[index])
-            parameter.grad = gradient.clone() if self._rule.writes_gradients else gradient
-            state = {}
-            new[at + 1][...] = old[at + 1] + 1
-            for slot in range(2, width):
-                _copy(torch, old[at + slot], new[at + slot], tensors[at + slot])
-                state[names[slot - 1]] = tensors[at + slot]
-            if not old[at + 1]:
-                variable = groups[index][0]
-                state = self._rule.state_at_start(parameter, self._rule.group_of[variable])
-            optimizer.state[parameter] = state
+            parameter.grad = gradient.clone() if rule.writes_gradients else gradient
+            new[at + 1] += 1
+            if are_new[index]:
+                state[parameter] = rule.state_at_start(parameter, rule.group_of[variables[index]])
+            else:
+                state[parameter] = dict(zip(names, tensors[at + 2 : at + width], strict=True))
         optimizer.step()
         for index, parameter in enumerate(parameters):
-            at = index * width
-            made = self._rule.tensors(optimizer.state[parameter])
-            for name, tensor in zip(names[1:], tensors[at + 2 : at + width], strict=True):
-                if name in made and made[name] is not tensor:
-                    tensor.copy_(made[name])
+            at = index * width + 2
+            made = state[parameter]
+            for name, tensor in zip(names, tensors[at : at + width - 2], strict=True):
+                part = made.get(name)
+                if part is not tensor and part is not None:
+                    tensor.copy_(rule.checked_tensor(name, part))
             parameter.grad = None
             parameter.data = self._nothing  # it would hold a buffer that the next step can use
-        optimizer.state.clear()
+        state.clear()
 
     def _optimizer_for(
-        self, variables: Sequence[Variable], factors: Sequence[float]
+        self, variables: Sequence[Variable], factors: Sequence[float], is_fused: bool
     ) -> tuple[Any, list[Any]]:
         """Return torch's optimizer of these variables, each in a group for its factor."""
-        wanted = (*map(id, variables), *factors)
+        wanted = (is_fused, *map(id, variables), *factors)
         if wanted != self._made:
             self._variables = [*variables]  # so that their ids stay theirs
             torch = self._rule.torch
@@ -296,7 +316,7 @@ class _FromTorch(JointOptimizer):
             empty: list[list[Any]] = [[] for _ in rule.groups]
             for parameter, variable in zip(parameters, variables, strict=True):
                 empty[where[variable]].append(parameter)
-            optimizer = rule.new_optimizer(empty)
+            optimizer = rule.new_optimizer(empty, is_fused=is_fused)
             bases = optimizer.param_groups
             optimizer.param_groups = split = []
             for index, base in enumerate(bases):
@@ -343,4 +363,10 @@ def _copy(torch: Any, old: Array, new: Array, tensor: Any) -> None:
 
 def _readable(torch: Any, array: Array) -> Any:
     """Return an array as a tensor of the same memory, to be read only."""
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
+    if not array.flags.writeable:
+        array = array.view()
+        try:
+            array.flags.writeable = True
+        except ValueError:  # so is the array that owns the memory
+            array = np.asarray(_Memory(array))
+    return torch.from_numpy(array)

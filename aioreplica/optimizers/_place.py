@@ -18,7 +18,7 @@ def require_outside_replicas(what: str) -> None:
         ContextError: If it does not.
     """
     place = PLACE.get()
-    if place.replica is not None or place.update_replica_id is not None:
+    if place.is_in_step:
         raise ContextError(
             f"{what} was made inside a step of {place.strategy!r}. Make optimizers in "
             "strategy.scope(), before the run."
@@ -70,7 +70,7 @@ def require_cross_replica_context(what: str, instead: str = "") -> None:
         ContextError: If it does not.
     """
     place = PLACE.get()
-    if place.replica is not None or place.update_replica_id is not None:
+    if place.is_in_step:
         raise ContextError(
             f"{what} is a cross-replica method but was called in {place.describe()}. "
             f"{instead or 'Call it outside the step.'}"

@@ -85,7 +85,7 @@ class StagedWrite:
         for arrays in zip(*(self._old[variable] for variable in group), strict=True):
             key = tuple(map(id, arrays))
             if key not in made:
-                made[key] = list(map(_fitting, group, fn(arrays)))
+                made[key] = list(map(_fitting, group, arrays, fn(arrays)))
             replicas.append(made[key])
         for variable, components in zip(group, zip(*replicas, strict=True), strict=True):
             self._new[variable] = components
@@ -120,20 +120,20 @@ class StagedWrite:
         old = self._old.get(variable)
         if old is None:
             old = self._old[variable] = variable.components
-        self._new[variable] = (_fitting(variable, value),) * len(old)
+        self._new[variable] = (_fitting(variable, old[0], value),) * len(old)
 
     def change(self, variable: Variable, fn: Callable[[Array], Any]) -> None:
         """Replace staged components by what a function makes of each."""
         made = {id(array): array for array in self._new[variable]}
         for key, array in made.items():
             array.flags.writeable = False
-            made[key] = _fitting(variable, fn(array))
+            made[key] = _fitting(variable, array, fn(array))
         self._new[variable] = tuple(made[id(array)] for array in self._new[variable])
 
     def publish(self) -> bool:
         """Swap everything in; False, with nothing changed, if somebody has written meanwhile."""
         for components in self._new.values():
-            for array in {id(array): array for array in components}.values():
+            for array in components:
                 array.setflags(write=False)
         store = next(iter(self._new)).store
         if all(variable.store is store for variable in self._new):
@@ -155,13 +155,13 @@ def _memory(variable: Variable, old: Array) -> Array:
     return np.empty(old.shape, old.dtype)  # it is written through a flat view
 
 
-def _fitting(variable: Variable, value: Any) -> Array:
-    """Return a new component as a read-only array in its variable's dtype."""
-    array = np.asarray(value, dtype=variable.dtype)
-    if array.shape != variable.shape:
+def _fitting(variable: Variable, old: Array, value: Any) -> Array:
+    """Return a new component, as a read-only array of the shape and dtype of the old one."""
+    array = np.asarray(value, dtype=old.dtype)
+    if array.shape != old.shape:
         raise ValueError(
             f"The update of {variable.name!r} has shape {array.shape}, but the variable has "
-            f"shape {variable.shape}."
+            f"shape {old.shape}."
         )
-    array.flags.writeable = False
+    array.setflags(write=False)
     return array

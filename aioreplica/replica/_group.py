@@ -139,8 +139,7 @@ class ReplicaGroup(RunControl):
             task = asyncio.Task(coroutine, loop=loop, context=own)
             replica.work = task
             task.add_done_callback(partial(ended, replica))
-        tell = self._observers.run_began
-        if tell is not None:
+        if (tell := self._observers.run_began) is not None:
             tell(self)
 
     def start_ops(
@@ -153,19 +152,19 @@ class ReplicaGroup(RunControl):
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas
         ops = []
+        told = OpTracker(self._observers)  # not `self.ops`: these are the replicas themselves
         began = self._observers.replica_began
         for replica, place, call in zip(self.replicas, places, calls, strict=True):
             own = copy_context()
             own.run(PLACE.set, place)
             if began is not None:
                 began(self, replica.replica_id, own)
-            replica.op = replica.work = own.run(partial(Op[Any], completions, *call))
+            replica.op = replica.work = own.run(partial(Op[Any], completions, *call, tracker=told))
             ops.append(replica.op)
         submit_gang(lane_names, ops)
         for replica, op in zip(self.replicas, ops, strict=True):
             op.add_done_callback(partial(self._ended, replica))
-        tell = self._observers.run_began
-        if tell is not None:
+        if (tell := self._observers.run_began) is not None:
             tell(self)
 
     async def wait(self, stall_timeout: float | None) -> list[Any]:
@@ -199,8 +198,7 @@ class ReplicaGroup(RunControl):
             for timer in (self._recancel, self._unwind_timer):
                 if timer is not None:
                     timer.cancel()
-            tell = self._observers.run_ended
-            if tell is not None:
+            if (tell := self._observers.run_ended) is not None:
                 tell(self)
         error = self._failures.error()
         if error is not None:
@@ -261,8 +259,7 @@ class ReplicaGroup(RunControl):
         error = error_of(work)
         if error is None and point.unseen:  # by identity: an exception of the user may be false
             error = point.unseen_by(replica.replica_id)
-        tell = self._observers.replica_ended
-        if tell is not None:
+        if (tell := self._observers.replica_ended) is not None:
             tell(self, replica.replica_id, error)
         if self._withdrawn is replica:
             self._has_unwound(replica, error)

@@ -145,10 +145,12 @@ class Collective(ABC):
     Attributes:
         name: The same.
         is_uneven: Whether replicas may bring values of different sizes.
+        is_reduction: Whether the decisive argument has an operator; then it holds nothing else.
     """
 
     __slots__ = ("name",)
     is_uneven = False
+    is_reduction = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -409,18 +411,17 @@ class Generation:
         if error is not None:
             raise error.with_traceback(self.traceback)
 
-    def entry(self) -> MergeEntry:
-        """Return the record of the merge: numbers and strings only."""
-        calls = self.calls
-        first: Call = calls[0]
-        collective = first.collective
+    def entry(self, time_s: float) -> MergeEntry:
+        """Return the record of the merge, which ended at that time: nothing of what was brought."""
+        first: Call = self.calls[0]
+        collective, group = first.collective, self.group
         if collective.is_uneven:
-            sizes = tuple(map(collective.num_bytes, calls))
+            sizes = tuple(map(collective.num_bytes, self.calls))
         else:
             sizes = (collective.num_bytes(first),)
-        group = self.group
-        return (group.step, first.sequence, collective.name, collective.op_name(first.argument),
-                sizes, group.members, self.visits)  # fmt: skip
+        op = first.argument if collective.is_reduction else None
+        return (time_s, group.step, first.sequence, collective, op, sizes, group.members,
+                self.visits)  # fmt: skip
 
     def __repr__(self) -> str:
         return f"<Generation {self.first.describe()} | {self.missing} missing>"

@@ -1,9 +1,8 @@
 """Where the replicas of one run meet: they arrive, one merge runs, all are released.
 
-The shell around the rendezvous, for tasks and device threads alike. Who waits is a `Waiter`: tasks
-share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
-(`_device_waiters.py`). The call that completes a generation merges it at once and releases the
-others. Only a merge that has to be awaited goes through a task of its own.
+The shell around the rendezvous, for tasks and device threads alike. Tasks share one future per
+generation (`TaskWaiter`, the hot path), threads park at a gate each (`_device_waiters.py`). The
+call that completes a generation merges it at once. Only a merge that awaits has a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
 it, that ends the run in any case (`MeetingPoint.withdrew`).
@@ -353,7 +352,7 @@ class MeetingPoint:
 
     def waits(self, replica_id: int) -> list[Generation]:
         """Return the generations that tasks of a replica wait for."""
-        with self._guard:
+        with self.lock or NO_LOCK:
             return self.rendezvous.waits(replica_id)
 
     def unseen_by(self, replica_id: int) -> BaseException | None:
@@ -414,13 +413,9 @@ class MeetingPoint:
 
     def forget(self) -> None:
         """Let go of every call."""
-        if self.lock is None:
+        with self.lock or NO_LOCK:
             self.rendezvous.forget()
-        else:
-            with self.lock:
-                self.rendezvous.forget()
-        if self.unseen:
-            self.unseen.clear()
+        self.unseen.clear()
 
 
 class Waiter(ABC):

@@ -181,6 +181,7 @@ class Reducing(Collective):
     """
 
     __slots__ = ()
+    is_reduction = True
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""

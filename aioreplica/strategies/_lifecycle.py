@@ -218,7 +218,7 @@ class Lifecycle:
         if not self._is_bound:
             return  # the default strategy is never closed: all code shares it
         place = PLACE.get()
-        if place.replica is not None or place.in_merge or place.update_replica_id is not None:
+        if place.is_in_step or place.in_merge:
             raise ContextError(
                 f"{self._label} cannot be closed in {place.describe()}: it would wait for "
                 "itself. Close it where it was opened."

@@ -33,7 +33,7 @@ class Scope(Generic[S]):
     def __enter__(self) -> S:
         current = PLACE.get()
         is_own = current.strategy is None or current.strategy is self._strategy
-        is_inside = current.replica is not None or current.update_replica_id is not None
+        is_inside = current.is_in_step
         if is_inside and not (is_own and self._place is None):
             raise ContextError(
                 f"scope() of {self._strategy!r} was entered in {current.describe()}. Enter it "

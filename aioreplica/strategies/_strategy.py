@@ -338,7 +338,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
             ContextError: Inside a replica or an update, or under another strategy.
         """
         place = PLACE.get()
-        if place.replica is not None or place.update_replica_id is not None:
+        if place.is_in_step:
             advice = f"Use {twin} there" if twin else "Call it outside the step"
             raise ContextError(
                 f"{what} is a cross-replica method but was called in {place.describe()}. {advice}."

@@ -29,6 +29,8 @@ from ._statistics import UsageCounters as UsageCounters
 from ._statistics import skew_of as skew_of
 from ._statistics import straggler_text as straggler_text
 from ._statistics import usage as usage
+from ._totals import CollectiveTotals as CollectiveTotals
+from ._totals import Totals as Totals
 from ._trace import Trace as Trace
 from ._trace_files import FORMATS as FORMATS
 
@@ -36,6 +38,7 @@ __all__ = [
     "KINDS",
     "FORMATS",
     "CollectiveRecord",
+    "CollectiveTotals",
     "Event",
     "EventLog",
     "MergeEntry",
@@ -51,6 +54,7 @@ __all__ = [
     "Recorder",
     "ReplicaSkew",
     "ReplicaWait",
+    "Totals",
     "Trace",
     "Usage",
     "UsageCounters",

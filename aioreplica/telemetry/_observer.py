@@ -21,16 +21,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from threading import Lock
 from types import CodeType
-from typing import NamedTuple, Protocol, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 from weakref import WeakSet
 
 from ..context import REGISTRY
 
 Visit: TypeAlias = tuple[CodeType, int, float]
 """One replica's call: the code object and byte offset it was made at, and when it arrived."""
-
-MergeEntry: TypeAlias = tuple[int, int, str, str, tuple[int, ...], tuple[int, ...], Sequence[Visit]]
-"""A merge as it is recorded: step, sequence, collective, operator, sizes, members and visits."""
 
 
 @final
@@ -56,6 +53,34 @@ class Event(NamedTuple):
     step: int
     replica_id: int | None
     value: float | str | None
+
+
+class ObservedCollective(Protocol):
+    """One kind of collective; there is one object per kind, which holds nothing of a run."""
+
+    @property
+    def name(self) -> str:
+        """Name as users call it, such as "all_reduce"."""
+
+    def op_name(self, argument: Any, /) -> str:
+        """Name the operator of a reduction; empty for the rest."""
+
+
+MergeEntry: TypeAlias = tuple[
+    float,
+    int,
+    int,
+    ObservedCollective,
+    object,
+    tuple[int, ...],
+    tuple[int, ...],
+    Sequence[Visit],
+]
+"""A merge as it is recorded: end, step, sequence, collective, its operator, sizes, members, visits.
+
+What names the collective and its operator is looked up by who reads it: this is made at every
+merge.
+"""
 
 
 class ObservedCall(Protocol):
@@ -114,8 +139,8 @@ class ObservedMerge(Protocol):
     def describe(self) -> str:
         """Name the collective with its number and argument."""
 
-    def entry(self) -> MergeEntry:
-        """Return what is recorded of it, once it has ended."""
+    def entry(self, time_s: float, /) -> MergeEntry:
+        """Return what is recorded of it, once it has ended, at that time."""
 
 
 class ObservedWait(Protocol):

@@ -114,13 +114,14 @@ class Recorder:
         0.5
     """
 
-    __slots__ = ("_ring", "now")
+    __slots__ = ("_keep", "_ring", "now")
 
     def __init__(self, capacity: int = 256) -> None:
         if capacity < 1:
             raise ValueError(f"A recorder keeps at least 1 record, got capacity={capacity}.")
         self.now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: deque[tuple[float, MergeEntry]] = deque(maxlen=capacity)
+        self._ring: deque[MergeEntry] = deque(maxlen=capacity)
+        self._keep = self._ring.append  # bound once, as every merge is kept
 
     def record(
         self,
@@ -133,7 +134,7 @@ class Recorder:
         members: tuple[int, ...],
         visits: Sequence[Visit],
     ) -> None:
-        """Add one merge. This is on the path of every merge: it is made readable when it is read.
+        """Add one merge that is described by names.
 
         Args:
             time_s: When it ended.
@@ -145,13 +146,13 @@ class Recorder:
             members: Who met.
             visits: Where each member called from, and when it arrived.
         """
-        entry = (step, sequence, collective, op, num_bytes, members, visits)
-        self._ring.append((time_s, entry))
+        named = _Named(collective)
+        self._keep((time_s, step, sequence, named, op or None, num_bytes, members, visits))
 
     def merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         """Add a merge that has just ended; one that failed is not kept."""
         if error is None:
-            self._ring.append((self.now(), merge.entry()))
+            self._keep(merge.entry(self.now()))
 
     def records(self) -> tuple[MergeRecord, ...]:
         """Return the kept merges, oldest first."""
@@ -174,19 +175,29 @@ class Recorder:
         return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
 
 
-def _readable(kept: tuple[float, MergeEntry]) -> MergeRecord:
-    time_s, (step, sequence, collective, op, num_bytes, members, visits) = kept
+@final
+class _Named(NamedTuple):
+    """Stands for a collective, by name."""
+
+    name: str
+
+    def op_name(self, argument: object) -> str:
+        return str(argument)
+
+
+def _readable(entry: MergeEntry) -> MergeRecord:
+    time_s, step, sequence, collective, op, num_bytes, members, visits = entry
     sites = [f"{code.co_filename}:{source_line(code, at)}" for code, at, _ in visits]
     first, at, _ = visits[0]
     return MergeRecord(
         time_s,
         step,
         sequence,
-        collective,
+        collective.name,
         first.co_filename,
         source_line(first, at),
         len(members),
-        op,
+        "" if op is None else collective.op_name(op),
         num_bytes,
         members,
         tuple(arrived_s for _, _, arrived_s in visits),

@@ -167,7 +167,7 @@ class Trace:
             self._ring.append((_Drawing.run, (run.step, run.fn_name, begin, self._now())))
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
-        self._ring.append((_Drawing.merge, (self._now(), merge.entry(), error is not None)))
+        self._ring.append((_Drawing.merge, (merge.entry(self._now()), error is not None)))
 
     def _op_queued(self, op: ObservedOp, _lane: str) -> None:
         queued = self._queued
@@ -253,11 +253,12 @@ class _Drawing:
         track = self._tracks[replica_id]
         self.slices.append(Slice(track, f"step {step}", "step", begin_ns, end_ns, args))
 
-    def merge(self, end: float, entry: MergeEntry, has_failed: bool) -> None:
-        step, sequence, name, op, num_bytes, members, visits = entry
+    def merge(self, entry: MergeEntry, has_failed: bool) -> None:
+        end, step, sequence, collective, op, num_bytes, members, visits = entry
         end_ns = self._ns(end)
         flows = (self._next_flow(),) if len(members) > 1 else ()
-        title = f"{name} ({op})" if op else name
+        op_name = "" if op is None else collective.op_name(op)
+        title = f"{collective.name} ({op_name})" if op_name else collective.name
         for position, (member, (code, at, arrived)) in enumerate(zip(members, visits, strict=True)):
             size = num_bytes[position if len(num_bytes) > 1 else 0]
             args: dict[str, str | int | float] = {

@@ -451,7 +451,7 @@ def _new_plain(value: Array, options: VariableOptions) -> Variable:
 
 
 def _require_creation_allowed(place: Place) -> None:
-    if place.replica is not None or place.update_replica_id is not None:
+    if place.is_in_step:
         raise ContextError(
             f"ar.Variable(...) was called in {place.describe()}. Create variables in "
             "strategy.scope() before the run, or inside it with `await ctx.variable(...)`, in a "

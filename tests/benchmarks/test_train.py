@@ -41,7 +41,11 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
 def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
     _, written = quick
     threads = f"NumPy, {written['num_blas_threads']} BLAS threads"
-    expected = [(f"from_{name}, AdamW", f"{name} alone", 1) for name in ADAPTED]
+    expected = [
+        (f"from_{name}, AdamW{size}", f"{name} alone", 1)
+        for name in ADAPTED
+        for size in ("", ", small")
+    ]
     for size in (1, 2):
         for name in ("SGD", "Adam"):
             for batch in (32, 256):

@@ -1,8 +1,10 @@
 """outside_compilation: functions that run on the host while a device program waits."""
 
 import asyncio
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -168,6 +170,21 @@ async def test_an_async_functions_exception_can_be_caught(pair: ar.MirroredStrat
         return "nothing"
 
     assert (await pair.run(step)).values == ("later", "later")
+
+
+async def test_nothing_of_a_call_is_kept_after_it(solo: ar.OneDeviceStrategy) -> None:
+    class Argument:
+        pass
+
+    def step() -> bool:
+        argument = Argument()
+        kept = weakref.ref(argument)
+        outside(lambda _: None, argument)
+        del argument
+        gc.collect()
+        return kept() is None
+
+    assert solo.local_results(await solo.run(step)) == (True,)
 
 
 async def test_nesting_is_refused(pair: ar.MirroredStrategy) -> None:

@@ -1,23 +1,30 @@
 """The example of jax: it learns, repeats itself bit by bit, and says how good it is."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
-LIBRARY = pytest.importorskip("jax")
-
-from examples.jax_digits import Result, main, train  # noqa: E402  # where jax is installed
-
 pytestmark = pytest.mark.xslow
 
 
-def arrays(result: Result) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in LIBRARY.tree.leaves((result.params, result.state))]
+@pytest.fixture
+def example() -> Any:
+    pytest.importorskip("jax")
+    from examples import jax_digits
+
+    return jax_digits
 
 
-def test_two_runs_are_bitwise_equal_and_the_state_follows_the_images() -> None:
-    first, second = (asyncio.run(train(replicas=2, epochs=1)) for _ in range(2))
+def arrays(result: Any) -> list[np.ndarray]:
+    import jax
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((result.params, result.state))]
+
+
+def test_two_runs_are_bitwise_equal_and_the_state_follows_the_images(example: Any) -> None:
+    first, second = (asyncio.run(example.train(replicas=2, epochs=1)) for _ in range(2))
 
     assert first.losses == second.losses
     for one, other in zip(arrays(first), arrays(second), strict=True):
@@ -26,11 +33,11 @@ def test_two_runs_are_bitwise_equal_and_the_state_follows_the_images() -> None:
 
 
 def test_it_learns_and_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioreplica.set_logical_devices", lambda *_: None)
 
-    assert main(["--replicas", "2", "--epochs", "4"]) == 0
+    assert example.main(["--replicas", "2", "--epochs", "4"]) == 0
 
     out = capsys.readouterr().out
     assert "epoch 4: loss" in out

@@ -1,23 +1,28 @@
 """The example of torch: it learns, repeats itself bit by bit, and says how good it is."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
-LIBRARY = pytest.importorskip("torch")
-
-from examples.torch_digits import Result, main, train  # noqa: E402  # where torch is installed
-
 pytestmark = pytest.mark.xslow
 
 
-def arrays(result: Result) -> list[np.ndarray]:
+@pytest.fixture
+def example() -> Any:
+    pytest.importorskip("torch")
+    from examples import torch_digits
+
+    return torch_digits
+
+
+def arrays(result: Any) -> list[np.ndarray]:
     return [tensor.numpy() for tensor in result.module.state_dict().values()]
 
 
-def test_two_runs_are_bitwise_equal_and_leave_the_values_in_the_module() -> None:
-    first, second = (asyncio.run(train(replicas=2, epochs=1)) for _ in range(2))
+def test_two_runs_are_bitwise_equal_and_leave_the_values_in_the_module(example: Any) -> None:
+    first, second = (asyncio.run(example.train(replicas=2, epochs=1)) for _ in range(2))
 
     assert first.losses == second.losses
     for one, other in zip(arrays(first), arrays(second), strict=True):
@@ -27,11 +32,11 @@ def test_two_runs_are_bitwise_equal_and_leave_the_values_in_the_module() -> None
 
 
 def test_it_learns_and_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioreplica.set_logical_devices", lambda *_: None)
 
-    assert main(["--replicas", "2", "--epochs", "4"]) == 0
+    assert example.main(["--replicas", "2", "--epochs", "4"]) == 0
 
     out = capsys.readouterr().out
     assert "epoch 4: loss" in out

@@ -20,8 +20,10 @@ RULES = [
     ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
     ("RMSprop", {"lr": 0.01, "momentum": 0.5, "centered": True}),
     ("Adagrad", {"lr": 0.1, "lr_decay": 0.01, "initial_accumulator_value": 0.1}),
+    ("AdamW", {"lr": 0.01, "fused": False}),
     ("NAdam", {"lr": 0.01}),
 ]
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # these have a fused step, which rounds otherwise
 
 
 @pytest.mark.asyncio
@@ -34,7 +36,8 @@ async def test_twenty_steps_are_torchs_bit_by_bit(
     starts = [rng.normal(size=(3, 2)).astype(dtype), rng.normal(size=()).astype(dtype)]
     gradients = [[rng.normal(size=s.shape).astype(dtype) for s in starts] for _ in range(20)]
     parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
-    plain = getattr(torch.optim, name)(parameters, **options)
+    usual = {"fused": True} if name in FUSED else {}
+    plain = getattr(torch.optim, name)(parameters, **{**usual, **options})
     with pair.scope():
         variables = [ar.Variable(start) for start in starts]
         optimizer = from_torch(getattr(torch.optim, name), **options)
@@ -66,7 +69,9 @@ async def test_groups_and_a_scheduler_are_torchs(pair: ar.MirroredStrategy) -> N
     own: list[dict[str, Any]] = [{"lr": 0.1, "momentum": 0.9}, {"weight_decay": 0.5}]
     parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
     plain = torch.optim.SGD(
-        [{"params": parameters[:2], **own[0]}, {"params": parameters[2:], **own[1]}], lr=0.01
+        [{"params": parameters[:2], **own[0]}, {"params": parameters[2:], **own[1]}],
+        lr=0.01,
+        fused=True,
     )
 
     def scheduler(optimizer: Any) -> Any:
@@ -132,6 +137,46 @@ async def test_its_options_come_before_torch(pair: ar.MirroredStrategy) -> None:
     sgd.learning_rate = 0.5
     await pair.run(step, args=(1.0,))
     assert (a.value, b.value) == (-7.5, -2.5)
+
+
+@pytest.mark.asyncio
+async def test_a_variable_may_join_later() -> None:
+    a, b = ar.Variable([8.0]), ar.Variable([8.0])
+    sgd = from_torch(torch.optim.SGD, lr=0.5, momentum=0.5, dampening=0.5)
+    await sgd.apply_gradients([(np.array([4.0]), a)])
+
+    await sgd.apply_gradients([(np.array([4.0]), a), (np.array([4.0]), b)])
+    await sgd.apply_gradients([(np.array([4.0]), a), (np.array([4.0]), b)])
+
+    assert (float(a.value[0]), float(b.value[0])) == (2.0, 4.0)  # torch starts with the gradient
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_torch_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = ar.Variable(np.ones(50_000))
+    adam = from_torch(torch.optim.Adam, lr=0.1)
+    for _ in range(3):  # from now on older buffers are used again
+        await adam.apply_gradients([(np.ones(50_000), w)])
+    before = [(each, each.value, each.value.copy()) for each in (w, *adam.variables)]
+
+    def step(self: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(7.0)
+                for part in self.state[parameter].values():
+                    part.fill_(7.0)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", step)
+        with pytest.raises(MemoryError):
+            await adam.apply_gradients([(np.ones(50_000), w)])
+
+    for each, array, copied in before:
+        assert each.value is array
+        np.testing.assert_array_equal(array, copied)
+    await adam.apply_gradients([(np.ones(50_000), w)])
+    np.testing.assert_allclose(w.value, 0.6)
 
 
 @pytest.mark.asyncio

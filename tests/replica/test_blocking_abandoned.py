@@ -1,9 +1,10 @@
 """Device threads whose event loop was closed under them."""
 
 import asyncio
+import inspect
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 
 import aioreplica as ar
 from tests.conftest import mirrored
@@ -63,5 +64,42 @@ def test_a_device_loop_that_never_waits_ends_too() -> None:
     strategy.abandon()
 
     assert source_ended.wait(10)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
+    del task
+
+
+def test_a_merge_that_no_loop_can_run_is_closed() -> None:
+    """Threads that meet after their loop is gone leave no coroutine that was never awaited."""
+    started = [threading.Event(), threading.Event()]
+    ended = [threading.Event(), threading.Event()]
+    loop_is_gone = threading.Event()
+    merges: list[Coroutine[object, object, None]] = []
+    strategy = mirrored(2)
+
+    def step() -> None:
+        try:
+            started[my_id()].set()
+            assert loop_is_gone.wait(10)
+            me().blocking.merge_call(merge)
+        finally:
+            ended[my_id()].set()
+
+    def merge(_strategy: ar.Strategy) -> Coroutine[object, object, None]:
+        merges.append(nothing())
+        return merges[0]
+
+    async def nothing() -> None:
+        raise AssertionError("there is no loop to run this")
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(strategy.run(step))
+    while not all(event.is_set() for event in started):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    loop_is_gone.set()
+
+    assert all(event.wait(10) for event in ended)
+    assert [inspect.getcoroutinestate(merge) for merge in merges] == [inspect.CORO_CLOSED]
+    strategy.abandon()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
     del task

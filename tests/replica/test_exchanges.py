@@ -9,6 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import MergeMismatchError
+from aioreplica.telemetry import Observer, observe_everywhere
 from tests.conftest import mirrored
 from tests.replica.gated import me, my_id
 
@@ -34,6 +35,25 @@ async def each(count: int, call: Callable[[ar.ReplicaContext], Any]) -> list[Any
     async with mirrored(count) as strategy:
         await strategy.run(step)
     return got
+
+
+@pytest.mark.asyncio
+async def test_small_ones_need_no_other_thread(pair: ar.MirroredStrategy) -> None:
+    queued: list[str] = []
+    stop = observe_everywhere(Observer(op_queued=lambda op, lane: queued.append(lane)))
+
+    async def step() -> None:
+        ctx = me()
+        await ctx.broadcast(np.ones(4))
+        await ctx.all_gather(np.ones(4), axis=0)
+        await ctx.reduce_scatter("sum", np.ones(4))
+
+    try:
+        await pair.run(step)
+    finally:
+        stop()
+
+    assert queued == []
 
 
 def data(i: int, shape: tuple[int, ...], dtype: str = "f8") -> np.ndarray:

@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aioreplica as ar
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError
+from aioreplica.values import CAN_COUNT_REFERENCES
 from tests.conftest import mirrored
 
 BOUND = [lambda: ar.OneDeviceStrategy("cpu:0"), lambda: mirrored(2)]
@@ -68,6 +71,25 @@ async def test_a_lane_lives_as_long_as_one_strategy_uses_it(make: Any) -> None:
         assert "cpu:0" in lane_table().statistics()
         await first.run(add_one, (1,))
     assert "cpu:0" not in lane_table().statistics()
+
+
+@pytest.mark.asyncio
+@no_task_left
+@pytest.mark.skipif(not CAN_COUNT_REFERENCES, reason="no memory is kept without it")
+async def test_a_closed_strategy_keeps_no_memory_of_reductions() -> None:
+    strategy = mirrored(2)
+    size = 20_000
+    parts = ar.PerReplica([np.ones(size), np.ones(size)])
+    buffer = await strategy.reduce("sum", parts)
+    while isinstance(buffer.base, np.ndarray):
+        buffer = buffer.base
+    kept = weakref.ref(buffer)
+    del buffer
+    assert kept() is not None  # for the next reduction of that size
+
+    await strategy.aclose()
+
+    assert kept() is None
 
 
 @pytest.mark.asyncio

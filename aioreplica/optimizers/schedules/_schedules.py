@@ -296,7 +296,7 @@ class ReduceOnPlateau:
             TypeError: If it is no number.
         """
         place = PLACE.get()
-        if place.replica is not None or place.update_replica_id is not None:
+        if place.is_in_step:
             raise ContextError(
                 f"ReduceOnPlateau.observe was called in {place.describe()}. Call it outside the "
                 "step, once for all replicas."

@@ -1,0 +1,209 @@
+"""The metrics of strategies, as every exporter gives them: names, labels, values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple, Self, final
+
+from ..strategies import Strategy
+from ..telemetry import Totals, printable, usage
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric.
+
+    Attributes:
+        name: After "aioreplica_", without the "_total" of counters.
+        help: What it is.
+        is_counter: Whether it only grows.
+        labels: Names of its labels, after "strategy".
+    """
+
+    name: str
+    help: str
+    is_counter: bool
+    labels: tuple[str, ...] = ()
+
+
+class Measurement(NamedTuple):
+    """One value of a metric."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, help_text, is_counter=True, labels=("strategy", *labels))
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, help_text, is_counter=False, labels=("strategy", *labels))
+
+
+REPLICAS = _gauge("replicas", "Replicas of the strategy.", "kind")
+STEPS = _counter("steps", "Steps started.")
+ACTIVE = _gauge("active_runs", "Runs in progress.")
+RUNS = _counter("runs", "Runs that have ended.")
+RUN_SECONDS = _counter("run_seconds", "Seconds from begin to end of runs.")
+FAULTS = _counter("faults", "Runs that ended with an error.", "error")
+MERGES = _counter("collectives", "Meetings of replicas.", "collective")
+FAILED = _counter("failed_collectives", "Meetings that failed.", "collective")
+BYTES = _counter("collective_bytes", "Bytes brought to meetings.", "collective")
+WAITED = _counter("collective_wait_seconds", "Seconds replicas waited to meet.", "collective")
+LATE = _gauge("replica_late_seconds", "Lateness in the newest merges, summed.", "replica")
+OPS = _counter("device_ops", "Ops that have ended.", "device")
+BUSY = _counter("device_busy_seconds", "Seconds spent in ops.", "device")
+QUEUED = _gauge("device_ops_queued", "Ops that wait for the device.", "device")
+RUNNING = _gauge("device_ops_running", "Ops that run.", "device")
+LAG = _gauge("event_loop_lag_seconds", "Time the loop took to answer a device thread.")
+MAX_LAG = _gauge("event_loop_lag_seconds_max", "The longest time it took.")
+SCALAR = _gauge("scalar", "Newest value of a number that steps record.", "name")
+MADE = Metric("strategies", "Strategies made by the process.", is_counter=True, labels=("kind",))
+INPUT = Metric("input_calls", "Calls that distribute input.", is_counter=True, labels=("method",))
+
+METRICS = (
+    REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,
+    BUSY, QUEUED, RUNNING, LAG, MAX_LAG, SCALAR, MADE, INPUT,
+)  # fmt: skip
+
+
+@final
+class MeteredStrategies:
+    """The strategies whose metrics go to one place, each under a name of its own."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._metered: dict[str, tuple[Strategy, Totals]] = {}
+
+    def add(self, strategy: Strategy, name: str | None) -> Export:
+        """Count what a strategy does from now on.
+
+        Raises:
+            TypeError: If it is no strategy, or the name no str.
+            ValueError: If another strategy has that name.
+        """
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"Metrics are those of a strategy, got {strategy!r}.")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"The name of a strategy must be a str, got {name!r}.")
+        totals = Totals()
+        with self._lock:
+            chosen = self._free_name(type(strategy).__name__) if name is None else printable(name)
+            if chosen in self._metered:
+                raise ValueError(
+                    f"Metrics of a strategy named {chosen!r} go there already. Give name=..., or "
+                    "close the other export first."
+                )
+            self._metered[chosen] = strategy, totals
+        strategy.observers.add(totals.observer)
+        return Export(self, chosen)
+
+    def remove(self, name: str) -> None:
+        """Stop counting; idempotent."""
+        with self._lock:
+            strategy, totals = self._metered.pop(name, (None, None))
+        if strategy is not None and totals is not None:
+            strategy.observers.remove(totals.observer)
+
+    def measure(self) -> Iterator[Measurement]:
+        """Yield all values now, from any thread."""
+        with self._lock:
+            metered = tuple(self._metered.items())
+        for name, (strategy, totals) in metered:
+            yield from _of_strategy(name, strategy)
+            yield from _of_totals(name, totals)
+        if metered:
+            used = usage()
+            yield from (Measurement(MADE, (kind,), n) for kind, n in used.strategies.items())
+            yield from (Measurement(INPUT, (api,), n) for api, n in used.input_calls.items())
+
+    def _free_name(self, kind: str) -> str:
+        number, name = 1, kind
+        while name in self._metered:
+            number += 1
+            name = f"{kind} {number}"
+        return name
+
+
+@final
+class Export:
+    """An export that goes on until it is closed, or the `with` block is left."""
+
+    __slots__ = ("_metered", "_name")
+
+    def __init__(self, metered: MeteredStrategies, name: str) -> None:
+        self._metered = metered
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """The strategy's label."""
+        return self._name
+
+    def close(self) -> None:
+        """Stop counting and exporting; idempotent."""
+        self._metered.remove(self._name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Export of {self._name}>"
+
+
+def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:
+    now = strategy.statistics()
+    kind = type(strategy).__name__
+    yield Measurement(REPLICAS, (name, kind), strategy.num_replicas_in_sync)
+    yield Measurement(STEPS, (name,), now.num_steps)
+    yield Measurement(ACTIVE, (name,), now.num_active)
+    for each in now.skew:
+        yield Measurement(LATE, (name, str(each.replica_id)), each.late_s)
+    for device, lane in now.lanes.items():
+        yield Measurement(OPS, (name, device), lane.done)
+        yield Measurement(BUSY, (name, device), lane.busy_s)
+        yield Measurement(QUEUED, (name, device), lane.queued)
+        yield Measurement(RUNNING, (name, device), lane.running)
+    if now.loop_lag_s is not None:
+        yield Measurement(LAG, (name,), now.loop_lag_s)
+        yield Measurement(MAX_LAG, (name,), now.max_loop_lag_s)
+
+
+def _of_totals(name: str, totals: Totals) -> Iterator[Measurement]:
+    num_runs, run_s = totals.runs()
+    yield Measurement(RUNS, (name,), num_runs)
+    yield Measurement(RUN_SECONDS, (name,), run_s)
+    for error, count in totals.faults().items():
+        yield Measurement(FAULTS, (name, printable(error)), count)
+    for collective, total in totals.collectives().items():
+        labels = (name, collective)
+        yield Measurement(MERGES, labels, total.num_merges)
+        yield Measurement(FAILED, labels, total.num_failed)
+        yield Measurement(BYTES, labels, total.num_bytes)
+        yield Measurement(WAITED, labels, total.waited_s)
+    for scalar, value in totals.scalars().items():
+        yield Measurement(SCALAR, (name, printable(scalar)), value)
+
+
+def missing(package: str, error: ImportError) -> ImportError:
+    """Return the error of an exporter whose package is not installed."""
+    found = ImportError(
+        f"This exporter needs {package}, which is not installed. Run: "
+        'pip install "aioreplica[telemetry]"'
+    )
+    found.__cause__ = error
+    return found

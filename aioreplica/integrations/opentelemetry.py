@@ -1,0 +1,253 @@
+"""Spans and metrics for OpenTelemetry, by its API: the program chooses SDK and exporters.
+
+A run is a span, a child of what is current where it is awaited. Its replicas are children of it,
+and current in the step function: spans that the step makes, in tasks and in ops on device threads,
+have them as ancestors. Collectives are children of their replica, ops of what was current where
+they were made.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from threading import Lock
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
+
+from ..context import REGISTRY
+from ..strategies import Strategy
+from ..telemetry import ObservedMerge, ObservedOp, ObservedRun, Observer, printable, source_line
+from ._metrics import METRICS, Export, MeteredStrategies, Metric, missing
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+
+__all__ = ["export_metrics", "export_spans"]
+
+SCOPE = "aioreplica"
+
+
+@contextmanager
+def export_spans(
+    strategy: Strategy,
+    *,
+    tracer_provider: TracerProvider | None = None,
+    collectives: bool = True,
+) -> Iterator[None]:
+    """Make spans of what a strategy does while a `with` block runs.
+
+    Args:
+        strategy: Whose.
+        tracer_provider: None takes the provider of the process.
+        collectives: Whether each replica's part in each collective is a span, too.
+
+    Raises:
+        ImportError: If opentelemetry-api is not installed.
+    """
+    try:
+        from opentelemetry import trace
+    except ImportError as error:
+        raise missing("opentelemetry-api", error) from error
+    spans = _Spans(trace.get_tracer(SCOPE, tracer_provider=tracer_provider))
+    remove = strategy.observers.add(spans.observer(collectives=collectives))
+    try:
+        yield
+    finally:
+        remove()
+
+
+def export_metrics(
+    strategy: Strategy, *, meter_provider: MeterProvider | None = None, name: str | None = None
+) -> Export:
+    """Let a meter provider read the metrics of a strategy, until `close` or the end of a block.
+
+    Args:
+        strategy: Whose. Several strategies may go to one provider.
+        meter_provider: None takes the provider of the process.
+        name: The attribute "strategy"; None takes the class name, with a number if there are
+            several.
+
+    Raises:
+        ImportError: If opentelemetry-api is not installed.
+        TypeError: If this is no strategy.
+        ValueError: If the provider reads another strategy by that name.
+    """
+    try:
+        from opentelemetry import metrics
+    except ImportError as error:
+        raise missing("opentelemetry-api", error) from error
+    chosen = metrics.get_meter_provider() if meter_provider is None else meter_provider
+    return REGISTRY.once("opentelemetry", _Meters).of(chosen).add(strategy, name)
+
+
+@final
+class _Spans:
+    """Makes the spans of one strategy."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._runs: dict[int, Span] = {}
+        self._ended: deque[tuple[int, Span]] = deque(maxlen=16)  # a fault is told after the end
+        self._replicas: dict[tuple[int, int], Span] = {}
+        self._ops: dict[int, Span] = {}
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def observer(self, *, collectives: bool) -> Observer:
+        """Return the observer that makes them."""
+        return Observer(
+            replica_began=self._replica_began,
+            replica_ended=self._replica_ended,
+            run_ended=self._run_ended,
+            merge_ended=self._merge_ended if collectives else None,
+            op_started=self._op_started,
+            op_ended=self._op_ended,
+            fault=self._fault,
+        )
+
+    def _replica_began(self, run: ObservedRun, replica_id: int, context: Context) -> None:
+        parent = self._runs.get(run.step)
+        if parent is None or replica_id == 0:
+            attributes = {"aioreplica.step": run.step}
+            name = f"run {printable(run.fn_name)}"
+            parent = self._runs[run.step] = self._tracer.start_span(name, attributes=attributes)
+        where = {"aioreplica.step": run.step, "aioreplica.replica": replica_id}
+        name = f"replica {replica_id}"
+        span = self._tracer.start_span(name, context=_inside(parent), attributes=where)
+        self._replicas[run.step, replica_id] = span
+        context.run(_make_current, span)
+
+    def _replica_ended(
+        self, run: ObservedRun, replica_id: int, error: BaseException | None
+    ) -> None:
+        span = self._replicas.get((run.step, replica_id))
+        if span is not None:
+            if isinstance(error, Exception):
+                _fail(span, error)
+            span.end()
+
+    def _run_ended(self, run: ObservedRun) -> None:
+        for replica_id in range(len(run.works)):
+            self._replicas.pop((run.step, replica_id), None)
+        span = self._runs.pop(run.step, None)
+        if span is not None:
+            span.end()
+            self._ended.append((run.step, span))
+
+    def _fault(self, step: int, error: BaseException) -> None:
+        found = [span for ended, span in tuple(self._ended) if ended == step]
+        context = _inside(found[-1]) if found else None
+        attributes = {"aioreplica.step": step}
+        span = self._tracer.start_span("fault", context=context, attributes=attributes)
+        _fail(span, error)
+        span.end()
+
+    def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
+        _, step, sequence, collective, op, num_bytes, members, visits = merge.entry(0.0)
+        op_name = "" if op is None else collective.op_name(op)
+        title = f"{collective.name} ({op_name})" if op_name else collective.name
+        for position, (member, (code, at, arrived_s)) in enumerate(
+            zip(members, visits, strict=True)
+        ):
+            parent = self._replicas.get((step, member))
+            if parent is None:
+                continue
+            span = self._tracer.start_span(
+                title,
+                context=_inside(parent),
+                start_time=self._offset_ns + int(arrived_s * 1e9),
+                attributes={
+                    "aioreplica.step": step,
+                    "aioreplica.replica": member,
+                    "aioreplica.number": sequence,
+                    "aioreplica.bytes": num_bytes[position if len(num_bytes) > 1 else 0],
+                    "code.file.path": code.co_filename,
+                    "code.line.number": source_line(code, at),
+                },
+            )
+            if error is not None:
+                _fail(span, error)
+            span.end()
+
+    def _op_started(self, op: ObservedOp, lane: str) -> None:
+        attributes: dict[str, str | int] = {"aioreplica.device": lane}
+        if op.replica_id is not None:
+            attributes["aioreplica.replica"] = op.replica_id
+        parent = op.context.run(_current)
+        name = printable(op.fn_name)
+        span = self._tracer.start_span(name, context=parent, attributes=attributes)
+        op.context.run(_make_current, span)
+        self._ops[threading.get_ident()] = span
+
+    def _op_ended(self, _op: ObservedOp, _lane: str) -> None:
+        span = self._ops.pop(threading.get_ident(), None)
+        if span is not None:
+            span.end()
+
+
+def _inside(span: Span) -> Any:  # Any: a context of OpenTelemetry
+    from opentelemetry import trace
+
+    return trace.set_span_in_context(span)
+
+
+def _current() -> Any:
+    from opentelemetry import context
+
+    return context.get_current()
+
+
+def _make_current(span: Span) -> None:
+    """Make a span the current one, for good: of a context that ends with it."""
+    from opentelemetry import context, trace
+
+    context.attach(trace.set_span_in_context(span))
+
+
+def _fail(span: Span, error: BaseException) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.record_exception(error)
+    span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+
+
+@final
+class _Meters:
+    """The one set of instruments of each meter provider."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._of: WeakKeyDictionary[MeterProvider, MeteredStrategies] = WeakKeyDictionary()
+
+    def of(self, provider: MeterProvider) -> MeteredStrategies:
+        with self._lock:
+            metered = self._of.get(provider)
+            if metered is None:
+                metered = self._of[provider] = MeteredStrategies()
+                meter = provider.get_meter(SCOPE)
+                for metric in METRICS:
+                    make = (
+                        meter.create_observable_counter
+                        if metric.is_counter
+                        else meter.create_observable_gauge
+                    )
+                    read = [_reader(metered, metric)]
+                    make(f"aioreplica.{metric.name}", read, description=metric.help)
+            return metered
+
+
+def _reader(
+    metered: MeteredStrategies, metric: Metric
+) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    def read(_options: CallbackOptions) -> Iterator[Observation]:
+        from opentelemetry.metrics import Observation
+
+        for found, labels, value in metered.measure():
+            if found is metric:
+                yield Observation(value, dict(zip(metric.labels, labels, strict=True)))
+
+    return read

@@ -1,0 +1,209 @@
+"""OpenTelemetry: spans in memory with the right parents, metrics with the right values."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from aioreplica.integrations.opentelemetry import export_metrics, export_spans
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
+
+
+class Spans:
+    """A provider, and what it exports to memory."""
+
+    def __init__(self) -> None:
+        self.provider = TracerProvider()
+        self._memory = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._memory))
+        self.tracer = self.provider.get_tracer("test")
+
+    def finished(self) -> list[Any]:
+        return list(self._memory.get_finished_spans())
+
+    def paths(self) -> list[str]:
+        """Each span with its ancestors, outermost first; sorted."""
+        spans = {span.context.span_id: span for span in self.finished()}
+
+        def path(span: Any) -> str:
+            name = span.name.rpartition(".")[2]
+            above = spans[span.parent.span_id] if span.parent is not None else None
+            return name if above is None else f"{path(above)}/{name}"
+
+        return sorted(map(path, spans.values()))
+
+
+@pytest.fixture
+def spans() -> Iterator[Spans]:
+    made = Spans()
+    yield made
+    made.provider.shutdown()
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+async def test_parents_are_right_across_tasks_and_device_threads(
+    pair: ar.MirroredStrategy, spans: Spans
+) -> None:
+    def work() -> None:
+        with spans.tracer.start_as_current_span("inner"):
+            pass
+
+    async def child() -> None:
+        with spans.tracer.start_as_current_span("child"):
+            await me().run_on_device(work)
+
+    async def step() -> None:
+        ctx = me()
+        with spans.tracer.start_as_current_span("forward"):
+            await asyncio.gather(child(), ctx.run_on_device(work))
+        await ctx.barrier()
+
+    with (
+        export_spans(pair, tracer_provider=spans.provider),
+        spans.tracer.start_as_current_span("request"),
+    ):
+        await asyncio.gather(pair.run(step), pair.run(step))
+        with spans.tracer.start_as_current_span("after"):
+            pass
+
+    one = [
+        "request/step",
+        *(
+            f"request/step/replica {i}{rest}"
+            for i in (0, 1)
+            for rest in (
+                "", "/barrier", "/forward", "/forward/child", "/forward/child/work",
+                "/forward/child/work/inner", "/forward/work", "/forward/work/inner",
+            )
+        ),
+    ]  # fmt: skip
+    assert spans.paths() == sorted([*one, *one, "request", "request/after"])
+    assert len({span.context.trace_id for span in spans.finished()}) == 1
+    for span in spans.finished():
+        assert span.end_time >= span.start_time
+
+
+async def test_plain_steps_have_spans_in_their_device_threads(
+    pair: ar.MirroredStrategy, spans: Spans
+) -> None:
+    def step() -> None:
+        with spans.tracer.start_as_current_span("inner"):
+            me().blocking.barrier()
+
+    with export_spans(pair, tracer_provider=spans.provider):
+        await pair.run(step)
+        await pair.run(step)
+
+    expected = [
+        "step",
+        *(
+            f"step/replica {i}{rest}"
+            for i in (0, 1)
+            for rest in ("", "/barrier", "/step", "/step/inner")
+        ),
+    ]
+    assert spans.paths() == sorted(expected * 2)
+
+
+async def test_failures_are_recorded_where_they_are_raised(
+    pair: ar.MirroredStrategy, spans: Spans
+) -> None:
+    async def step() -> None:
+        if me().replica_id_in_sync_group == 1:
+            raise KeyError("mine")
+        await me().barrier()
+
+    with export_spans(pair, tracer_provider=spans.provider), pytest.raises(KeyError):
+        await pair.run(step)
+
+    failed = {span.name: span for span in spans.finished() if not span.status.is_ok}
+    assert set(failed) == {"replica 1", "fault"}
+    for span in failed.values():
+        assert span.events[0].attributes["exception.type"] == "KeyError"
+    assert "step/fault" in spans.paths()
+
+
+async def test_collectives_carry_their_place_and_may_be_left_out(
+    pair: ar.MirroredStrategy, spans: Spans
+) -> None:
+    async def step() -> None:
+        await me().all_reduce("sum", np.ones(1))
+
+    with export_spans(pair, tracer_provider=spans.provider):
+        await pair.run(step)
+    with export_spans(pair, tracer_provider=spans.provider, collectives=False):
+        await pair.run(step)
+
+    found = [span for span in spans.finished() if span.name == "all_reduce (SUM)"]
+    assert [span.attributes["aioreplica.replica"] for span in found] == [0, 1]
+    assert {span.attributes["aioreplica.bytes"] for span in found} == {8}
+    assert {span.attributes["code.file.path"] for span in found} == {__file__}
+    assert pair.observers.replica_began is None
+
+
+async def test_metrics_of_two_strategies_are_read(
+    pair: ar.MirroredStrategy, triple: ar.MirroredStrategy
+) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+
+    async def step() -> None:
+        await me().run_on_device(int)
+        await me().barrier()
+
+    with (
+        export_metrics(pair, meter_provider=provider, name="a"),
+        export_metrics(triple, meter_provider=provider, name="b"),
+    ):
+        await pair.run(step)
+        await triple.run(step)
+        await triple.run(step)
+        data = reader.get_metrics_data()
+    provider.shutdown()
+
+    assert data is not None
+    values = {
+        (metric.name, tuple(sorted(point.attributes.items()))): point.value
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    }
+    assert values["aioreplica.runs", (("strategy", "a"),)] == 1
+    assert values["aioreplica.runs", (("strategy", "b"),)] == 2
+    barrier = (("collective", "barrier"), ("strategy", "b"))
+    assert values["aioreplica.collectives", barrier] == 2
+    assert values["aioreplica.replicas", (("kind", "MirroredStrategy"), ("strategy", "b"))] == 3
+
+
+async def test_a_missing_package_names_the_extra(
+    solo: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+
+    with pytest.raises(ImportError, match=r'needs opentelemetry-api.*"aioreplica\[telemetry\]"'):
+        export_metrics(solo)
+    with (
+        pytest.raises(ImportError, match=r'needs opentelemetry-api.*"aioreplica\[telemetry\]"'),
+        export_spans(solo),
+    ):
+        pass

@@ -1,0 +1,161 @@
+"""Prometheus: scraped over HTTP and read with the client's own parser."""
+
+import asyncio
+import socket
+import sys
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from aioreplica.integrations import prometheus  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+@pytest.fixture
+def registry() -> Any:
+    return prometheus_client.CollectorRegistry()
+
+
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def parse(text: str) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def of(samples: Samples, name: str, /, **labels: str) -> float:
+    return samples[f"aioreplica_{name}", tuple(sorted(labels.items()))]
+
+
+async def step() -> None:
+    await me().run_on_device(int)
+    await me().all_reduce("sum", np.ones(1))
+    me().record("loss", 0.25)
+
+
+async def test_metrics_are_scraped_over_http(pair: ar.MirroredStrategy, registry: Any) -> None:
+    with (
+        prometheus.export(pair, registry=registry, name="train"),
+        prometheus.serve(0, registry=registry) as port,
+    ):
+        for _ in range(3):
+            await pair.run(step)
+        samples = parse(await asyncio.to_thread(scrape, port))
+
+    assert of(samples, "replicas", strategy="train", kind="MirroredStrategy") == 2
+    assert of(samples, "steps_total", strategy="train") == 3
+    assert of(samples, "runs_total", strategy="train") == 3
+    assert of(samples, "active_runs", strategy="train") == 0
+    assert of(samples, "collectives_total", strategy="train", collective="all_reduce") == 3
+    assert of(samples, "collective_bytes_total", strategy="train", collective="all_reduce") == 48
+    assert of(samples, "scalar", strategy="train", name="loss") == 0.25
+    for device in pair.device_names:
+        assert of(samples, "device_ops_total", strategy="train", device=device) >= 3
+        assert of(samples, "device_ops_queued", strategy="train", device=device) == 0
+    assert of(samples, "event_loop_lag_seconds", strategy="train") > 0
+    assert of(samples, "strategies_total", kind="MirroredStrategy") >= 1
+    assert pair.observers.run_began is None
+    with pytest.raises(OSError, match="refused"):
+        await asyncio.to_thread(scrape, port)
+
+
+async def test_two_strategies_share_a_registry(
+    pair: ar.MirroredStrategy, triple: ar.MirroredStrategy, registry: Any
+) -> None:
+    with (
+        prometheus.export(pair, registry=registry) as first,
+        prometheus.export(triple, registry=registry) as second,
+    ):
+        await triple.run(step)
+        samples = parse(prometheus_client.generate_latest(registry).decode())
+
+        assert (first.name, second.name) == ("MirroredStrategy", "MirroredStrategy 2")
+        assert of(samples, "runs_total", strategy=first.name) == 0
+        assert of(samples, "runs_total", strategy=second.name) == 1
+        with pytest.raises(ValueError, match="named 'MirroredStrategy 2' go there already"):
+            prometheus.export(pair, registry=registry, name="MirroredStrategy 2")
+    assert b'strategy="' not in prometheus_client.generate_latest(registry)
+    first.close()
+
+
+async def test_a_name_with_control_characters_is_one_label(
+    solo: ar.OneDeviceStrategy, registry: Any
+) -> None:
+    async def record() -> None:
+        me().record('evil"\n# TYPE x counter\x1b\ud800', 1.0)
+
+    with prometheus.export(solo, registry=registry, name='a"\n\ud800'):
+        await solo.run(record)
+        samples = parse(prometheus_client.generate_latest(registry).decode())
+
+    names = {dict(labels).get("name") for name, labels in samples if name == "aioreplica_scalar"}
+    assert names == {r'evil"\n# TYPE x counter\x1b\ud800'}
+
+
+async def test_a_failing_run_is_a_fault(solo: ar.OneDeviceStrategy, registry: Any) -> None:
+    async def fail() -> None:
+        raise KeyError("mine")
+
+    with prometheus.export(solo, registry=registry, name="a"):
+        with pytest.raises(KeyError):
+            await solo.run(fail)
+        samples = parse(prometheus_client.generate_latest(registry).decode())
+
+    assert of(samples, "faults_total", strategy="a", error="KeyError") == 1
+
+
+async def test_a_port_in_use_is_named(registry: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(
+                OSError, match=rf"port {port} of 127\.0\.0\.1 is in use\. Choose another"
+            ),
+            prometheus.serve(port, registry=registry),
+        ):
+            pass
+
+
+async def test_what_is_no_strategy_is_refused(registry: Any) -> None:
+    with pytest.raises(TypeError, match="those of a strategy, got 7"):
+        prometheus.export(7, registry=registry)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be a str, got 7"):
+        prometheus.export(ar.DefaultStrategy(), registry=registry, name=7)  # type: ignore[arg-type]
+
+
+async def test_a_missing_package_names_the_extra(
+    solo: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    with pytest.raises(ImportError, match=r'needs prometheus-client.*"aioreplica\[telemetry\]"'):
+        prometheus.export(solo)
+    with (
+        pytest.raises(ImportError, match=r'needs prometheus-client.*"aioreplica\[telemetry\]"'),
+        prometheus.serve(0),
+    ):
+        pass
