@@ -269,14 +269,13 @@ async def take_cut(state: Any) -> Cut:
     Cancellation:
         Lets the steps go on.
     """
-    gates = read_state(state).gates
-    while True:
+    found, seen = read_state(state), None
+    while seen is None:
+        gates = found.gates
         async with between_steps(gates):
             found = read_state(state)  # steps may have made slots meanwhile
             if all(gate in gates for gate in found.gates):
                 seen = look(found)
-                break
-            gates = found.gates
     return cut_of(found, seen)
 
 

@@ -118,6 +118,7 @@ KINDS: dict[str, Callable[[], ar.Strategy]] = {
     "default": ar.DefaultStrategy,
     "one": lambda: ar.OneDeviceStrategy("cpu:0"),
     "two": lambda: mirrored(2),
+    "central": lambda: ar.CentralStorageStrategy(["cpu:0", "cpu:1"]),
     "three": lambda: mirrored(3),
 }
 
