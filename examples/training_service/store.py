@@ -47,7 +47,7 @@ class Store:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(self._path, isolation_level=None, timeout=1)
+        self._connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
         self._connection.row_factory = sqlite3.Row
         try:
             self._connection.execute("PRAGMA locking_mode=EXCLUSIVE")  # one service per folder

@@ -191,7 +191,7 @@ def test_a_port_in_use_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("package", ["uvicorn", "pydantic", "starlette"])
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     for name in [*sys.modules]:
-        if name.startswith(("examples.training_service", package)):
+        if name.startswith(("examples.training_service", f"{package}.")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
 
