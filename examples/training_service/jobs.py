@@ -1,4 +1,4 @@
-"""Jobs: what they are told, how they are trained, saved, cancelled and resumed."""
+"""Jobs: taken, trained some at a time, cancelled, resumed, and what becomes of them."""
 
 import asyncio
 import json
@@ -11,9 +11,10 @@ import numpy as np
 
 import aioreplica as ar
 
-from .programs import PROGRAMS, RejectedError, Training, read_submission
+from .programs import PROGRAMS, RejectedError, read_submission
 from .sharing import DeviceSharing, Share
 from .store import Store
+from .training import Training, train
 
 UNFINISHED = ("queued", "running")
 
@@ -173,47 +174,20 @@ class Jobs:
         job.tell()
 
     async def _train(self, job: Job, share: Share) -> None:
-        """Train a job from its newest checkpoint to its end."""
+        """Train a job to its end, and remember what came of it."""
+
+        def begin(training: Training, restored: int | None) -> None:
+            job.training, job.num_steps, job.resumed_from = training, training.num_steps, restored
+            training.report = job.tell
+            job.tell()
+
         program = PROGRAMS[job.program]
-        settings = program.settings.model_validate(job.settings)
-        data = await ar.run_on_host(program.load, settings)
-        folder = self._folder / "jobs" / str(job.id)
-        async with ar.MirroredStrategy(share.devices) as strategy:
-            with strategy.scope():
-                training = Training(settings, data)
-            async with (
-                ar.CheckpointManager(folder, max_to_keep=2) as manager,
-                strategy.distribute_dataset(training.batches) as dataset,
-            ):
-                state = training.state(dataset)
-                if manager.steps():
-                    job.resumed_from = await manager.restore(state)
-                job.num_steps, job.training, training.report = (
-                    training.num_steps,
-                    training,
-                    job.tell,
-                )
-                job.tell()
-
-                async def work() -> None:
-                    for _ in range(dataset.epoch, settings.epochs):
-                        batches = aiter(dataset)
-                        while await self._step(strategy, training, batches, share):
-                            if training.step_number % settings.save_every == 0:
-                                await manager.save(training.step_number, state, wait=False)
-                    await manager.save(training.step_number, state)
-
-                await manager.save_on_cancel(work(), state, lambda: training.step_number)
+        training = await train(
+            program,
+            program.settings.model_validate(job.settings),
+            self._folder / "jobs" / str(job.id),
+            share.devices,
+            turn=lambda: self._sharing.turn(share),
+            begin=begin,
+        )
         job.digest = training.digest()
-
-    async def _step(
-        self, strategy: ar.Strategy, training: Training, batches: Any, share: Share
-    ) -> bool:
-        """Train on the next batch; False if there is none. Devices first, then the batch."""
-        async with self._sharing.turn(share):
-            batch = await anext(batches, None)
-            if batch is None:
-                return False
-            options = ar.RunOptions(seed=training.settings.seed)
-            await strategy.run(training.step, batch, options=options)
-            return True

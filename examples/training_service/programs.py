@@ -1,20 +1,16 @@
-"""The programs that jobs may run: their settings, their data, and one step of training.
+"""The programs that jobs may run: their settings, their data, and what is no job.
 
 A client names a program and gives values for its settings; it never sends code or paths. A program
 of your own is one more entry in `PROGRAMS`.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import autograd.numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-import aioreplica as ar
 
 Array = NDArray[Any]
 
@@ -122,78 +118,3 @@ def read_submission(body: bytes, *, num_devices: int) -> tuple[str, dict[str, An
         what = f"There are {num_devices} devices, got {settings.replicas}"
         raise RejectedError(("settings.replicas", what))
     return asked.program, settings.model_dump()
-
-
-class Training:
-    """A classifier with one hidden layer, its optimizer, its data, and the curve of its loss.
-
-    Made in the scope of a strategy. Everything that a step changes is in `state`, and all of it is
-    changed by the step itself, the curve too: a checkpoint is a cut between two steps.
-    """
-
-    def __init__(self, settings: Any, data: tuple[Array, Array]) -> None:
-        examples, labels = data
-        rng = np.random.default_rng(settings.seed)
-        sizes = (examples.shape[1], settings.hidden, int(labels.max()) + 1)
-        self.settings = settings
-        self.batches = ar.ArrayDataset(
-            (examples, labels), settings.batch_size, shuffle=True, seed=settings.seed
-        )
-        self.weights = [
-            ar.Variable(rng.normal(0, fan_in**-0.5, (fan_in, fan_out)), name=f"weights{layer}")
-            for layer, (fan_in, fan_out) in enumerate(pairwise(sizes))
-        ]
-        self.biases = [ar.Variable(np.zeros(n), name=f"bias{i}") for i, n in enumerate(sizes[1:])]
-        self.optimizer = ar.optimizers.Adam(
-            settings.learning_rate, loss_scale=ar.optimizers.DynamicLossScale()
-        )
-        self.num_steps = settings.epochs * len(self.batches)
-        self.losses = np.full(self.num_steps, np.nan)
-        self.place = {"step": 0}
-        self.report: Callable[[], None] = lambda: None
-
-    @property
-    def step_number(self) -> int:
-        """How many steps are done."""
-        return self.place["step"]
-
-    def state(self, dataset: Any) -> dict[str, Any]:
-        """What a checkpoint has to hold for the next step to be the same in every bit.
-
-        The numbers of `ctx.rng` follow from the step's number, which is saved with the variables.
-        """
-        return {
-            "weights": self.weights,
-            "biases": self.biases,
-            "optimizer": self.optimizer,  # its slots and loss scale too
-            "dataset": dataset,
-            "losses": self.losses,
-            "place": self.place,
-        }
-
-    async def step(self, examples: Array, labels: Array) -> None:
-        """Train on a replica's part of a batch."""
-        ctx = ar.get_replica_context()
-        kept = 1 - self.settings.dropout
-        mask = ctx.rng("dropout").random((len(labels), self.settings.hidden)) < kept
-        loss = await self.optimizer.minimize(lambda: self.loss(examples, labels, mask / kept))
-        total = await ctx.all_reduce("sum", loss)
-        if ctx.replica_id_in_sync_group == 0:
-            self.losses[self.place["step"]] = total.mean()
-            self.place["step"] += 1
-            self.report()
-
-    def loss(self, examples: Array, labels: Array, mask: Array) -> ar.Weighted:
-        """Cross entropy, summed, and the number of examples: the parts may differ in size."""
-        hidden = np.dot(examples, self.weights[0].value) + self.biases[0].value
-        scores = np.dot(np.maximum(hidden, 0) * mask, self.weights[1].value) + self.biases[1].value
-        highest = np.max(scores, axis=1, keepdims=True)
-        log_sum = np.log(np.sum(np.exp(scores - highest), axis=1)) + highest[:, 0]
-        return ar.Weighted(np.sum(log_sum - scores[np.arange(len(labels)), labels]), len(labels))
-
-    def digest(self) -> str:
-        """A hash of the model: equal exactly if it is equal in every bit."""
-        digest = hashlib.sha256()
-        for variable in [*self.weights, *self.biases]:
-            digest.update(variable.value.tobytes())
-        return digest.hexdigest()
