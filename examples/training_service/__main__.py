@@ -101,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.devices is not None:
             ar.set_logical_devices("cpu", options.devices)
         with socket.create_server((options.host, options.port)) as listening:
+            # Connections inherit it: an event must not wait for an acknowledgement of the last.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return asyncio.run(serve(options, listening))
     except OSError as error:
         print(error, file=sys.stderr)
