@@ -6,6 +6,7 @@ from ._description import StepDescription as StepDescription
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
+from ._preemption import EXIT_CODE as EXIT_CODE
 from ._restoring import Restored as Restored
 from ._storage import LocalStorage as LocalStorage
 from ._storage import Sink as Sink
@@ -13,6 +14,7 @@ from ._storage import Source as Source
 from ._storage import Storage as Storage
 
 __all__ = [
+    "EXIT_CODE",
     "CheckpointManager",
     "CheckpointStatistics",
     "EntryDescription",

@@ -40,16 +40,18 @@ class StepDescription:
         num_bytes: Length of its files of tensors together.
         files: Their names.
         entries: The state, in order.
+        damage: What is wrong with its files as far as their sizes tell; "" if nothing is.
     """
 
     step: int
     num_bytes: int
     files: tuple[str, ...]
     entries: tuple[EntryDescription, ...]
+    damage: str
 
 
-def description_of(manifest: Manifest) -> StepDescription:
-    """Return what a manifest says."""
+def description_of(manifest: Manifest, damage: str) -> StepDescription:
+    """Return what a manifest says, and what is known to be wrong."""
     entries = tuple(
         EntryDescription(
             key,
@@ -63,5 +65,9 @@ def description_of(manifest: Manifest) -> StepDescription:
     )
     files = manifest.files
     return StepDescription(
-        manifest.step, sum(file.bytes for file in files), tuple(f.name for f in files), entries
+        manifest.step,
+        sum(file.bytes for file in files),
+        tuple(file.name for file in files),
+        entries,
+        damage,
     )

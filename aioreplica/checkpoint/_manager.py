@@ -332,7 +332,7 @@ class CheckpointManager:
             ) from None
 
     def describe(self, step: int) -> StepDescription:
-        """Return what a step holds; reads its manifest.
+        """Return what a step holds; reads its manifest, and the lengths of its files.
 
         Raises:
             CheckpointError: If there is no such step, or its manifest is damaged.
@@ -343,7 +343,7 @@ class CheckpointManager:
         found = look_at(self._storage, number)
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
-        return description_of(found.manifest)
+        return description_of(found.manifest, found.damage)
 
     async def _find_steps(self) -> list[int]:
         [steps] = await run_all([bound(find_steps, self._storage)], Stop())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS = ("._top",)
+COMMANDS = ("._ckpt", "._top")
 """The modules of the commands, in the order in which help lists them."""
 
 

@@ -1,0 +1,158 @@
+"""`python -m aioreplica ckpt`: which checkpoints a folder has, if they are whole, what they hold.
+
+On a terminal the answer is a table; piped into another program it is one line per row, with tabs
+between fields and sizes in bytes. The exit status is 0 if all is well, 1 if something is damaged or
+not there, and 2 if the arguments are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from ..checkpoint import CheckpointManager, EntryDescription
+from ..errors import CheckpointError
+
+Folder = Annotated[
+    Path,
+    typer.Argument(exists=True, file_okay=False, readable=True, help="Where a manager saves."),
+]
+OneStep = Annotated[int | None, typer.Argument(min=0, help="Its number.")]
+
+
+def add_to(app: Any) -> None:  # Any: typer need not be installed where types are checked
+    """Add the command to the app."""
+    group = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
+    group.command("ls")(list_steps)
+    group.command("verify")(verify_steps)
+    group.command("show")(show_step)
+    app.add_typer(group, name="ckpt")
+
+
+def list_steps(directory: Folder) -> None:
+    """List the steps of a folder, and whether their files are there in full length.
+
+    The step marked "latest" is the one that a restore takes: the one saved last that is whole.
+    """
+    manager, steps = _opened(directory)
+    latest = _latest(manager)
+    rows, is_damaged = [], False
+    for step in steps:
+        try:
+            found = manager.describe(step)
+            damage, size = found.damage, _size(found.num_bytes)
+            num_entries = str(len(found.entries))
+        except CheckpointError as error:
+            damage, size, num_entries = str(error), "", ""
+        is_damaged = is_damaged or bool(damage)
+        state = damage or ("latest" if step == latest else "whole")
+        rows.append((str(step), num_entries, size, state))
+    _print_rows(("step", "entries", "size", "state"), rows)
+    if is_damaged:
+        raise typer.Exit(1)
+
+
+def verify_steps(directory: Folder, step: OneStep = None) -> None:
+    """Read every byte of one step, or of all, and compare all checksums."""
+    manager, steps = _opened(directory, step)
+    problems = [(each, anyio.run(_problem_of, manager, each)) for each in steps]
+    _print_rows(("step", "state"), [(str(each), found or "whole") for each, found in problems])
+    if any(found for _, found in problems):
+        raise typer.Exit(1)
+
+
+async def _problem_of(manager: CheckpointManager, step: int) -> str:
+    try:
+        await manager.verify(step)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def show_step(directory: Folder, step: OneStep = None) -> None:
+    """List what a step holds; without a number, the one that a restore would take."""
+    manager, steps = _opened(directory, step)
+    number = _latest(manager) if step is None else step
+    if number is None:
+        raise _failed(f"None of the steps in {directory} is whole: {', '.join(map(str, steps))}.")
+    try:
+        found = manager.describe(number)
+    except CheckpointError as error:
+        raise _failed(str(error)) from None
+    _print_rows(("entry", "kind", "dtype", "shape", "size"), map(_row_of, found.entries))
+    if found.damage:
+        raise _failed(f"Step {number} in {directory} is damaged: {found.damage}.")
+
+
+def _row_of(entry: EntryDescription) -> tuple[str, ...]:
+    if entry.kind == "value":
+        return (entry.key, entry.kind, "", "", _size(entry.num_bytes) if entry.num_bytes else "")
+    shape = " x ".join(map(str, entry.shape)) or "scalar"
+    if entry.num_components > 1:
+        shape += f", {entry.num_components} components"
+    return (entry.key, entry.kind, entry.dtype, shape, _size(entry.num_bytes))
+
+
+def _opened(directory: Path, step: int | None = None) -> tuple[CheckpointManager, Sequence[int]]:
+    """Return a manager that reads a folder, and the steps to look at.
+
+    Raises:
+        typer.Exit: If there are none, or not the one that was asked for.
+    """
+    manager = CheckpointManager(directory)
+    try:
+        steps = manager.steps()
+    except OSError as error:
+        raise _failed(f"{directory} cannot be read: {error}") from None
+    if not steps:
+        raise _failed(f"There is no checkpoint in {directory}.")
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, steps))
+        raise _failed(f"There is no step {step} in {directory}: it has {known}.")
+    return manager, steps if step is None else (step,)
+
+
+def _latest(manager: CheckpointManager) -> int | None:
+    try:
+        return manager.latest()
+    except CheckpointError:  # a step of another version of the format; its own row says so
+        return None
+
+
+def _failed(problem: str) -> Exception:
+    Console(stderr=True, soft_wrap=True).print(Text(_printable(problem)))
+    error: Exception = typer.Exit(1)
+    return error
+
+
+def _size(num_bytes: int) -> str:
+    return decimal(num_bytes) if Console().is_terminal else str(num_bytes)
+
+
+def _printable(text: str) -> str:
+    """Keep what is read from files from moving the cursor or changing colours."""
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def _print_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    console = Console()
+    safe = [[_printable(cell) for cell in row] for row in rows]
+    if not console.is_terminal:
+        for row in safe:
+            typer.echo("\t".join(row))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in head:
+        table.add_column(title, justify="right" if title == "size" else "left", overflow="fold")
+    for row in safe:
+        is_damaged = head[-1] == "state" and row[-1] not in {"whole", "latest"}
+        table.add_row(*map(Text, row), style="red" if is_damaged else None)
+    console.print(table)

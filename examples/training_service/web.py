@@ -1,0 +1,171 @@
+"""The HTTP side: submit, list, watch and cancel jobs."""
+
+import asyncio
+import io
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import aioreplica as ar
+
+from .jobs import Job, Jobs
+from .programs import PROGRAMS, RejectedError
+
+MAX_BODY_BYTES = 64 * 1024
+KEEP_ALIVE_S = 15.0
+
+
+def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
+    """Return the application.
+
+    Args:
+        jobs: What it serves.
+        hosts: The names under which it may be asked, so that no other site's name leads here.
+    """
+    app = Starlette(
+        routes=[
+            Route("/", page),
+            Route("/programs", programs),
+            Route("/jobs", list_jobs, methods=["GET"]),
+            Route("/jobs", submit, methods=["POST"]),
+            Route("/jobs/{id:int}", show, methods=["GET"]),
+            Route("/jobs/{id:int}", cancel, methods=["DELETE"]),
+            Route("/jobs/{id:int}/events", events),
+            Route("/jobs/{id:int}/loss.png", curve),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
+        exception_handlers={HTTPException: problem, RejectedError: rejected},
+    )
+    app.state.jobs = jobs
+    app.state.drawing = asyncio.Lock()  # matplotlib is not made for several threads
+    return app
+
+
+async def problem(_request: Request, error: Exception) -> Response:
+    status, detail = getattr(error, "status_code", 500), getattr(error, "detail", "")
+    return JSONResponse({"error": detail}, status, getattr(error, "headers", None))
+
+
+async def rejected(_request: Request, error: Exception) -> Response:
+    reasons = getattr(error, "reasons", ())
+    listed = [{"where": where, "what": what} for where, what in reasons]
+    return JSONResponse({"error": "The job was not taken.", "reasons": listed}, 422)
+
+
+async def page(_request: Request) -> Response:
+    return FileResponse(Path(__file__).with_name("page.html"))
+
+
+async def programs(_request: Request) -> Response:
+    return JSONResponse(
+        {
+            name: {"summary": program.summary, "settings": program.settings.model_json_schema()}
+            for name, program in PROGRAMS.items()
+        }
+    )
+
+
+async def list_jobs(request: Request) -> Response:
+    return JSONResponse([job.describe() for job in request.app.state.jobs.all()])
+
+
+async def submit(request: Request) -> Response:
+    """Take a job: 201 and where it is, 422 and the reasons why not."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "Send JSON, and say so: content-type: application/json.")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"A job has at most {MAX_BODY_BYTES} bytes.")
+    job = await request.app.state.jobs.submit(bytes(body))
+    return JSONResponse(job.describe(), 201, {"location": f"/jobs/{job.id}"})
+
+
+async def show(request: Request) -> Response:
+    return JSONResponse(job_of(request).describe())
+
+
+async def cancel(request: Request) -> Response:
+    """End a job: 200 once it has, 409 if it was over."""
+    job = job_of(request)
+    if not await request.app.state.jobs.cancel(job):
+        raise HTTPException(409, f"Job {job.id} is {job.status}.")
+    return JSONResponse(job.describe())
+
+
+async def events(request: Request) -> Response:
+    """Follow a job: an event "step" for each step, numbered by it, and "end" at the end.
+
+    A client that comes back with the number of the last event it has seen, as EventSource does,
+    goes on behind it, across restarts of the service, too.
+    """
+    job = job_of(request)
+    last = request.headers.get("last-event-id", "0")
+    if not last.isascii() or not last.isdigit() or len(last) > 9:
+        raise HTTPException(400, f"last-event-id is the number of a step, got {last[:50]!r}.")
+    stream = follow(request.app.state.jobs, job, int(last))
+    return StreamingResponse(stream, 200, {"cache-control": "no-store"}, "text/event-stream")
+
+
+async def follow(jobs: Jobs, job: Job, seen: int) -> AsyncIterator[str]:
+    while True:
+        changed = job.changed  # taken first: what changes from here on sets it
+        is_over = job.is_over
+        for loss in (await jobs.losses(job, seen)).tolist():
+            seen += 1
+            news = {"step": seen, "num_steps": job.num_steps, "loss": as_json(loss)}
+            yield f"id: {seen}\nevent: step\ndata: {json.dumps(news)}\n\n"
+        if is_over:
+            yield f"event: end\ndata: {json.dumps(job.describe())}\n\n"
+            return
+        if jobs.closing.is_set():
+            return  # the client comes back when the service does
+        try:
+            await asyncio.wait_for(changed.wait(), KEEP_ALIVE_S)
+        except TimeoutError:
+            yield ": still there\n\n"
+
+
+async def curve(request: Request) -> Response:
+    """Draw the loss of each step so far."""
+    job = job_of(request)
+    losses = await request.app.state.jobs.losses(job)
+    async with request.app.state.drawing:
+        image = await ar.run_on_host(draw, f"job {job.id}: {job.program}", losses)
+    return Response(image, media_type="image/png", headers={"cache-control": "no-store"})
+
+
+def draw(title: str, losses: np.ndarray) -> bytes:
+    figure = Figure(figsize=(6, 4), layout="constrained")  # without pyplot, so drawn by Agg
+    axes = figure.subplots()
+    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8)
+    axes.set(xlabel="step", ylabel="cross entropy", title=title)
+    axes.grid(alpha=0.3)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=100, format="png")
+    return file.getvalue()
+
+
+def job_of(request: Request) -> Any:
+    job = request.app.state.jobs.get(request.path_params["id"])
+    if job is None:
+        raise HTTPException(404, f"There is no job {request.path_params['id']}.")
+    return job
+
+
+def as_json(number: float) -> float | None:
+    """JSON has no infinity, and nothing that is no number."""
+    return number if math.isfinite(number) else None

@@ -1,0 +1,174 @@
+"""`ckpt ls`, `verify` and `show`: what they print, and how they end."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.cli import main
+
+pytest.importorskip("typer")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three steps of a state with an on-read variable, and a name that would change colours."""
+    asyncio.run(save_steps(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+async def save_steps(directory: Path) -> None:
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            weights = ar.Variable(np.ones((64, 10)))
+            count = ar.Variable(0, synchronization="on_read", aggregation="sum")
+        state = {"model": [weights, count], "epoch": 3, "a\x1b[31m": "b"}
+        async with ar.CheckpointManager(directory) as manager:
+            for step in (5, 10, 15):
+                await manager.save(step, state)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["ckpt", *map(str, arguments)])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def data_file(folder: Path, step: int) -> Path:
+    [path] = (folder / f"step-{step:010}").glob("*.safetensors")
+    return path
+
+
+def test_a_pipe_gets_a_line_per_step(folder: Path, run: Run) -> None:
+    size = data_file(folder, 5).stat().st_size
+
+    code, out, err = run("ls", folder)
+
+    assert (code, err) == (0, "")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert rows == [
+        ["5", "4", str(size), "whole"],
+        ["10", "4", str(size), "whole"],
+        ["15", "4", str(size), "latest"],
+    ]
+
+
+def test_a_step_that_lost_bytes_is_not_the_latest(folder: Path, run: Run) -> None:
+    with data_file(folder, 15).open("r+b") as file:
+        file.truncate(100)
+    (folder / "step-0000000005" / "manifest.json").write_text("{")
+
+    code, out, _ = run("ls", folder)
+
+    first, second, third = (line.split("\t") for line in out.splitlines())
+    assert code == 1
+    assert "Step 5" in first[-1]
+    assert first[1:3] == ["", ""]
+    assert second[-1] == "latest"
+    assert "has 100 bytes" in third[-1]
+
+
+def test_a_flipped_bit_is_found_by_verify_alone(folder: Path, run: Run) -> None:
+    data = bytearray(data_file(folder, 10).read_bytes())
+    data[-1] ^= 1
+    data_file(folder, 10).write_bytes(data)
+
+    assert run("ls", folder)[0] == 0
+    code, out, _ = run("verify", folder)
+
+    assert code == 1
+    whole, damaged, other = out.splitlines()
+    assert (whole, other) == ("5\twhole", "15\twhole")
+    assert damaged.startswith("10\tStep 10")
+    assert "model/1" in damaged
+    assert run("verify", folder, "15")[:2] == (0, "15\twhole\n")
+    assert run("verify", folder, "10")[0] == 1
+
+
+def test_show_lists_the_entries_of_the_latest_whole_step(folder: Path, run: Run) -> None:
+    data_file(folder, 15).unlink()
+
+    code, out, _ = run("show", folder)
+
+    assert code == 0
+    assert [line.split("\t") for line in out.splitlines()] == [
+        ["model/0", "variable", "float64", "64 x 10", "5120"],
+        ["model/1", "variable", "int64", "scalar, 2 components", "16"],
+        ["epoch", "value", "", "", ""],
+        ["a\\x1b[31m", "value", "", "", ""],  # no control character of a file reaches a terminal
+    ]
+    assert run("show", folder, "15")[0] == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, run: Run, command: str) -> None:
+    (tmp_path / "empty").mkdir()
+
+    assert run(command, tmp_path / "nowhere")[0] == 2
+    assert run(command, data_file(folder, 5))[0] == 2
+    code, out, err = run(command, tmp_path / "empty")
+    assert (code, out) == (1, "")
+    assert "no checkpoint" in err
+
+
+@pytest.mark.parametrize("command", ["verify", "show"])
+def test_an_unknown_step_is_answered_with_those_there_are(
+    folder: Path, run: Run, command: str
+) -> None:
+    code, out, err = run(command, folder, "6")
+
+    assert (code, out) == (1, "")
+    assert "no step 6" in err
+    assert "5, 10, 15" in err
+
+
+def test_none_is_whole(folder: Path, run: Run) -> None:
+    for step in (5, 10, 15):
+        data_file(folder, step).unlink()
+
+    assert run("ls", folder)[0] == 1
+    code, _, err = run("show", folder)
+    assert code == 1
+    assert "None of the steps" in err
+
+
+def test_a_terminal_gets_a_table(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_file(folder, 10).unlink()
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    coloured = run("ls", folder)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = run("ls", folder)[1]
+
+    assert "\t" not in coloured
+    assert "\x1b[31m" in coloured  # red
+    assert "5.4 kB" in coloured
+    assert "\x1b[3" not in plain
+    assert "5.4 kB" in plain
+
+
+@pytest.mark.slow
+def test_it_is_a_command(folder: Path) -> None:
+    command = [sys.executable, "-m", "aioreplica", "ckpt", "verify", str(folder)]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "5\twhole\n10\twhole\n15\twhole\n"
