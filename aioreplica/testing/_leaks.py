@@ -98,8 +98,7 @@ class Leaks:
 
 def names_of(task: SimTask) -> tuple[str, str]:
     """Return the name of a task, and that of its function."""
-    coroutine = task.get_coro()
-    return task.get_name(), getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
+    return task.get_name(), task.function_name
 
 
 def describe_task(task: SimTask) -> str:

@@ -117,7 +117,6 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     Attributes:
         order: Which participant took each step so far, by number.
         now: Virtual time.
-        num_indices: How many numbers were given to participants.
         early_until: Up to when timers may fire although tasks are ready.
     """
 

@@ -58,9 +58,13 @@ class SimTask(RealTask[Any]):
     Invariants:
         * At most one step waits: asyncio schedules the next one from within a step, or when the
           future that the task awaits is done.
+        * `function_name` is what the coroutine was called: Python 3.12.1 crashes if a task that has
+          ended is asked for its coroutine.
     """
 
-    __slots__ = ("args", "callback", "context", "ends_with_run", "index", "number")
+    __slots__ = (
+        "args", "callback", "context", "ends_with_run", "function_name", "index", "number",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -76,6 +80,7 @@ class SimTask(RealTask[Any]):
         self.args: tuple[Any, ...] = ()
         self.context: Context | None = None
         self.ends_with_run = False
+        self.function_name: str = getattr(coro, "__qualname__", type(coro).__qualname__)
         tasks: TaskList | None = getattr(loop, "sim_tasks", None)
         if tasks is None:
             self.index = self.number = id(self) >> 4

@@ -42,7 +42,7 @@ PACKAGES: Final = {
 def frames_of(participant: asyncio.Task[Any] | PoolOp) -> list[FrameType]:
     """Return the frames a task or an op is suspended in, outermost first."""
     if not isinstance(participant, PoolOp):
-        return list(_walk(participant.get_coro()))
+        return [] if participant.done() else list(_walk(participant.get_coro()))
     frame = participant.run.thread.frame() if participant.run is not None else None
     frames = []
     while frame is not None:

@@ -246,7 +246,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         """Close it; what its tasks did not finish is nobody's any more."""
         for task in self.sim_tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            coroutine = task.get_coro()
+            coroutine = None if task.done() else task.get_coro()
             if (
                 inspect.iscoroutine(coroutine)
                 and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED

@@ -309,7 +309,7 @@ class Trace:
         return point_of(chosen, "" if wait is None else wait.describe())
 
     def _note_call(self, call: MadeCall) -> None:
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)  # also on the thread of an op
         maker = task if isinstance(task, SimTask) else self._loop.stepping
         if maker is not None and self.num_steps <= MAX_TRACE_STEPS:
             self.order.note(call, maker.index)
@@ -411,9 +411,7 @@ class Trace:
 
 
 def _function_name(task: SimTask) -> str:
-    coroutine = task.get_coro()
-    name: str = getattr(coroutine, "__qualname__", type(coroutine).__qualname__)
-    return name.rpartition(".")[2]
+    return task.function_name.rpartition(".")[2]
 
 
 def _callback_name(handle: Any) -> str:
