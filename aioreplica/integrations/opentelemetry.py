@@ -148,8 +148,7 @@ class _Spans:
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         _, step, sequence, collective, op, num_bytes, members, visits = merge.entry(0.0)
-        op_name = "" if op is None else collective.op_name(op)
-        title = f"{collective.name} ({op_name})" if op_name else collective.name
+        title = collective if op is None else f"{collective} ({op.name})"
         for position, (member, (code, at, arrived_s)) in enumerate(
             zip(members, visits, strict=True)
         ):

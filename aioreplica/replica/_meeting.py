@@ -145,7 +145,7 @@ class Collective(ABC):
     Attributes:
         name: The same.
         is_uneven: Whether replicas may bring values of different sizes.
-        is_reduction: Whether the decisive argument has an operator; then it holds nothing else.
+        is_reduction: Whether the decisive argument has an operator, as `op`.
     """
 
     __slots__ = ("name",)
@@ -162,10 +162,6 @@ class Collective(ABC):
     def options(self, argument: Any) -> CommunicationOptions | None:
         """Return the options of a call, None if it has none of its own."""
         return None
-
-    def op_name(self, argument: Any) -> str:
-        """Name the operator of a reduction for records; empty for the rest."""
-        return ""
 
     def num_bytes(self, call: Call) -> int:
         """Return the size of what one replica brought."""
@@ -419,8 +415,8 @@ class Generation:
             sizes = tuple(map(collective.num_bytes, self.calls))
         else:
             sizes = (collective.num_bytes(first),)
-        op = first.argument if collective.is_reduction else None
-        return (time_s, group.step, first.sequence, collective, op, sizes, group.members,
+        op = first.argument.op if collective.is_reduction else None
+        return (time_s, group.step, first.sequence, collective.name, op, sizes, group.members,
                 self.visits)  # fmt: skip
 
     def __repr__(self) -> str:

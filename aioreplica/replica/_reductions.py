@@ -193,10 +193,6 @@ class Reducing(Collective):
         """Return the options of the call."""
         return argument.options
 
-    def op_name(self, argument: Reduction) -> str:
-        """Name the operator."""
-        return argument.op.name
-
     def num_bytes(self, call: Call) -> int:
         """Add up the leaves."""
         leaf = call.args[0][0] if len(call.args[0]) == 1 else None

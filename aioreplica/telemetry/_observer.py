@@ -21,10 +21,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from threading import Lock
 from types import CodeType
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 from weakref import WeakSet
 
 from ..context import REGISTRY
+from ..typing import ReduceOp
 
 Visit: TypeAlias = tuple[CodeType, int, float]
 """One replica's call: the code object and byte offset it was made at, and when it arrived."""
@@ -55,32 +56,17 @@ class Event(NamedTuple):
     value: float | str | None
 
 
-class ObservedCollective(Protocol):
-    """One kind of collective; there is one object per kind, which holds nothing of a run."""
-
-    @property
-    def name(self) -> str:
-        """Name as users call it, such as "all_reduce"."""
-
-    def op_name(self, argument: Any, /) -> str:
-        """Name the operator of a reduction; empty for the rest."""
-
-
 MergeEntry: TypeAlias = tuple[
     float,
     int,
     int,
-    ObservedCollective,
-    object,
+    str,
+    ReduceOp | None,
     tuple[int, ...],
     tuple[int, ...],
     Sequence[Visit],
 ]
-"""A merge as it is recorded: end, step, sequence, collective, its operator, sizes, members, visits.
-
-What names the collective and its operator is looked up by who reads it: this is made at every
-merge.
-"""
+"""A merge as it is recorded: end, step, sequence, collective, operator, sizes, members, visits."""
 
 
 class ObservedCall(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple, final
 
+from ..typing import ReduceOp
 from ._observer import MergeEntry, ObservedMerge, Visit
 
 SHOWN = 5  # merges that an error lists
@@ -146,8 +147,8 @@ class Recorder:
             members: Who met.
             visits: Where each member called from, and when it arrived.
         """
-        named = _Named(collective)
-        self._keep((time_s, step, sequence, named, op or None, num_bytes, members, visits))
+        parsed = ReduceOp.parse(op) if op else None
+        self._keep((time_s, step, sequence, collective, parsed, num_bytes, members, visits))
 
     def merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         """Add a merge that has just ended; one that failed is not kept."""
@@ -175,16 +176,6 @@ class Recorder:
         return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
 
 
-@final
-class _Named(NamedTuple):
-    """Stands for a collective, by name."""
-
-    name: str
-
-    def op_name(self, argument: object) -> str:
-        return str(argument)
-
-
 def _readable(entry: MergeEntry) -> MergeRecord:
     time_s, step, sequence, collective, op, num_bytes, members, visits = entry
     sites = [f"{code.co_filename}:{source_line(code, at)}" for code, at, _ in visits]
@@ -193,11 +184,11 @@ def _readable(entry: MergeEntry) -> MergeRecord:
         time_s,
         step,
         sequence,
-        collective.name,
+        collective,
         first.co_filename,
         source_line(first, at),
         len(members),
-        "" if op is None else collective.op_name(op),
+        "" if op is None else op.name,
         num_bytes,
         members,
         tuple(arrived_s for _, _, arrived_s in visits),

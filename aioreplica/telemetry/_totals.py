@@ -68,8 +68,7 @@ class Totals:
                 self._run_s += time.perf_counter() - begin
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
-        _, _, _, collective, _, num_bytes, members, visits = merge.entry(0.0)
-        name = collective.name
+        _, _, _, name, _, num_bytes, members, visits = merge.entry(0.0)
         arrived = [at_s for _, _, at_s in visits]
         waited_s = len(arrived) * max(arrived) - sum(arrived)
         total_bytes = sum(num_bytes) if len(num_bytes) > 1 else num_bytes[0] * len(members)

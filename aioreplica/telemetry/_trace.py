@@ -257,8 +257,7 @@ class _Drawing:
         end, step, sequence, collective, op, num_bytes, members, visits = entry
         end_ns = self._ns(end)
         flows = (self._next_flow(),) if len(members) > 1 else ()
-        op_name = "" if op is None else collective.op_name(op)
-        title = f"{collective.name} ({op_name})" if op_name else collective.name
+        title = collective if op is None else f"{collective} ({op.name})"
         for position, (member, (code, at, arrived)) in enumerate(zip(members, visits, strict=True)):
             size = num_bytes[position if len(num_bytes) > 1 else 0]
             args: dict[str, str | int | float] = {

@@ -26,7 +26,8 @@ def interrupt():
 
 def plain():
     yield np.ones(2)
-    interrupt()
+    # In the loop's thread: a signal that reaches it just before it waits for events is seen late.
+    loop.call_soon_threadsafe(interrupt)
     threading.Event().wait(30)
 
 async def asynchronous():
@@ -38,6 +39,8 @@ async def asynchronous():
         print("source closed")
 
 async def main():
+    global loop
+    loop = asyncio.get_running_loop()
     options = ar.InputOptions(per_replica_buffer_size={buffer})
     async with ar.MirroredStrategy() as strategy:
         async with strategy.distribute_dataset({source}, options) as batches:

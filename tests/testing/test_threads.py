@@ -242,7 +242,7 @@ def test_an_op_that_polls_lets_time_pass() -> None:
     assert 30 <= art.run(main) < 31
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_an_op_that_polls_for_ever_starves() -> None:
     async def main() -> None:
         def poll() -> None:
