@@ -123,11 +123,12 @@ class _Body:
 
 def _mark_as_ended(thread: Any) -> None:
     """Let `threading` itself know it too, for who asks after the run."""
-    handle = getattr(thread, "_handle", None)  # from Python 3.13 on
-    if handle is not None:
-        handle._set_done()
-    else:
+    make_handle = getattr(threading, "_make_thread_handle", None)  # from Python 3.13 on
+    if make_handle is None:
         thread._is_stopped = True
+    else:  # its own was never started, and so cannot end
+        thread._handle = make_handle(thread.ident)
+        thread._handle._set_done()
 
 
 # ---- event loops in threads ---------------------------------------------------------------------

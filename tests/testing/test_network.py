@@ -4,7 +4,8 @@ import asyncio
 import errno
 import http.client
 import socket
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -210,6 +211,16 @@ async def takes_what_arrives_for_all_of_it() -> None:
             await ask(b"a request\n")
 
 
+@asynccontextmanager
+async def listening(serve: Any, port: int = PORT) -> AsyncIterator[None]:
+    """Serve for a block; from Python 3.12 on `async with server` would wait for connections."""
+    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    try:
+        yield
+    finally:
+        server.close()
+
+
 async def forwards_and_forgets() -> None:
     """A proxy that loses its upstream connection when its client is reset."""
 
@@ -224,10 +235,7 @@ async def forwards_and_forgets() -> None:
         for each in (upstream, writer):
             each.close()
 
-    async with (
-        await asyncio.start_server(echo, "127.0.0.1", PORT),
-        await asyncio.start_server(forward, "127.0.0.1", PORT + 1),
-    ):
+    async with listening(echo), listening(forward, PORT + 1):
         with suppress(ConnectionError):
             await ask(b"hello\n", port=PORT + 1)
 
@@ -238,7 +246,7 @@ async def asks_without_a_timeout() -> None:
 
 
 async def forgets_to_close() -> None:
-    async with await asyncio.start_server(echo, "127.0.0.1", PORT):
+    async with listening(echo):
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
         writer.write(b"hello\n")
         await reader.readline()
