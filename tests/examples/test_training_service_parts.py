@@ -5,6 +5,7 @@ import runpy
 import socket
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,8 @@ async def test_a_table_is_for_one_service_and_keeps_what_it_was_told(tmp_path: P
         assert (row["status"], row["settings"], row["step"]) == ("done", '{"epochs": 3}', 2)
         assert await store.losses(row["id"]) == b"12345678" * 2
         assert (await store.add("digits", {}))["id"] == 2
-    assert sqlite3.connect(path).execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    with closing(sqlite3.connect(path)) as reader:
+        assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 @pytest.mark.parametrize(
