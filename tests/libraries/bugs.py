@@ -31,21 +31,6 @@ async def redis_without_timeout() -> None:
         await client.set("a", "1")
 
 
-async def session_lost_in_a_request() -> None:
-    """Closes its session only if no request fails."""
-    async with serving():
-        session = aiohttp.ClientSession()
-        with contextlib.suppress(aiohttp.ClientError):
-            first = await session.get(f"http://localhost:{PORT}/one")
-            await session.post(f"http://localhost:{PORT}/two", data=b"x" * 1000)
-            first.close()
-            await session.close()
-        KEPT.append(session)
-
-
-KEPT: list[Any] = []  # as a module of an app keeps its session
-
-
 async def pool_slot_lost() -> None:
     """Gives the slot of a pool back only if the request succeeds."""
     slots = asyncio.Semaphore(1)
@@ -62,6 +47,5 @@ async def pool_slot_lost() -> None:
 BUGS: list[tuple[Any, art.Faults, type[BaseException]]] = [
     (aiohttp_without_timeout, art.Faults().half_open(PORT), art.DeadlockError),
     (redis_without_timeout, art.Faults().half_open(REDIS_PORT), art.DeadlockError),
-    (session_lost_in_a_request, art.Faults().reset_connection(PORT), art.LeakError),
     (pool_slot_lost, art.Faults().reset_connection(REDIS_PORT, times=20), art.DeadlockError),
 ]
