@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from abc import ABC, abstractmethod
 from asyncio import isfuture
 from binascii import crc32
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ INSTEAD: Final = (
 )
 
 
-class SimSelector:
+class SimSelector(ABC):
     """What a loop has registered, as `selectors.BaseSelector` keeps it.
 
     Args:
@@ -90,9 +91,9 @@ class SimSelector:
         for fd in tuple(self.keys):
             self.unregister(fd)
 
+    @abstractmethod
     def notify(self, ready: Ready) -> None:
         """Tell that a socket is ready."""
-        raise NotImplementedError
 
 
 @final
