@@ -2,6 +2,8 @@
 
 from ._export import export_lazily
 
+__version__ = "0.1.0"
+
 __getattr__, __dir__, __all__ = export_lazily(
     __name__,
     {
@@ -33,6 +35,7 @@ __getattr__, __dir__, __all__ = export_lazily(
             "CentralStorageStrategy",
             "DefaultStrategy",
             "MirroredStrategy",
+            "MultiWorkerMirroredStrategy",
             "OneDeviceStrategy",
             "RunOptions",
             "Strategy",
@@ -63,6 +66,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "device_loop",
         "errors",
         "metrics",
+        "online",
         "optimizers",
         "telemetry",
     ),

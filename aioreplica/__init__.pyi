@@ -7,6 +7,7 @@ from . import collectives as collectives
 from . import device_loop as device_loop
 from . import errors as errors
 from . import metrics as metrics
+from . import online as online
 from . import optimizers as optimizers
 from . import telemetry as telemetry
 from .checkpoint import CheckpointManager as CheckpointManager
@@ -36,6 +37,7 @@ from .replica import ReplicaContext as ReplicaContext
 from .strategies import CentralStorageStrategy as CentralStorageStrategy
 from .strategies import DefaultStrategy as DefaultStrategy
 from .strategies import MirroredStrategy as MirroredStrategy
+from .strategies import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from .strategies import OneDeviceStrategy as OneDeviceStrategy
 from .strategies import RunOptions as RunOptions
 from .strategies import Strategy as Strategy
@@ -56,3 +58,5 @@ from .values import Snapshot as Snapshot
 from .values import SyncOnReadVariable as SyncOnReadVariable
 from .values import Variable as Variable
 from .values import Weighted as Weighted
+
+__version__: str

@@ -1,4 +1,4 @@
-"""Checkpoints: saving and restoring beside raw files, lag and delay meanwhile, and kills.
+"""Checkpoints: saving and restoring beside raw files, what that costs others, and kills.
 
 A training process is killed with SIGKILL at random times while it saves, `--kills` times, and once
 behind every step of a run of 20 steps, whose end must be the same bit for bit. A restore that fails
@@ -12,8 +12,9 @@ import argparse
 import asyncio
 import os
 import tempfile
+import tracemalloc
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +25,7 @@ import numpy as np
 import aioreplica as ar
 
 from ._checkpoint_kills import kill_at_every_step, kill_at_random, stop_with_sigterm
+from ._full_disk import fill_up
 from ._loop_lag import lag_during
 from ._measure import Contender, take_turns
 from ._report import format_table, summarise, write_json
@@ -95,6 +97,17 @@ def kill(plan: Plan, num_kills: int) -> tuple[list[str], dict[str, object]]:
     print(f"told to stop with SIGTERM: exit status {status} after a save")
     if status != 75:
         failures.append(f"SIGTERM gave exit status {status}, not 75")
+    disk = fill_up(plan.every)
+    if disk.why_not:
+        print(f"no full disk: a small one could not be mounted ({disk.why_not})")
+    else:
+        print(
+            f"saved {disk.num_saves} times on a disk that is almost full: {disk.num_refused} found "
+            f"no space, {disk.num_wrong} left another state than they said"
+        )
+    counts["full disk"] = asdict(disk)
+    if disk.num_wrong:
+        failures.append("a full disk was not survived")
     kills = kill_at_random(num_kills)
     print(
         f"killed {kills.num_kills} times while saving: {kills.num_restored} restored, "
@@ -115,8 +128,10 @@ async def measure(plan: Plan) -> list[Row]:
         with strategy.scope():
             state = {"model": [ar.Variable(array) for array in arrays]}
         with tempfile.TemporaryDirectory() as folder:
-            return await _measure_files(plan, Path(folder), state, arrays) + [
-                await _measure_delay(plan, strategy, Path(folder) / "delay")
+            return [
+                *await _measure_files(plan, Path(folder), state, arrays),
+                await _measure_delay(plan, strategy, Path(folder) / "delay"),
+                await measure_memory(plan.num_bytes, Path(folder)),
             ]
 
 
@@ -201,6 +216,42 @@ async def _measure_delay(plan: Plan, strategy: ar.Strategy, folder: Path) -> Row
         "delay of a step by a save", LOOP, 2, "ms per 100 variables", against="no save",
         target=Target("difference", 1.0), **samples,
     )  # fmt: skip
+
+
+async def measure_memory(num_bytes: int, folder: Path) -> Row:
+    """Measure what a save allocates beside a state that is not laid out as files are."""
+    rows = num_bytes // NUM_ARRAYS // 4096
+    arrays = [np.zeros((512, rows)).T for _ in range(NUM_ARRAYS)]  # 4096 bytes in a row
+    state = {"model": [ar.Variable(array) for array in arrays]}
+    manager = ar.CheckpointManager(folder / "strided", max_to_keep=1)
+    number = iter(range(10**6))
+
+    async def save() -> None:
+        await manager.save(next(number), state)
+
+    async def raw() -> None:
+        write_raw(folder / "raw", [np.ascontiguousarray(array) for array in arrays])
+
+    samples = await take_turns({"ours": _allocated(save), "floor": _allocated(raw)}, num_rounds=3)
+    await manager.aclose()
+    return compared_row(
+        f"memory, save {num_bytes // MIB} MiB", LOOP, 1, "MiB", against="copies, raw",
+        target=Target("ours", 64.0), **samples,
+    )  # fmt: skip
+
+
+def _allocated(action: Callable[[], Awaitable[object]]) -> Contender:
+    """Return a contender for the MiB that are allocated at most during `action`, on any thread."""
+
+    async def sample() -> float:
+        tracemalloc.start()
+        try:
+            await action()
+            return tracemalloc.get_traced_memory()[1] / MIB
+        finally:
+            tracemalloc.stop()
+
+    return sample
 
 
 def seconds(action: Callable[[], Awaitable[object]]) -> Contender:

@@ -7,7 +7,6 @@ marks and never change the exit status; a result that differs does.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -20,7 +19,7 @@ from ._command import parse_options
 from ._handles import measure_handles, measure_overlap
 from ._inline import MIB, Crossing, measure_inline
 from ._loop_lag import measure_lag
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._reductions import measure_large, measure_leaves, measure_small
 from ._report import format_table, summarise, write_json
 from ._row import Row
@@ -75,14 +74,8 @@ def main(arguments: Sequence[str]) -> None:
     ar.set_logical_devices("cpu", MAX_REPLICAS)
     rows: list[Row] = []
     counts: list[OrderCount] = []
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            new_rows, crossings = runner.run(measure(name, plan))
+    for name, runner in open_runners(options.loops):
+        new_rows, crossings = runner.run(measure(name, plan))
         checked, count = check_orders(
             name, num_orders=plan.num_orders, stream_counts=plan.stream_counts
         )

@@ -6,7 +6,6 @@ printed with marks and never change the exit status: a busy machine is no defect
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +14,7 @@ import aioreplica as ar
 
 from ._command import parse_options
 from ._device_hop import measure_hops
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._memory import measure_memory
 from ._merge import measure_merges
 from ._report import format_table, summarise, write_json
@@ -58,14 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     plan = QUICK if options.is_quick else FULL
     ar.set_logical_devices("cpu", MAX_REPLICAS)
     rows: list[Row] = []
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            rows += runner.run(measure(name, plan))
+    for name, runner in open_runners(options.loops):
+        rows += runner.run(measure(name, plan))
     print(format_table(rows))
     print(summarise(rows))
     write_json(options.output, "core", rows, is_quick=options.is_quick)

@@ -7,7 +7,6 @@ never change the exit status; a bit that differs does.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ._device_steps import (
     measure_steps,
 )
 from ._loop_lag import MAX_LAG_MS, lag_during
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._measure import take_turns
 from ._report import format_table, summarise, write_json
 from ._row import Row, compared_row
@@ -63,15 +62,9 @@ def main(arguments: Sequence[str]) -> None:
     ar.set_logical_devices("cpu", NUM_REPLICAS)
     rows: list[Row] = []
     num_compared = num_different = 0
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            rows += runner.run(measure(name, plan))
-            compared, different = runner.run(check())
+    for name, runner in open_runners(options.loops):
+        rows += runner.run(measure(name, plan))
+        compared, different = runner.run(check())
         num_compared += compared
         num_different += different
         print(f"{name}: hops of {compared} sizes, different weights = {different}")

@@ -7,7 +7,6 @@ Targets are printed with marks and never change the exit status; growth and a wr
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -18,7 +17,7 @@ from ._command import parse_options
 from ._input_batches import measure_batches
 from ._input_checks import Growth, count_wrong_resumes, measure_growth
 from ._input_overlap import measure_overlap
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._report import format_table, summarise, write_json
 from ._row import Row
 
@@ -57,15 +56,9 @@ def main(arguments: Sequence[str]) -> None:
     rows: list[Row] = []
     growths: list[Growth] = []
     num_stops = num_wrong = 0
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            rows += runner.run(measure(name, plan))
-            growth, stops, wrong = runner.run(check(plan))
+    for name, runner in open_runners(options.loops):
+        rows += runner.run(measure(name, plan))
+        growth, stops, wrong = runner.run(check(plan))
         growths.append(growth)
         num_stops += stops
         num_wrong += wrong

@@ -15,6 +15,7 @@ import aioreplica as ar
 
 from ._command import parse_options
 from ._report import format_table, summarise, write_json
+from ._schedule_costs import cost_of_a_point, memory_of_steps
 from ._schedule_rates import NUM_REPLICAS, TOOLS, find_tool, measure_rates
 from ._schedule_verdicts import Found, count_alarms, count_replays, find_bugs, time_cancellation
 
@@ -31,6 +32,7 @@ class Plan:
         num_alarm_seeds: Schedules of every correct program, at each fidelity.
         num_replays: Replays in other processes.
         limit: Schedules of an exhaustive exploration.
+        num_steps: Of a long schedule, whose memory is measured.
     """
 
     num_rounds: int
@@ -39,10 +41,11 @@ class Plan:
     num_alarm_seeds: int
     num_replays: int
     limit: int
+    num_steps: int
 
 
-FULL = Plan(5, 3_000, 20, 1_000, 10_000, 2_000)
-QUICK = Plan(3, 200, 2, 30, 30, 150)
+FULL = Plan(5, 3_000, 20, 1_000, 10_000, 2_000, 1_000_000)
+QUICK = Plan(3, 200, 2, 30, 30, 150, 20_000)
 HASH_SEEDS = ("0", "1", "77", "4242")
 MARKS = {True: "ok", False: "MISSED"}
 
@@ -70,6 +73,12 @@ def main(arguments: Sequence[str]) -> None:
     print(f"replays: {same} of {num_replays} identical, {len(HASH_SEEDS)} hash seeds")
     print(f"cancel_everywhere, 20 awaits: {num_cancelled} runs in {seconds * 1000:.0f} ms "
           f"(<= 1000 {MARKS[seconds <= 1]})")  # fmt: skip
+    point_ns, call_ns = cost_of_a_point()
+    print(f"fault_point outside the kit: {point_ns:.0f} ns, a call of nothing {call_ns:.0f} ns "
+          f"(<= 100 {MARKS[point_ns <= 100]})")  # fmt: skip
+    grown = memory_of_steps(plan.num_steps)
+    told = ", ".join(f"{mib:.1f} MiB for {name}" for name, mib in grown.items())
+    print(f"memory after one schedule of {plan.num_steps} steps: {told} more")
     counts = {
         "num_missed": sum(each.num_seeds - each.num_found for each in found),
         "num_called_clean": sum(each.exhaustive == "complete" for each in found),
@@ -78,6 +87,8 @@ def main(arguments: Sequence[str]) -> None:
         "num_replays": num_replays,
         "num_replays_differ": num_replays - same,
         "cancel_us": round(seconds * 1e6),
+        "point_ns": round(point_ns),
+        "grown_mib": grown,
     }
     write_json(options.output, "schedules", rows, is_quick=options.is_quick,
                counts={**counts, "found": [asdict(each) for each in found]})  # fmt: skip

@@ -8,7 +8,6 @@ the exit status: a busy machine is no defect.
 
 from __future__ import annotations
 
-import asyncio
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import aioreplica as ar
 from aioreplica.telemetry import Observer, Trace
 
 from ._command import parse_options
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._measure import Contender, take_turns
 from ._report import format_table, summarise, write_json
 from ._row import Row, Target, compared_row
@@ -58,14 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     plan = QUICK if options.is_quick else FULL
     ar.set_logical_devices("cpu", MAX_REPLICAS)
     rows: list[Row] = []
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            rows += runner.run(measure(name, plan))
+    for name, runner in open_runners(options.loops):
+        rows += runner.run(measure(name, plan))
     print(format_table(rows))
     print(summarise(rows))
     write_json(options.output, "telemetry", rows, is_quick=options.is_quick)

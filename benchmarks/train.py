@@ -7,7 +7,6 @@ BLAS thread each. Targets are printed with marks and never change the exit statu
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -16,7 +15,7 @@ import aioreplica as ar
 
 from ._adapters import measure_adapters
 from ._command import parse_options
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._report import format_table, summarise, write_json
 from ._row import Row
 from ._training import Speed, blas_threads, measure_overhead, measure_steps
@@ -57,14 +56,8 @@ def main(arguments: Sequence[str]) -> None:
     ar.set_logical_devices("cpu", MAX_REPLICAS)
     num_threads = blas_threads()
     rows: list[Row] = []
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            found, speeds = runner.run(measure(name, plan, num_threads))
+    for name, runner in open_runners(options.loops):
+        found, speeds = runner.run(measure(name, plan, num_threads))
         rows += found
         for speed in speeds:
             print(f"{name}: {speed}")

@@ -7,7 +7,6 @@ are printed with marks and never change the exit status; a torn snapshot does.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +14,7 @@ from typing import final
 import aioreplica as ar
 
 from ._command import parse_options
-from ._loops import find_loop_factory
+from ._loops import open_runners
 from ._report import format_table, summarise, write_json
 from ._row import Row
 from ._torn import TornCount, count_torn
@@ -58,15 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     ar.set_logical_devices("cpu", NUM_REPLICAS)
     rows: list[Row] = []
     counts: list[TornCount] = []
-    for name in options.loops:
-        factory = find_loop_factory(name)
-        if factory is None:
-            print(f"{name}: skipped, not installed.")
-            continue
-        print(f"{name}: measuring.", flush=True)
-        with asyncio.Runner(loop_factory=factory) as runner:
-            new_rows = runner.run(measure(name, plan))
-            count = runner.run(check(plan))
+    for name, runner in open_runners(options.loops):
+        new_rows = runner.run(measure(name, plan))
+        count = runner.run(check(plan))
         rows += new_rows
         counts.append(count)
         print(

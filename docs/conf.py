@@ -1,24 +1,33 @@
 """Sphinx configuration: Markdown pages through MyST, the reference from docstrings."""
 
-from importlib import metadata
+import sys
+from pathlib import Path
 from typing import Any
+
+import aioreplica
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "aioreplica"
 author = "the aioreplica contributors"
 copyright = author
-release = metadata.version("aioreplica")
+release = aioreplica.__version__
 version = release
 
 extensions = [
+    "_api_index",
+    "_pictures",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_diagrams"]
 default_role = "code"  # `name` in a docstring is code
 html_theme = "furo"
 html_title = f"aioreplica {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3

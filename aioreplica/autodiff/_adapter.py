@@ -17,7 +17,8 @@ from ..devices.backends import Array
 from ..values import Weighted
 from ._linear import LinearCollective
 
-Watch: TypeAlias = Callable[[Array], Array]  # an array in, the library's traced stand-in out
+Watch: TypeAlias = Callable[[Array], Array]
+"""Takes an array and gives the stand-in that the library traces."""
 
 
 class Adapter(ABC):

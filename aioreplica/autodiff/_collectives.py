@@ -18,7 +18,7 @@ from ..collectives import require_dense
 from ..context import PLACE
 from ..devices.backends import Array
 from ..errors import ContextError
-from ..replica import CallSite, ReplicaContext
+from ..replica import CallSite, ReplicaContext, WorkerContext
 from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
 from ._find import find_adapter
@@ -128,6 +128,8 @@ def _current_replica(name: str) -> ReplicaContext | None:
     place = PLACE.get()
     if isinstance(place.replica, ReplicaContext):
         return place.replica
+    if isinstance(place.replica, WorkerContext):
+        raise place.replica.refusal(f"ar.autodiff.{name}")
     if place.strategy is not None:
         raise ContextError(
             f"ar.autodiff.{name} was called in {place.describe()}, but it is a collective of the "

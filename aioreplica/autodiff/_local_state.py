@@ -76,5 +76,5 @@ def _changed(place: Place, old: tuple[Array, ...], array: Array) -> tuple[Array,
     if place.replica is None or len(old) == 1:
         return (own,) * len(old)
     new = list(old)
-    new[place.replica.replica_id_in_sync_group] = own
+    new[place.replica.local_replica_id] = own
     return tuple(new)

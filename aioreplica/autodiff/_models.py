@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..context import PLACE
+from ..context import PLACE, CurrentReplica
 from ..errors import ContextError
-from ..replica import ReplicaContext
 
 if TYPE_CHECKING:
     from ._jax_variables import JaxVariables
@@ -130,9 +129,9 @@ def jax_key(name: str) -> Any:
     return jax.random.key(int(rng.integers(2**31)))
 
 
-def _replica(name: str) -> ReplicaContext:
+def _replica(name: str) -> CurrentReplica:
     place = PLACE.get()
-    if isinstance(place.replica, ReplicaContext):
+    if place.replica is not None:
         return place.replica
     raise ContextError(
         f"ar.autodiff.{name} was called in {place.describe()}, but its numbers are those of a "

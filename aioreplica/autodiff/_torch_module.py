@@ -253,7 +253,7 @@ class TorchModule:
     def _take(self) -> tuple[int | None, _Shell]:
         """Take a shell that is not in use; a replica's plain attributes are its own."""
         replica = PLACE.get().replica
-        key = None if replica is None else replica.replica_id_in_sync_group
+        key = None if replica is None else replica.local_replica_id
         with self._lock:
             idle = self._idle.setdefault(key, [])
             shell = idle.pop() if idle else None

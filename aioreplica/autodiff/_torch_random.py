@@ -95,7 +95,7 @@ class SeedStreams:
         rng = replica.rng(self._stream)
         first = int(rng.integers(2**63))
         with self._lock:
-            steps = self._open.setdefault(replica.replica_id_in_sync_group, OrderedDict())
+            steps = self._open.setdefault(replica.local_replica_id, OrderedDict())
             known = steps.get(first)
             if known is not None:
                 return int(known.integers(2**63))

@@ -51,6 +51,10 @@ class ModelVariables(tuple[Variable, ...]):
         made.backend = backend
         return made
 
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return what `__new__` takes, as a pickle needs it."""
+        return tuple(self), self.backend
+
     def __add__(self, other: Any) -> Any:
         joined = tuple(self) + tuple(other)
         if isinstance(other, ModelVariables) and other.backend == self.backend:

@@ -8,6 +8,8 @@ from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._restoring import Restored as Restored
+from ._savepoint import Savepoint as Savepoint
+from ._savepoint import model_variables as model_variables
 from ._storage import LocalStorage as LocalStorage
 from ._storage import Sink as Sink
 from ._storage import Source as Source
@@ -21,10 +23,12 @@ __all__ = [
     "FsspecStorage",
     "LocalStorage",
     "Restored",
+    "Savepoint",
     "Sink",
     "Source",
     "StepDescription",
     "Storage",
+    "model_variables",
 ]
 
 export_public(__name__, __all__, globals())

@@ -12,9 +12,9 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,9 @@ _MIDDLE = b'","manifest":'
 _SUFFIX = b"}\n"
 _NUM_DIGITS = 8
 
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+"""Called for one entry after the other: a call keeps all other threads waiting."""
+
 _DTYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
@@ -54,9 +57,7 @@ class DamagedError(Exception):
 # ---- tensors -----------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
+class TensorRecord(NamedTuple):
     """Where one array is stored.
 
     Attributes:
@@ -148,6 +149,11 @@ class Manifest:
     entries: Mapping[str, EntryRecord]
 
 
+_OPTIONAL = tuple(
+    field.name for field in fields(EntryRecord) if field.name not in {"kind", "value"}
+)
+
+
 def dtype_name(dtype: np.dtype[Any], key: str) -> str:
     """Return the name of a dtype that can be stored.
 
@@ -196,15 +202,17 @@ def tensors_header(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> 
     Args:
         tensors: Label, shape, dtype and number of bytes of each, in the order they follow.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": FORMAT, "version": str(VERSION)}}
+    metadata = {"format": FORMAT, "version": str(VERSION)}
+    members = [f'"__metadata__":{_JSON.encode(metadata)}']
     offset = 0
     for label, shape, dtype, size in tensors:
         stored = [*shape, 2] if dtype.startswith("complex") else list(shape)
-        entries[label] = {
+        entry = {
             "dtype": _DTYPES[dtype], "shape": stored, "data_offsets": [offset, offset + size]
         }  # fmt: skip
+        members.append(f"{_JSON.encode(label)}:{_JSON.encode(entry)}")
         offset += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -214,30 +222,32 @@ def tensors_header(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> 
 
 def dump_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of the manifest file, its checksum included."""
-    entries = {key: _lean(asdict(entry)) for key, entry in manifest.entries.items()}
-    body = json.dumps(
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": manifest.step,
-            "sequence": manifest.sequence,
-            "next_steps": manifest.next_steps,
-            "files": [asdict(file) for file in manifest.files],
-            "entries": entries,
-        },
-        separators=(",", ":"),
-        allow_nan=False,
-    ).encode()
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "sequence": manifest.sequence,
+        "next_steps": manifest.next_steps,
+        "files": [asdict(file) for file in manifest.files],
+    }
+    entries = ",".join(
+        f"{_JSON.encode(key)}:{_JSON.encode(_lean(entry))}"
+        for key, entry in manifest.entries.items()
+    )
+    body = f'{_JSON.encode(head)[:-1]},"entries":{{{entries}}}}}'.encode()
     return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
 
 
-def _lean(fields: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what has its default, but never a value."""
-    return {
-        name: [list(each.values()) for each in value] if name == "tensors" else value
-        for name, value in fields.items()
-        if (fields["kind"] == "value" if name == "value" else name == "kind" or value)
-    }
+def _lean(entry: EntryRecord) -> dict[str, Any]:
+    """Return the fields that do not have their defaults, but always a value."""
+    found: dict[str, Any] = {"kind": entry.kind}
+    for name in _OPTIONAL:
+        field = getattr(entry, name)
+        if field:
+            found[name] = field
+    if entry.kind == "value":
+        found["value"] = entry.value
+    return found
 
 
 def parse_manifest(data: bytes, step: int) -> Manifest:

@@ -41,11 +41,6 @@ class FsspecStorage:
         self._files: Any = files
         self._root = root.rstrip("/")
 
-    @property
-    def reads_back(self) -> bool:
-        """False: it would be another download; sizes are compared."""
-        return False
-
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder; none if there is no such folder."""
         self._files.invalidate_cache()

@@ -6,7 +6,7 @@ import asyncio
 import operator
 import os
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
@@ -14,17 +14,24 @@ from typing import Any, Self, TypeVar, final
 
 from ..devices import OwnedTask
 from ..errors import CheckpointError, CheckpointNotCommittedError
+from ._across import (
+    agree_on_restored,
+    is_first,
+    take_common_cut,
+    write_nothing,
+    write_once,
+)
 from ._description import StepDescription, description_of
 from ._format import DamagedError
 from ._fsspec import FsspecStorage
 from ._lane import Stop, run_all
 from ._preemption import run_and_save
-from ._reading import find_steps, look_at, newest_first, no_step_error, verify_step
+from ._reading import by_age, find_steps, look_at, newest_first, no_step_error, verify_step
 from ._restoring import Restored, restore_step
 from ._retention import steps_to_remove
-from ._state import Cut, read_state, require_outside_steps, take_cut
+from ._state import Cut, read_state, require_outside_steps
 from ._storage import LocalStorage, Storage
-from ._writing import removal, write_cut
+from ._writing import not_committed, removal, write_cut
 
 T = TypeVar("T")
 
@@ -98,6 +105,7 @@ class CheckpointManager:
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
         self._lock: Any = None  # Any: whatever the storage gives
+        self._sequences: dict[int, int] = {}  # of the steps that are there, newest first
         self._num_saved = 0
         self._restored: Restored | None = None
 
@@ -106,7 +114,8 @@ class CheckpointManager:
     async def save(self, step: int, state: Any, *, wait: bool = True) -> None:
         """Save a state as a step; a step of that number is replaced.
 
-        A save that is going on is waited for first, so at most one state is held at a time.
+        A save that is going on is waited for first, so at most one state is held at a time. All
+        workers have to call it; the first one writes.
 
         Args:
             step: Its number.
@@ -132,13 +141,13 @@ class CheckpointManager:
         await self._turn.acquire()
         try:
             self._raise_failure()
-            cut = await take_cut(state)
+            cut, is_writer = await take_common_cut(state, number)
             if wait:
-                await self._write(number, cut)
+                await write_once(state, number, bound(self._write, number, cut))
         except BaseException:
             self._turn.release()
             raise
-        if wait:
+        if wait or not is_writer:
             self._turn.release()
         else:
             self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
@@ -177,9 +186,9 @@ class CheckpointManager:
             Saves, then goes on. A second cancellation waits for that, too.
         """
         require_outside_steps("CheckpointManager.save_on_cancel")
-        return await run_and_save(
-            work, state, step, self._write_in_turn, grace_s=grace_s, exit_on_sigterm=exit_on_sigterm
-        )
+        write = self._write_in_turn if is_first(state) else write_nothing
+        options: Any = {"grace_s": grace_s, "exit_on_sigterm": exit_on_sigterm}
+        return await run_and_save(work, state, step, write, **options)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
         async with self._turn:
@@ -212,30 +221,29 @@ class CheckpointManager:
             self._turn.release()
 
     async def _write(self, step: int, cut: Cut) -> None:
-        if self._lock is None:
-            [self._lock] = await run_all([self._take_lock], Stop())
-        [found] = await run_all([bound(newest_first, self._storage)], Stop())
-        sequences = [each.manifest.sequence for each in found if each.manifest is not None]
-        sequence = 1 + max(sequences, default=0)
+        try:
+            [found] = await run_all([self._begin], Stop())
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise not_committed(self._storage, step, error) from error
+        sequence = 1 + max(found.values(), default=0)
+        self._sequences = {}  # until the save is known to be there
         await write_cut(self._storage, step, sequence, cut)
         self._num_saved += 1
-        await self._remove_old([step, *(each.step for each in found if each.step != step)])
+        self._sequences = {step: sequence, **{each: found[each] for each in found if each != step}}
+        doomed = steps_to_remove(
+            [*self._sequences], max_to_keep=self._max_to_keep, keep_every=self._keep_every
+        )
+        await _remove(self._storage, doomed)
 
-    def _take_lock(self) -> Any:
-        self._storage.make_folder("")
-        return self._storage.lock()
-
-    async def _remove_old(self, steps: list[int]) -> None:
-        doomed = steps_to_remove(steps, max_to_keep=self._max_to_keep, keep_every=self._keep_every)
-        for step in doomed:
-            try:
-                await run_all([removal(self._storage, step)], Stop())
-            except OSError as error:
-                warnings.warn(
-                    f"Step {step} could not be removed from {self._storage}: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+    def _begin(self) -> dict[int, int]:
+        """Take the lock, unless it is taken; return the sequence of each step, newest first."""
+        if self._lock is None:
+            self._sequences = {}  # another manager may have saved
+            self._storage.make_folder("")
+            self._lock = self._storage.lock()
+        return by_age(self._storage, self._sequences)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -274,6 +282,7 @@ class CheckpointManager:
         await self.wait()
         read_state(state)  # what cannot be restored is said first
         self._restored = await restore_step(self._storage, state, number, partial=partial)
+        await agree_on_restored(state, self._restored.step)
         damaged = self._restored.damaged
         if damaged:
             listed = "; ".join(f"step {one} ({what})" for one, what in damaged)
@@ -322,7 +331,8 @@ class CheckpointManager:
             Changes nothing.
         """
         number = _checked_step(step)
-        if number not in await self._find_steps():
+        [steps] = await run_all([bound(find_steps, self._storage)], Stop())
+        if number not in steps:
             raise no_step_error(self._storage, number)
         try:
             await verify_step(self._storage, number)
@@ -344,10 +354,6 @@ class CheckpointManager:
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
         return description_of(found.manifest, found.damage)
-
-    async def _find_steps(self) -> list[int]:
-        [steps] = await run_all([bound(find_steps, self._storage)], Stop())
-        return steps
 
     def statistics(self) -> CheckpointStatistics:
         """Return what the manager has done."""
@@ -392,6 +398,18 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"A save in the background had failed too: {failure}")
+
+
+async def _remove(storage: Storage, steps: Sequence[int]) -> None:
+    for step in steps:
+        try:
+            await run_all([removal(storage, step)], Stop())
+        except OSError as error:
+            warnings.warn(
+                f"Step {step} could not be removed from {storage}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _storage_of(directory: Any) -> Storage:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..devices import OwnedTask
 from ..errors import CheckpointNotCommittedError
 from ..values import between_steps
-from ._state import Cut, cut_of, look, read_state
+from ._state import Cut, look, read_state
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ async def _save_and_stop(
     number, cut = 0, None
     try:
         async with asyncio.timeout(grace_s), between_steps(read_state(state).gates):
-            found = read_state(state)
-            cut = cut_of(found, look(found))
+            cut = look(read_state(state))
+            cut.check()
             number = step()
             training.cancel()
     except TimeoutError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ from ._format import (
     parse_manifest,
 )
 from ._lane import NUM_THREADS, Stop, run_all
-from ._storage import Source, Storage, opened, read_all
-from ._writing import CHUNK_BYTES, Tensor, folder_of
+from ._storage import BLOCK_BYTES, Source, Storage, opened, read_all
+from ._writing import Tensor, folder_of
 
 Array = npt.NDArray[Any]
 
@@ -48,11 +48,6 @@ class FoundStep:
     step: int
     manifest: Manifest | None
     damage: str
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sorts steps by age: the one saved last is the newest, whatever its number."""
-        return (0 if self.manifest is None else self.manifest.sequence, self.step)
 
 
 def find_steps(storage: Storage) -> list[int]:
@@ -94,6 +89,23 @@ def newest_first(storage: Storage) -> list[FoundStep]:
     with the next larger number.
     """
     return _in_order([look_at(storage, step) for step in find_steps(storage)])
+
+
+def by_age(storage: Storage, known: Mapping[int, int]) -> dict[int, int]:
+    """Return the sequence of each step, the one saved last first; 0 if it is not known; blocks.
+
+    Args:
+        storage: Where they are.
+        known: What an earlier call has returned. Manifests are read only if it lacks a step.
+
+    Raises:
+        CheckpointError: If one is of another version of the format.
+    """
+    steps = find_steps(storage)
+    if known.keys() >= set(steps):
+        return {step: known[step] for step in known if step in steps}
+    found = newest_first(storage)
+    return {each.step: each.manifest.sequence if each.manifest else 0 for each in found}
 
 
 def _in_order(found: Sequence[FoundStep]) -> list[FoundStep]:
@@ -201,9 +213,9 @@ def _fill(source: Source, file: FileRecord, record: TensorRecord, array: Array, 
     data: Any = array.reshape(-1).view(np.uint8)
     buffer = memoryview(data)
     crc = 0
-    for start in range(0, record.bytes, CHUNK_BYTES):
+    for start in range(0, record.bytes, BLOCK_BYTES):
         stop.check()
-        part = buffer[start : start + CHUNK_BYTES]
+        part = buffer[start : start + BLOCK_BYTES]
         if source.read_into(record.offset + start, part) != len(part):
             raise DamagedError(f"{file.name} ends too early")
         crc = zlib.crc32(part, crc)
@@ -233,10 +245,10 @@ def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) 
     problems = []
     try:
         with _opened_data(storage, manifest.step, file) as source:
-            buffer, crc = bytearray(CHUNK_BYTES), 0
-            for start in range(0, file.bytes, CHUNK_BYTES):
+            buffer, crc = bytearray(BLOCK_BYTES), 0
+            for start in range(0, file.bytes, BLOCK_BYTES):
                 stop.check()
-                part = memoryview(buffer)[: min(CHUNK_BYTES, file.bytes - start)]
+                part = memoryview(buffer)[: min(BLOCK_BYTES, file.bytes - start)]
                 source.read_into(start, part)
                 crc = zlib.crc32(part, crc)
             if crc == file.crc32:

@@ -141,6 +141,7 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
     """
     plan, problems = Plan(), []
     objects = {record.object for record in manifest.entries.values()}
+    owners = state.owners()
     for key, entry in state.entries.items():
         record = manifest.entries.get(key)
         if record is None:
@@ -155,7 +156,7 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
         if key in state.entries:
             continue
         composite = state.composites.get(record.object)
-        owner = state.variables.get(record.owner)
+        owner = owners.get(record.owner)
         if (
             isinstance(composite, Deferring)
             and (owner is not None or not record.owner)
@@ -216,11 +217,14 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     Source:
         tf.distribute's restore of SyncOnReadVariable.
     """
-    count = len(variable.components)
+    here = len(variable.components)
+    workers = None if variable.strategy is None else variable.strategy.workers
+    count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
-        return (_aggregate(record, saved),) * count
+        return (_aggregate(record, saved),) * here
     if len(saved) == count and record.synchronization == variable.synchronization.value:
-        return tuple(saved)
+        first = 0 if workers is None else workers.first_replica
+        return tuple(saved[first : first + here])
     shares = variable.shares("assign", _aggregate(record, saved))
     return tuple(map(_read_only, shares))
 
@@ -256,6 +260,7 @@ def apply_plan(
     """Put everything where it belongs, all or nothing; for who holds the steps back.
 
     Raises:
+        DamagedError: If something was read that was never saved. Then nothing has changed.
         Exception: What an object raises that refuses its state. Then nothing has changed.
     """
     changes: dict[int, dict[Variable, Any]] = {}
@@ -266,12 +271,12 @@ def apply_plan(
             own = changes.setdefault(id(entry.thing.store), {})
             own[entry.thing] = components_for(entry.thing, record, saved)
         else:
-            values[entry.key] = value_of(record, saved)
+            values[entry.key] = value_of(entry.key, record, saved)
     deferred: dict[int, dict[Any, Any]] = {}
     for key, owner in plan.deferred.items():
         record = manifest.entries[key]
         own_parts = deferred.setdefault(id(state.composites[record.object]), {})
-        own_parts[owner, record.part] = value_of(record, arrays[key])
+        own_parts[owner, record.part] = value_of(key, record, arrays[key])
     with ExitStack() as undo:
         for entry in plan.direct:
             if entry.key in values and entry.composite is None:
@@ -294,20 +299,35 @@ def apply_plan(
             gate.next_step = number
 
 
-def value_of(record: EntryRecord, saved: Sequence[Array]) -> Any:
-    """Return what an entry that is no variable in place holds."""
+def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
+    """Return what an entry that is no variable in place holds.
+
+    Raises:
+        DamagedError: If no plain data are written like that.
+    """
     if record.kind == "value":
-        return decode(record.value, [np.array(array) for array in saved])
+        try:
+            return decode(record.value, [np.array(array) for array in saved])
+        except Exception as error:
+            raise DamagedError(f"{key!r} is no plain data: {error!r}") from error
     return _aggregate(record, saved) if record.kind == "variable" else np.array(saved[0])
 
 
 def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:
-    """Replace one value; `undo` is called with what puts the old one back."""
+    """Replace one value; `undo` is called with what puts the old one back.
+
+    Raises:
+        DamagedError: If it is for a generator, which does not take it.
+        Exception: What an object raises that refuses its state.
+    """
     thing = entry.thing
     if isinstance(thing, np.random.Generator):
         generator = thing.bit_generator
         undo(_set_generator, generator, generator.state)
-        generator.state = value
+        try:
+            generator.state = value
+        except Exception as error:
+            raise DamagedError(f"{entry.key!r} is no state of a generator: {error!r}") from error
     elif isinstance(thing, np.ndarray) and thing.flags.writeable:
         undo(np.copyto, thing, thing.copy())
         np.copyto(thing, value)

@@ -10,7 +10,7 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..context import PLACE
 from ..errors import ContextError
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import MAX_TENSORS, EntryRecord, dtype_name
+from ._format import MAX_TENSORS, EntryRecord, TensorRecord, dtype_name
 
 Array = npt.NDArray[Any]
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
@@ -75,9 +75,7 @@ class HasVariables(Protocol):
         """The variables."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry of a state as the program has it.
 
     Attributes:
@@ -111,27 +109,30 @@ class State:
     Attributes:
         entries: By key.
         composites: The objects that name their parts, by key.
-        variables: Its variables that belong to no other one, by key.
+        variables: Its variables, by key; one may have several.
         gates: Those of the strategies of its variables, in the order they were met.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     composites: dict[str, Composite] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
-    gates: list[StepGate] = field(default_factory=list)
+    gates: dict[StepGate, None] = field(default_factory=dict)
 
     def add(self, entry: Entry) -> None:
-        if entry.key in self.entries:
+        key = entry.key
+        if key in self.entries:
             raise ValueError(
-                f"Two entries of the state are called {entry.key!r}. Give them names of their own; "
+                f"Two entries of the state are called {key!r}. Give them names of their own; "
                 "keys of dicts must differ as text."
             )
-        self.entries[entry.key] = entry
-        if isinstance(entry.thing, Variable):
-            if entry.owner is None:
-                self.variables[entry.key] = entry.thing
-            if entry.thing.store.gate not in self.gates:
-                self.gates.append(entry.thing.store.gate)
+        self.entries[key] = entry
+        if is_variable(entry.thing):
+            self.variables[key] = entry.thing
+            self.gates[entry.thing.store.gate] = None
+
+    def owners(self) -> dict[str, Variable]:
+        """Return the variables that belong to no other one, by key."""
+        return {key: v for key, v in self.variables.items() if self.entries[key].owner is None}
 
 
 def read_state(state: Any) -> State:
@@ -157,7 +158,8 @@ def read_state(state: Any) -> State:
                 )
             else:
                 owned.append((key, composite, owner, name, thing))
-    keys = {id(variable): key for key, variable in reversed(found.variables.items())}
+    owners = found.owners() if owned else {}
+    keys = {id(variable): key for key, variable in reversed(owners.items())}
     for key, composite, owner, name, thing in owned:
         owner_key = keys.get(id(owner), owner.name)
         own_key = f"{_below(key, 'slots')}/{owner_key}/{name}"
@@ -166,7 +168,7 @@ def read_state(state: Any) -> State:
 
 
 def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None:
-    if isinstance(node, Variable):
+    if is_variable(node):
         found.add(Entry(key, node))
     elif key and is_plain(node):
         if container is None and not isinstance(node, (list, dict)):
@@ -206,6 +208,11 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
         )
 
 
+def is_variable(node: Any) -> TypeGuard[Variable]:
+    """Tell what isinstance does, in a third of the time: it is slow for abstract classes."""
+    return Variable in type(node).__mro__
+
+
 def is_plain(node: Any) -> bool:
     """Tell whether it is plain data through and through: one value of a state, which may grow."""
     if type(node) in {list, tuple}:
@@ -216,7 +223,8 @@ def is_plain(node: Any) -> bool:
 
 
 def _below(key: str, name: str) -> str:
-    name = name.replace("%", "%25").replace("/", "%2F")
+    if "%" in name or "/" in name:
+        name = name.replace("%", "%25").replace("/", "%2F")
     return f"{key}/{name}" if key else name
 
 
@@ -224,20 +232,65 @@ def _below(key: str, name: str) -> str:
 
 
 @final
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Cut:
-    """A state as it was between two steps.
+    """A state as it was between two steps: references and copies, described when written.
 
     Attributes:
         next_steps: The numbers of the next steps.
-        records: The entries, without their tensors.
+        entries: What it was made of.
         arrays: The tensors of each entry. The writer takes each out when it is written, so that
             its memory is free.
+        values: Plain data, encoded, of the entries that are neither variables nor arrays.
     """
 
     next_steps: tuple[int, ...]
-    records: dict[str, EntryRecord]
+    entries: dict[str, Entry]
     arrays: dict[str, list[Array]]
+    values: dict[str, Any]
+
+    def check(self) -> None:
+        """Check that a checkpoint can hold it.
+
+        Raises:
+            TypeError: If an array has another dtype than those.
+            ValueError: If there are too many.
+        """
+        num_tensors = sum(1 + len(arrays) for arrays in self.arrays.values())
+        if num_tensors > MAX_TENSORS:
+            raise ValueError(
+                f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
+                f"{MAX_TENSORS}. Join small arrays into larger ones."
+            )
+        known: set[Any] = set()
+        for key, arrays in self.arrays.items():
+            for array in arrays:
+                if array.dtype not in known:
+                    dtype_name(array.dtype, key)
+                    known.add(array.dtype)
+
+    def record_of(self, key: str, tensors: Mapping[int, StoredTensor]) -> EntryRecord:
+        """Describe an entry whose tensors were written."""
+        entry = self.entries[key]
+        names = (entry.owner_key, entry.object, entry.part)
+        stored = [tensors[number] for number in range(len(tensors))]
+        records = tuple(each.record for each in stored)
+        if key in self.values:
+            forms = tuple(each.form for each in stored)
+            value = self.values[key]
+            return EntryRecord("value", *names, value=value, tensors=records, forms=forms)
+        form, thing = stored[0].form, entry.thing
+        if not isinstance(thing, Variable):
+            return EntryRecord("array", *names, *form, tensors=records)
+        kinds = (thing.synchronization.value, thing.aggregation.value)
+        return EntryRecord("variable", *names, *form, *kinds, tensors=records)
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor was written, and its shape and dtype."""
+
+    record: TensorRecord
+    form: tuple[tuple[int, ...], str]
 
 
 def require_outside_steps(what: str) -> None:
@@ -264,91 +317,44 @@ async def take_cut(state: Any) -> Cut:
 
     Raises:
         TypeError: If something in it cannot be saved.
-        ValueError: As `read_state`.
+        ValueError: As `read_state`, or if there are too many tensors.
 
     Cancellation:
         Lets the steps go on.
     """
-    found, seen = read_state(state), None
-    while seen is None:
+    found, cut = read_state(state), None
+    while cut is None:
         gates = found.gates
+        is_new = any(gate.running for gate in gates)
         async with between_steps(gates):
-            found = read_state(state)  # steps may have made slots meanwhile
+            if is_new:  # steps may have made slots meanwhile
+                found = read_state(state)
             if all(gate in gates for gate in found.gates):
-                seen = look(found)
-    return cut_of(found, seen)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a state was at one moment: references and copies, not described yet.
-
-    Attributes:
-        next_steps: The numbers of the next steps.
-        arrays: The tensors of each entry.
-        values: Plain data, encoded, of the entries that are neither variables nor arrays.
-    """
-
-    next_steps: tuple[int, ...]
-    arrays: dict[str, list[Array]]
-    values: dict[str, Any]
-
-
-def look(found: State) -> Seen:
-    """Read a state; for who holds the steps back, so it does as little as possible."""
-    by_store: dict[int, dict[Variable, None]] = {}
-    for entry in found.entries.values():
-        if isinstance(entry.thing, Variable):
-            by_store.setdefault(id(entry.thing.store), {})[entry.thing] = None
-    taken: dict[Variable, Any] = {}
-    for own in by_store.values():
-        variables = list(own)
-        snapshot = take_snapshot(variables[0].store, variables)
-        taken.update((variable, snapshot.take(variable)) for variable in variables)
-    seen = Seen(tuple(gate.next_step for gate in found.gates), {}, {})
-    for key, entry in found.entries.items():
-        thing = entry.thing
-        if isinstance(thing, Variable):
-            components = taken[thing]
-            seen.arrays[key] = [components[0]] if thing.is_mirrored else [*components]
-        elif isinstance(thing, (np.ndarray, np.generic)):
-            seen.arrays[key] = [frozen(thing)]
-        else:
-            arrays: list[Array] = []
-            seen.values[key] = encode(_plain_state(thing), key, arrays)
-            seen.arrays[key] = arrays
-    return seen
-
-
-def cut_of(found: State, seen: Seen) -> Cut:
-    """Describe what was seen.
-
-    Raises:
-        TypeError: If an array cannot be saved.
-        ValueError: If there are too many.
-    """
-    num_tensors = sum(1 + len(arrays) for arrays in seen.arrays.values())
-    if num_tensors > MAX_TENSORS:
-        raise ValueError(
-            f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
-            f"{MAX_TENSORS}. Join small arrays into larger ones."
-        )
-    cut = Cut(seen.next_steps, {}, seen.arrays)
-    for key, entry in found.entries.items():
-        thing, arrays = entry.thing, seen.arrays[key]
-        names = (entry.owner_key, entry.object, entry.part)
-        if key in seen.values:
-            forms = tuple((array.shape, dtype_name(array.dtype, key)) for array in arrays)
-            record = EntryRecord("value", *names, value=seen.values[key], forms=forms)
-        else:
-            form = (arrays[0].shape, dtype_name(arrays[0].dtype, key))
-            kind, kinds = "array", ("", "")
-            if isinstance(thing, Variable):
-                kind, kinds = "variable", (thing.synchronization.value, thing.aggregation.value)
-            record = EntryRecord(kind, *names, *form, *kinds)
-        cut.records[key] = record
+                cut = look(found)
+    cut.check()
     return cut
+
+
+def look(found: State) -> Cut:
+    """Read a state; for who holds the steps back, so it does as little as possible."""
+    by_gate: dict[StepGate, list[Variable]] = {gate: [] for gate in found.gates}
+    for variable in found.variables.values():
+        by_gate[variable.store.gate].append(variable)
+    taken: dict[Variable, Any] = {}
+    for variables in by_gate.values():
+        taken.update(take_snapshot(variables[0].store, variables).components)
+    arrays: dict[str, list[Array]] = {}
+    values: dict[str, Any] = {}
+    for key, entry in found.entries.items():
+        if key in found.variables:
+            components = taken[entry.thing]
+            arrays[key] = [components[0]] if entry.thing.is_mirrored else [*components]
+        elif isinstance(entry.thing, (np.ndarray, np.generic)):
+            arrays[key] = [frozen(entry.thing)]
+        else:
+            arrays[key] = []
+            values[key] = encode(_plain_state(entry.thing), key, arrays[key])
+    return Cut(tuple(gate.next_step for gate in found.gates), found.entries, arrays, values)
 
 
 def frozen(array: Any) -> Array:

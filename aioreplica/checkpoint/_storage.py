@@ -17,13 +17,17 @@ from typing import Any, Protocol, final, runtime_checkable
 from ..errors import CheckpointError
 
 LOCK = ".lock"
+BLOCK_BYTES = 256 * 1024
+"""What is summed, written and read back in one go: it stays in a core's cache meanwhile."""
+WRITE_BACK_BYTES = 8 * 1024 * 1024
+"""After so many bytes the disk is told to begin, so that it works while more are written."""
 
 
 class Sink(Protocol):
     """A file that is being written."""
 
     def write(self, data: memoryview) -> None:
-        """Append all of `data`."""
+        """Append all of `data`; fail if it is not there then, as far as that can be seen."""
 
     def finish(self) -> None:
         """Make what was written durable, and close the file."""
@@ -52,10 +56,6 @@ class Storage(Protocol):
 
     Every method may raise an OSError.
     """
-
-    @property
-    def reads_back(self) -> bool:
-        """Whether to read every file back before a step is committed, as reading costs little."""
 
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder, "" for the root; none if there is no such folder."""
@@ -107,11 +107,6 @@ class LocalStorage:
         self._directory = Path(directory)
         self._os = calls
 
-    @property
-    def reads_back(self) -> bool:
-        """True: what was just written is in memory."""
-        return True
-
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder; none if there is no such folder."""
         path = self._path(folder)
@@ -137,8 +132,8 @@ class LocalStorage:
 
     def create(self, path: str) -> Sink:
         """Begin a new file; one of that name must not exist."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS
-        return _LocalSink(self._os, self._os.open(self._path(path), flags, 0o644))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
+        return _LocalSink(self._os, self._os.open(self._path(path), flags, 0o644), path)
 
     def open(self, path: str) -> Source:
         """Open a regular file for reading."""
@@ -160,8 +155,6 @@ class LocalStorage:
         try:
             sink.write(memoryview(data))
             sink.finish()
-            if read_all(self, temporary, len(data)) != data:
-                raise OSError(errno.EIO, "What was written cannot be read back", temporary)
             self._os.replace(self._path(temporary), self._path(path))
         except BaseException:
             sink.discard()
@@ -215,20 +208,51 @@ class LocalStorage:
 
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
+"""Linux begins to write pages that it would drop, and drops only those that are written."""
 
 
 @final
 class _LocalSink:
-    def __init__(self, calls: Any, fd: int) -> None:
+    """Writes block by block, and reads each back from the page cache, where it is at hand."""
+
+    def __init__(self, calls: Any, fd: int, path: str) -> None:
         self._os = calls
         self._fd: int | None = fd
+        self._path = path
+        self._block = bytearray(BLOCK_BYTES)
+        self._size = 0
+        self._handed_over = 0  # bytes that the disk was told of
 
     def write(self, data: memoryview) -> None:
-        while data:
-            written = self._os.write(self._fd, data)
+        for start in range(0, len(data), BLOCK_BYTES):
+            self._write_block(data[start : start + BLOCK_BYTES])
+        if self._size - self._handed_over >= WRITE_BACK_BYTES:
+            self._hand_over()
+
+    def _write_block(self, block: memoryview) -> None:
+        start, rest = self._size, block
+        while rest:
+            written = self._os.write(self._fd, rest)
             if written <= 0:
-                raise OSError(errno.EIO, "A write wrote nothing")
-            data = data[written:]
+                raise OSError(errno.EIO, "A write wrote nothing", self._path)
+            rest = rest[written:]
+        self._size += len(block)
+        if len(self._block) != len(block):
+            self._block = bytearray(len(block))
+        count = _read_into(self._os, self._fd, start, memoryview(self._block))
+        # One memcmp: two memoryviews would be compared item by item.
+        if count != len(block) or self._block != block:
+            raise OSError(errno.EIO, "What was written cannot be read back", self._path)
+
+    def _hand_over(self) -> None:
+        """Have the kernel begin to write what is new; advice, and no promise."""
+        if hasattr(self._os, "posix_fadvise"):
+            with suppress(OSError):
+                self._os.posix_fadvise(
+                    self._fd, self._handed_over, self._size - self._handed_over, _DONTNEED
+                )
+        self._handed_over = self._size
 
     def finish(self) -> None:
         self._os.fsync(self._fd)
@@ -250,16 +274,20 @@ class _LocalSource:
         self.size = size
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        done = 0
-        while done < len(buffer):
-            count = self._os.preadv(self._fd, [buffer[done:]], offset + done)
-            if count == 0:
-                break
-            done += count
-        return done
+        return _read_into(self._os, self._fd, offset, buffer)
 
     def close(self) -> None:
         self._os.close(self._fd)
+
+
+def _read_into(calls: Any, fd: int | None, offset: int, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        count = calls.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 @final

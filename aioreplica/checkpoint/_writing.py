@@ -11,7 +11,6 @@ import errno
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -22,23 +21,22 @@ from ..errors import CheckpointNotCommittedError, CheckpointUncertainError
 from ._format import (
     DATA_FILE,
     MANIFEST,
-    EntryRecord,
     FileRecord,
     Manifest,
     TensorRecord,
     combine_crc32,
+    dtype_name,
     dump_manifest,
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
-from ._state import Cut, walk_arrays
-from ._storage import Storage, opened, read_all
+from ._state import Cut, StoredTensor, walk_arrays
+from ._storage import BLOCK_BYTES, Storage, opened, read_all
 
 Array = npt.NDArray[Any]
 Tensor = tuple[str, int]
 """Key of an entry, and the number of the tensor in it."""
 
-CHUNK_BYTES = 4 * 1024 * 1024
 FILE_BYTES = 32 * 1024 * 1024
 """A file for each so many bytes, as many as there are threads at most."""
 
@@ -72,7 +70,7 @@ async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Man
     except BaseException as error:
         await run_all([write.clean_up], Stop(), shielded=True)
         if isinstance(error, OSError):
-            raise _not_committed(storage, step, error) from error
+            raise not_committed(storage, step, error) from error
         raise
     [manifest] = await run_all([partial(write.commit, records)], stop)
     return manifest
@@ -89,12 +87,13 @@ class _StepWriter:
         self._cut = cut
         self._stop = stop
         self._folder = folder_of(step)
-        self._groups = _in_files(cut)
-        self._tensors: dict[Tensor, TensorRecord] = {}
+        self._groups: list[list[Tensor]] = []
+        self._stored: dict[str, dict[int, StoredTensor]] = {key: {} for key in cut.arrays}
         self._names: list[str] = []
 
     def begin(self) -> list[str]:
         """Make the folder, and names of files that it does not have yet."""
+        self._groups = _in_files(self._cut)
         storage, folder = self._storage, self._folder
         storage.make_folder(folder)
         matches = map(DATA_FILE.fullmatch, storage.list(folder))
@@ -105,52 +104,38 @@ class _StepWriter:
 
     def write_file(self, number: int, name: str) -> FileRecord:
         """Write one file of tensors and make it durable."""
-        tensors, cut = self._groups[number], self._cut
-        forms = [(key, index, *cut.records[key].form_of(index)) for key, index in tensors]
+        arrays, tensors = self._cut.arrays, self._groups[number]
+        forms = [_form_of(arrays[key][index], key) for key, index in tensors]
         header = tensors_header([
-            (_label(key, index), shape, dtype, cut.arrays[key][index].nbytes)
-            for key, index, shape, dtype in forms
+            (_label(key, index), *form, arrays[key][index].nbytes)
+            for (key, index), form in zip(tensors, forms, strict=True)
         ])  # fmt: skip
         header_crc = crc = zlib.crc32(header)
         size = len(header)
-        sink = self._storage.create(f"{self._folder}/{name}")
+        path = f"{self._folder}/{name}"
+        sink = self._storage.create(path)
         try:
             sink.write(memoryview(header))
-            for key, index in tensors:
-                array = cut.arrays[key][index]
+            for (key, index), form in zip(tensors, forms, strict=True):
+                array = arrays[key][index]
                 tensor_crc = 0
-                for chunk in chunks(array):
+                for block in blocks(array):
                     self._stop.check()
-                    tensor_crc = zlib.crc32(chunk, tensor_crc)
-                    sink.write(chunk)
-                self._tensors[key, index] = TensorRecord(number, size, array.nbytes, tensor_crc)
+                    tensor_crc = zlib.crc32(block, tensor_crc)
+                    sink.write(block)
+                record = TensorRecord(number, size, array.nbytes, tensor_crc)
+                self._stored[key][index] = StoredTensor(record, form)
                 crc = combine_crc32(crc, tensor_crc, array.nbytes)
                 size += array.nbytes
-                cut.arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
+                arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
                 del array
             sink.finish()
         finally:
             sink.discard()
-        self._read_back(f"{self._folder}/{name}", size, crc)
-        return FileRecord(name, size, crc, len(header), header_crc)
-
-    def _read_back(self, path: str, size: int, crc: int) -> None:
-        """Check that a file is what was written, before what it replaces is removed.
-
-        Raises:
-            OSError: If it is not.
-        """
-        found = 0
         with opened(self._storage, path) as source:
-            if source.size == size and not self._storage.reads_back:
-                return
-            buffer = memoryview(bytearray(min(size, CHUNK_BYTES)))
-            for start in range(0, source.size, CHUNK_BYTES):
-                self._stop.check()
-                count = source.read_into(start, buffer)
-                found = zlib.crc32(buffer[:count], found)
-            if source.size != size or found != crc:
-                raise OSError(errno.EIO, "What was written cannot be read back", path)
+            if source.size != size:
+                raise OSError(errno.EIO, f"{source.size} bytes instead of {size}", path)
+        return FileRecord(name, size, crc, len(header), header_crc)
 
     def commit(self, files: Sequence[FileRecord]) -> Manifest:
         """Give the manifest its name, then make that durable, then remove what it replaced.
@@ -160,7 +145,11 @@ class _StepWriter:
             CheckpointUncertainError: If it did, but may not survive a crash of the machine.
         """
         manifest = Manifest(
-            self._step, self._sequence, self._cut.next_steps, tuple(files), self._records()
+            self._step,
+            self._sequence,
+            self._cut.next_steps,
+            tuple(files),
+            {key: self._cut.record_of(key, stored) for key, stored in self._stored.items()},
         )
         data = dump_manifest(manifest)
         path = f"{self._folder}/{MANIFEST}"
@@ -172,7 +161,7 @@ class _StepWriter:
         except OSError as error:
             if not self._has(path, data):
                 self.clean_up()
-                raise _not_committed(self._storage, self._step, error) from error
+                raise not_committed(self._storage, self._step, error) from error
             raise self._uncertain(error) from error
         try:
             self._storage.sync(self._folder)
@@ -190,15 +179,6 @@ class _StepWriter:
             if not self._storage.list(self._folder):
                 self._storage.remove_folder(self._folder)
 
-    def _records(self) -> dict[str, EntryRecord]:
-        return {
-            key: replace(
-                record,
-                tensors=tuple(self._tensors[key, i] for i in range(len(self._cut.arrays[key]))),
-            )
-            for key, record in self._cut.records.items()
-        }
-
     def _has(self, path: str, data: bytes) -> bool:
         try:
             return read_all(self._storage, path, len(data)) == data
@@ -215,10 +195,15 @@ class _StepWriter:
 _NOTHING: Array = np.empty(0)
 
 
-def _not_committed(storage: Storage, step: int, error: OSError) -> CheckpointNotCommittedError:
+def not_committed(storage: Storage, step: int, error: OSError) -> CheckpointNotCommittedError:
+    """Return the error of a save that did not take place."""
     return CheckpointNotCommittedError(
         f"Step {step} was not saved in {storage}: {error}. What was saved before is unchanged."
     )
+
+
+def _form_of(array: Array, key: str) -> tuple[tuple[int, ...], str]:
+    return array.shape, dtype_name(array.dtype, key)
 
 
 def _label(key: str, index: int) -> str:
@@ -239,18 +224,18 @@ def _in_files(cut: Cut) -> list[list[Tensor]]:
     return groups
 
 
-def chunks(array: Array) -> Iterator[memoryview]:
+def blocks(array: Array) -> Iterator[memoryview]:
     """Yield the bytes of an array in C order, little-endian, without a copy of the whole.
 
-    Only an array with another layout is copied, some megabytes at a time.
+    Only an array with another layout is copied, block by block.
     """
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and _IS_BIG):
         for part in _parts(array):
             yield _bytes_of(part.astype(part.dtype.newbyteorder("<")))
     elif array.flags.c_contiguous:
         whole = _bytes_of(array)
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
+        for start in range(0, len(whole), BLOCK_BYTES):
+            yield whole[start : start + BLOCK_BYTES]
     else:
         for part in _parts(array):
             yield _bytes_of(np.ascontiguousarray(part))
@@ -265,16 +250,16 @@ def _bytes_of(array: Array) -> memoryview:
 
 
 def _parts(array: Array) -> Iterator[Array]:
-    if array.nbytes <= CHUNK_BYTES or array.ndim == 0:
+    if array.nbytes <= BLOCK_BYTES or array.ndim == 0:
         if array.size:
             yield array
         return
     row_bytes = array.nbytes // array.shape[0]
-    if row_bytes > CHUNK_BYTES:
+    if row_bytes > BLOCK_BYTES:
         for row in array:
             yield from _parts(row)
         return
-    num_rows = max(1, CHUNK_BYTES // row_bytes)
+    num_rows = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, array.shape[0], num_rows):
         yield array[start : start + num_rows]
 

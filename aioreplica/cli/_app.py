@@ -1,4 +1,4 @@
-"""The app of `python -m aioreplica`: each command is a module here that adds itself.
+"""The app of the command line: each command is a module here that adds itself.
 
 A command's module has `add_to(app)`, which gets the typer app. It is imported when the command
 line runs, so that what one command needs does not matter to `import aioreplica`.
@@ -6,10 +6,13 @@ line runs, so that what one command needs does not matter to `import aioreplica`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-COMMANDS = ("._ckpt", "._top")
+COMMANDS = ("._doctor", "._devices", "._trace", "._top", "._ckpt", "._bench")
 """The modules of the commands, in the order in which help lists them."""
 
 
@@ -20,12 +23,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: What follows the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: At the end, with the exit status; at once if typer or rich is missing.
+        SystemExit: At the end, with the exit status; at once if typer or rich is missing, unless
+            the command is `doctor`, which needs neither.
     """
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         import rich  # noqa: F401 - typer and the commands print with it
         import typer
     except ImportError as missing:
+        if given == ["doctor"]:
+            import_module("._doctor", __package__).doctor()
+            raise SystemExit(0) from None
         raise SystemExit(
             f"The command line needs {missing.name}. Install it with: pip install 'aioreplica[cli]'"
         ) from missing
@@ -36,11 +44,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_no_command)
+    app.callback()(_options(typer))
     for name in COMMANDS:
         import_module(name, __package__).add_to(app)
-    app(args=None if arguments is None else list(arguments), prog_name="python -m aioreplica")
+    is_script = Path(sys.argv[0]).stem == "aioreplica"
+    app(args=given, prog_name="aioreplica" if is_script else "python -m aioreplica")
 
 
-def _no_command() -> None:
-    """Have the app expect the name of a command, even where there is only one."""
+def _options(typer: Any) -> Any:  # Any: typer need not be installed where types are checked
+    """Return what reads the options that stand before a command."""
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from .. import __version__
+
+            typer.echo(f"aioreplica {__version__}")
+            raise typer.Exit
+
+    def options(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+        ),
+    ) -> None:
+        pass
+
+    return options

@@ -7,7 +7,7 @@ not there, and 2 if the arguments are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,11 +15,11 @@ import anyio
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint import CheckpointManager, EntryDescription
 from ..errors import CheckpointError
+from ._rows import print_rows, printable
 
 Folder = Annotated[
     Path,
@@ -55,7 +55,7 @@ def list_steps(directory: Folder) -> None:
         is_damaged = is_damaged or bool(damage)
         state = damage or ("latest" if step == latest else "whole")
         rows.append((str(step), num_entries, size, state))
-    _print_rows(("step", "entries", "size", "state"), rows)
+    _print_states(("step", "entries", "size", "state"), rows)
     if is_damaged:
         raise typer.Exit(1)
 
@@ -64,7 +64,7 @@ def verify_steps(directory: Folder, step: OneStep = None) -> None:
     """Read every byte of one step, or of all, and compare all checksums."""
     manager, steps = _opened(directory, step)
     problems = [(each, anyio.run(_problem_of, manager, each)) for each in steps]
-    _print_rows(("step", "state"), [(str(each), found or "whole") for each, found in problems])
+    _print_states(("step", "state"), [(str(each), found or "whole") for each, found in problems])
     if any(found for _, found in problems):
         raise typer.Exit(1)
 
@@ -87,7 +87,7 @@ def show_step(directory: Folder, step: OneStep = None) -> None:
         found = manager.describe(number)
     except CheckpointError as error:
         raise _failed(str(error)) from None
-    _print_rows(("entry", "kind", "dtype", "shape", "size"), map(_row_of, found.entries))
+    print_rows(("entry", "kind", "dtype", "shape", "size"), map(_row_of, found.entries))
     if found.damage:
         raise _failed(f"Step {number} in {directory} is damaged: {found.damage}.")
 
@@ -128,7 +128,7 @@ def _latest(manager: CheckpointManager) -> int | None:
 
 
 def _failed(problem: str) -> Exception:
-    Console(stderr=True, soft_wrap=True).print(Text(_printable(problem)))
+    Console(stderr=True, soft_wrap=True).print(Text(printable(problem)))
     error: Exception = typer.Exit(1)
     return error
 
@@ -137,22 +137,6 @@ def _size(num_bytes: int) -> str:
     return decimal(num_bytes) if Console().is_terminal else str(num_bytes)
 
 
-def _printable(text: str) -> str:
-    """Keep what is read from files from moving the cursor or changing colours."""
-    return text if text.isprintable() else repr(text)[1:-1]
-
-
-def _print_rows(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    console = Console()
-    safe = [[_printable(cell) for cell in row] for row in rows]
-    if not console.is_terminal:
-        for row in safe:
-            typer.echo("\t".join(row))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in head:
-        table.add_column(title, justify="right" if title == "size" else "left", overflow="fold")
-    for row in safe:
-        is_damaged = head[-1] == "state" and row[-1] not in {"whole", "latest"}
-        table.add_row(*map(Text, row), style="red" if is_damaged else None)
-    console.print(table)
+def _print_states(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    red = [i for i, row in enumerate(rows) if row[-1] not in {"whole", "latest"}]
+    print_rows(head, rows, red=red)

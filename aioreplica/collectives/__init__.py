@@ -1,6 +1,15 @@
 """Collectives on arrays: reduce and gather over replicas, in replica order."""
 
 from .._export import export_public
+from ._across import SLOT_BYTES as SLOT_BYTES
+from ._across import Turn as Turn
+from ._across import Wire as Wire
+from ._across import broadcast_arrays as broadcast_arrays
+from ._across import gather_across as gather_across
+from ._across import gather_bytes as gather_bytes
+from ._across import join_across as join_across
+from ._across import no_data as no_data
+from ._across import reduce_across as reduce_across
 from ._buffers import BufferPool as BufferPool
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
@@ -17,6 +26,8 @@ from ._kind import pieces as pieces
 from ._kind import share as share
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import require_options as require_options
+from ._plain_tree import broadcast_tree as broadcast_tree
+from ._plain_tree import packed_tree as packed_tree
 from ._reduce import leaf_bytes as leaf_bytes
 from ._reduce import leaf_difference as leaf_difference
 from ._reduce import reduce_leaves as reduce_leaves
@@ -29,6 +40,7 @@ from ._sparse import require_dense as require_dense
 
 __all__ = [
     "INLINE_SUM_BYTES",
+    "SLOT_BYTES",
     "BufferPool",
     "CommunicationOptions",
     "Compression",
@@ -36,13 +48,23 @@ __all__ = [
     "Job",
     "Reducer",
     "TopK",
+    "Turn",
+    "Wire",
+    "broadcast_arrays",
+    "broadcast_tree",
     "concatenate",
     "deal",
+    "gather_across",
+    "gather_bytes",
     "gather_difference",
+    "join_across",
     "leaf_bytes",
     "leaf_difference",
+    "no_data",
     "num_threads",
+    "packed_tree",
     "pieces",
+    "reduce_across",
     "reduce_leaves",
     "reduce_over_axis",
     "reduce_slices",

@@ -9,7 +9,7 @@ from typing import final
 
 from ._compression import Compression
 
-IMPLEMENTATIONS = ("auto",)
+IMPLEMENTATIONS = ("auto", "mpi", "torch")
 
 
 @final
@@ -25,7 +25,8 @@ class CommunicationOptions:
             chooses a size that fits into the cache.
         timeout_seconds: How long replicas wait for each other in one collective before the run
             ends with a StallError; None waits for ever.
-        implementation: What carries values between workers; "auto" is the only choice.
+        implementation: What carries values between workers: "mpi", "torch" (torch.distributed), or
+            "auto", by what has launched the program. One worker needs none.
         compression: What is done to floating-point arrays on their way into a reduction; None
             reduces them as they are.
 

@@ -1,12 +1,14 @@
 """Where code runs: the context variables, and the one registry of the process."""
 
 from .._export import export_public
+from ._place import CARRIER as CARRIER
 from ._place import CLUSTER as CLUSTER
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
 from ._place import DIFFERENTIATING as DIFFERENTIATING
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
+from ._place import Carrier as Carrier
 from ._place import CurrentReplica as CurrentReplica
 from ._place import CurrentStrategy as CurrentStrategy
 from ._place import Place as Place
@@ -16,6 +18,7 @@ from ._registry import REGISTRY as REGISTRY
 from ._registry import Registry as Registry
 
 __all__ = [
+    "CARRIER",
     "CLUSTER",
     "DEFAULT_PLACE",
     "DEVICE",
@@ -23,6 +26,7 @@ __all__ = [
     "OVERRIDES",
     "PLACE",
     "REGISTRY",
+    "Carrier",
     "CurrentReplica",
     "CurrentStrategy",
     "Place",

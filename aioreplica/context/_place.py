@@ -7,6 +7,7 @@ copied context that need not be undone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol, final
 
@@ -17,6 +18,10 @@ class CurrentReplica(Protocol):
     @property
     def replica_id_in_sync_group(self) -> int:
         """Index of this replica in its sync group."""
+
+    @property
+    def local_replica_id(self) -> int:
+        """Index among the replicas of this process, and so of its component of a value."""
 
     @property
     def device_name(self) -> str | None:
@@ -33,12 +38,26 @@ class CurrentReplica(Protocol):
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
 
+    def rng(self, name: str) -> Any:  # Any: this layer imports no NumPy
+        """Return this replica's random stream of this name for this step."""
+
+    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what ops in a worker process get in its place: a call, and its arguments."""
+
     def op_abandoned(self) -> None:
         """Learn that a started op was left to its thread because of an interrupt."""
 
 
 class CurrentStrategy(Protocol):
     """What lower layers need to know of the strategy in charge."""
+
+    @property
+    def num_local_replicas(self) -> int:
+        """How many of them are in this process: as many as values have components."""
+
+    @property
+    def workers(self) -> Any:  # Any: the cluster layer lies above this one
+        """The same strategy on other workers; None if there are none."""
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -117,13 +136,30 @@ class Place:
 
 
 DEFAULT_PLACE = Place()
+"""The place of code outside every strategy."""
+
 PLACE: ContextVar[Place] = ContextVar("aioreplica_place", default=DEFAULT_PLACE)
+"""The strategy, replica and update that are current."""
+
 DEVICE: ContextVar[object | None] = ContextVar("aioreplica_device", default=None)
+"""The device of the innermost `ar.device` block."""
+
 OVERRIDES: ContextVar[Any] = ContextVar("aioreplica_overrides", default=None)
 """Values that stand in for variables while a loss is differentiated (see autodiff)."""
 
 DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", default=False)
 """Whether a derivative is being taken, so that one inside it keeps its trace (see autodiff)."""
+
+
+class Carrier(Protocol):
+    """What takes objects to another process and back."""
+
+    def refer(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what `thing.__reduce__` shall give: it is sent as a name, not as a copy."""
+
+
+CARRIER: ContextVar[Carrier | None] = ContextVar("aioreplica_carrier", default=None)
+"""What pickles here, if that is for a worker process of a device (see devices.processes)."""
 
 
 CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)

@@ -59,3 +59,4 @@ class Registry:
 
 
 REGISTRY = Registry()
+"""The one registry of the process."""

@@ -5,6 +5,7 @@ from ._completion import CompletionQueue as CompletionQueue
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
+from ._lane import WorkerStatistics as WorkerStatistics
 from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable
@@ -15,8 +16,10 @@ from ._lane_table import new_gate as new_gate
 from ._lane_table import set_lane_options as set_lane_options
 from ._logical import current_device as current_device
 from ._logical import device as device
+from ._logical import is_process_device as is_process_device
 from ._logical import list_devices as list_devices
 from ._logical import require_device as require_device
+from ._logical import require_threads as require_threads
 from ._logical import set_logical_devices as set_logical_devices
 from ._loop import is_interrupted as is_interrupted
 from ._loop import running_loop as running_loop
@@ -50,10 +53,12 @@ __all__ = [
     "OpTracker",
     "OwnedTask",
     "UnfinishedOp",
+    "WorkerStatistics",
     "current_device",
     "device",
     "device_op",
     "is_interrupted",
+    "is_process_device",
     "lane_table",
     "lend_lane",
     "name_of_served_lane",
@@ -61,6 +66,7 @@ __all__ = [
     "new_gate",
     "num_collective_streams",
     "require_device",
+    "require_threads",
     "run_on_host",
     "run_on_lane",
     "run_together",

@@ -13,13 +13,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import final
+from typing import Protocol, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._op import AnyOp, Op, OpTracker, observers_of_all
+from ._op import AnyOp, Op, OpTracker, OpWorker, observers_of_all
 
 STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """What a worker process of a device is doing.
+
+    Attributes:
+        pid: Its process id; None before the first op, and after the worker has ended.
+        deaths: How many workers of the device have ended without being asked to.
+        bytes_sent: Bytes sent to it, copies into shared memory included.
+        bytes_received: Bytes that came back.
+        send_s: Seconds spent making messages and copying arrays for it.
+        memory_bytes: Its resident memory; None if that is not known.
+    """
+
+    pid: int | None
+    deaths: int
+    bytes_sent: int
+    bytes_received: int
+    send_s: float
+    memory_bytes: int | None
+
+
+class LaneWorker(OpWorker, Protocol):
+    """A process that runs the ops of a lane."""
+
+    def stop(self) -> None:
+        """End soon; from any thread."""
+
+    def close(self) -> None:
+        """End now; in the thread of the lane."""
+
+    def statistics(self) -> WorkerStatistics:
+        """Return its counts; from any thread."""
 
 
 @final
@@ -32,12 +67,14 @@ class LaneStatistics:
         running: Ops that run now.
         done: Ops that have ended since the lane was made.
         busy_s: Seconds spent inside ops, summed over the threads.
+        worker: Its worker process; None for a lane that runs ops in its threads.
     """
 
     queued: int
     running: int
     done: int
     busy_s: float
+    worker: WorkerStatistics | None = None
 
 
 @final
@@ -48,10 +85,19 @@ class Lane:
         name: Device name, used for the threads too.
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
         nice: Added to the threads' OS niceness; ignored where the system refuses.
+        worker: What runs the ops; None runs them in the threads.
     """
 
-    def __init__(self, name: str, *, num_streams: int = 1, nice: int = 5) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_streams: int = 1,
+        nice: int = 5,
+        worker: LaneWorker | None = None,
+    ) -> None:
         self.name = name
+        self._worker = worker
         self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
         self._nice = nice
@@ -129,6 +175,8 @@ class Lane:
                 self._stopped = True
                 for _ in self._threads:
                     self._queue.put(None)
+                if self._worker is not None:
+                    self._worker.stop()
 
     def join(self, timeout_s: float) -> None:
         """Wait for each thread, at most `timeout_s` seconds."""
@@ -143,6 +191,7 @@ class Lane:
             running=sum(stream.is_running for stream in streams),
             done=self._past.num_done + sum(stream.num_done for stream in streams),
             busy_s=self._past.busy_s + sum(stream.busy_s for stream in streams),
+            worker=None if self._worker is None else self._worker.statistics(),
         )
 
     def __repr__(self) -> str:
@@ -178,6 +227,7 @@ class Lane:
         _lower_priority(self._nice)
         _serving_threads()[threading.get_ident()] = self, stream
         name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
+        worker = self._worker
         while True:
             op = (self._held_back_op() if self._held_back else None) or take()
             if type(op) is not Op:
@@ -195,7 +245,10 @@ class Lane:
             observers = self._observers if tracker is None else tracker.observers
             if (tell := observers.op_started) is not None:
                 tell(op, name)
-            op.run_claimed()
+            if worker is None:
+                op.run_claimed()
+            else:
+                op.run_claimed_by(worker)
             if (tell := observers.op_ended) is not None:
                 tell(op, name)
             stream.is_running = False
@@ -211,6 +264,8 @@ class Lane:
         """End the calling thread, at a stop sentinel or because another takes the lane back."""
         del _serving_threads()[threading.get_ident()]
         if handover is None:
+            if self._worker is not None:
+                self._worker.close()
             return
         with self._lock:
             self._threads.remove(threading.current_thread())

@@ -14,10 +14,13 @@ from ..context import REGISTRY
 from ..errors import DeviceError
 from ._cores import BlasBudget, num_cores
 from ._gate import Gate
-from ._lane import Lane, LaneStatistics, served_lane
+from ._lane import Lane, LaneStatistics, LaneWorker, served_lane
+from ._logical import is_process_device
 
 HOST = "host"
+"""Name of the lane of functions without a device."""
 COLLECTIVES = "collectives"
+"""Name of the lane of large reductions."""
 EXIT_JOIN_S = 0.5
 
 
@@ -56,7 +59,10 @@ class LaneTable:
         if lane is None:
             with self._lock:
                 streams = num_streams or self._streams_of(name)
-                new = Lane(name, num_streams=streams, nice=self.nice)
+                worker = self._new_worker(name) if is_process_device(name) else None
+                if worker is not None:
+                    streams = 1  # the process has one thread for ops
+                new = Lane(name, num_streams=streams, nice=self.nice, worker=worker)
                 lane = self._lanes.setdefault(name, new)
         return lane
 
@@ -109,6 +115,11 @@ class LaneTable:
 
     def __repr__(self) -> str:
         return f"<LaneTable | {len(self._lanes)} lanes, {len(self._users)} in use>"
+
+    def _new_worker(self, name: str) -> LaneWorker:
+        from .processes import WorkerProcess  # it needs cloudpickle
+
+        return WorkerProcess(name, lambda: self._blas.threads_per_lane)
 
     def _streams_of(self, name: str) -> int:
         if name == COLLECTIVES:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import final
 
 from ..context import DEVICE, PLACE, REGISTRY
@@ -25,9 +27,10 @@ class LogicalDevices:
     def __init__(self) -> None:
         self.frozen = False
         self._counts: dict[str, int] = {}
+        self.process_names: frozenset[str] = frozenset()
 
-    def split(self, kind: str, count: int) -> None:
-        """Set how many logical devices of `kind` there are."""
+    def split(self, kind: str, count: int, processes: Sequence[bool] = ()) -> None:
+        """Set how many logical devices of `kind` there are, and which of them are processes."""
         if self.frozen:
             raise DeviceError(
                 f"Cannot split {kind!r} into {count} logical devices: the device list is in use. "
@@ -36,6 +39,8 @@ class LogicalDevices:
                 device=kind,
             )
         self._counts[kind] = count
+        chosen = (i for i, is_process in enumerate(processes) if is_process)
+        self.process_names = frozenset(f"{kind}:{i}" for i in chosen)
 
     def has(self, device: Device) -> bool:
         """Tell whether there is such a device, and freeze the list."""
@@ -58,16 +63,23 @@ def _logical_devices() -> LogicalDevices:
     return REGISTRY.once("logical_devices", LogicalDevices)
 
 
-def set_logical_devices(kind: str, count: int) -> None:
+def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[bool] = False) -> None:
     """Split the host into `count` logical devices of `kind`, before their first use.
 
     Args:
         kind: "cpu", the only kind that can be split.
         count: How many there shall be, at least 1.
+        processes: Whether their ops run in worker processes, one for each device, and not in
+            threads: for all of them, or a sequence of `count` entries. It pays for ops that hold
+            the GIL for milliseconds; everything else of a step stays as it is.
 
     Raises:
-        ValueError: If the kind cannot be split, or `count` is below 1.
-        DeviceError: If a strategy or `list_devices` has looked at the devices already.
+        ValueError: If the kind cannot be split, `count` is below 1, or `processes` has another
+            length.
+        TypeError: If `processes` is neither a bool nor a sequence of them.
+        ImportError: If `processes` needs a package that is not installed.
+        DeviceError: If a strategy or `list_devices` has looked at the devices already, the system
+            has no such processes, or one that was started imports this program.
 
     Source:
         tf.config.set_logical_device_configuration.
@@ -76,7 +88,70 @@ def set_logical_devices(kind: str, count: int) -> None:
         raise ValueError(f"Only 'cpu' can be split into logical devices, got {kind!r}.")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"The number of logical devices must be an int >= 1, got {count!r}.")
-    _logical_devices().split("cpu", count)
+    chosen = _checked_processes(processes, count)
+    if any(chosen):
+        _require_processes()
+    _logical_devices().split("cpu", count, chosen)
+
+
+def is_process_device(name: str) -> bool:
+    """Tell whether the ops of a device run in a worker process."""
+    return name in _logical_devices().process_names
+
+
+def require_threads(names: Iterable[str], what: str, instead: str) -> None:
+    """Check that ops of devices run in threads of this process.
+
+    Args:
+        names: The devices.
+        what: What needs that.
+        instead: What to do.
+
+    Raises:
+        DeviceError: If one of them has a worker process.
+    """
+    for name in names:
+        if is_process_device(name):
+            raise DeviceError(
+                f"{what} cannot run on {name}, whose ops run in a worker process. {instead}, or "
+                "use devices whose ops run in threads.",
+                device=name,
+            )
+
+
+def _checked_processes(processes: bool | Sequence[bool], count: int) -> Sequence[bool]:
+    if isinstance(processes, bool):
+        return (processes,) * count
+    is_sequence = isinstance(processes, Sequence) and not isinstance(processes, str)
+    if not is_sequence or not all(isinstance(each, bool) for each in processes):
+        raise TypeError(f"processes must be True, False or a sequence of them, got {processes!r}.")
+    if len(processes) != count:
+        raise ValueError(
+            f"processes has {len(processes)} entries for {count} logical devices. Give one each."
+        )
+    return processes
+
+
+def _require_processes() -> None:
+    import multiprocessing  # no other program needs it
+
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise DeviceError(
+            "This program asks for devices in worker processes while such a process imports it, "
+            "so each would start more of them. Start its work under "
+            "`if __name__ == '__main__':`."
+        )
+    if find_spec("cloudpickle") is None:
+        raise ImportError(
+            "Devices in worker processes need the cloudpickle package, which is not installed. "
+            'Run: pip install "aioreplica[processes]"',
+            name="cloudpickle",
+        )
+    if not hasattr(os, "posix_fallocate") or not hasattr(os, "fork"):
+        raise DeviceError(
+            "Devices in worker processes share memory in a way that this system does not have. "
+            "Leave `processes` out."
+        )
 
 
 def list_devices(kind: str | None = None) -> tuple[Device, ...]:

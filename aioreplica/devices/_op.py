@@ -39,6 +39,20 @@ class OpQueue(Protocol):
         """Enqueue an op."""
 
 
+class OpWorker(Protocol):
+    """What runs ops elsewhere than in the thread that takes them."""
+
+    def call(
+        self,
+        op: AnyOp,
+        fn: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        /,
+    ) -> Any:
+        """Return what the call returns, or raise what it raises."""
+
+
 @final
 class Op(asyncio.Future[T]):
     """A call for a lane: a coroutine to those who await it, a future to `asyncio.gather`.
@@ -135,6 +149,18 @@ class Op(asyncio.Future[T]):
         self.seconds = perf_counter() - start
         self._args, self._kwargs = None, RELEASED  # before anyone learns that the op is done
 
+    def run_claimed_by(self, worker: OpWorker) -> None:
+        """Have a worker run the call, and wait for it in the calling thread."""
+        args = self._args
+        assert args is not None  # as in `run_claimed`
+        start = perf_counter()
+        try:
+            self._outcome = worker.call(self, self._fn, args, self._kwargs)
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the awaiting task
+            self._error = error
+        self.seconds = perf_counter() - start
+        self._args, self._kwargs = None, RELEASED
+
     def fail_claimed(self, error: BaseException) -> None:
         """End the claimed op with an error instead of running it, as a lost device does."""
         self._error = error
@@ -159,7 +185,7 @@ class Op(asyncio.Future[T]):
     def replica_id(self) -> int | None:
         """Index of the replica that made the op; None outside steps."""
         replica = self.place.replica
-        return None if replica is None else replica.replica_id_in_sync_group
+        return None if replica is None else replica.local_replica_id
 
     @property
     def place(self) -> Place:
@@ -175,6 +201,11 @@ class Op(asyncio.Future[T]):
     def is_running(self) -> bool:
         """Whether its call has begun and not ended."""
         return not self._claim and self._args is not None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its result is wanted no more, although its call has begun."""
+        return self.done()
 
     def runs(self, fn: Callable[..., object]) -> bool:
         """Tell whether this is the function that the op runs."""

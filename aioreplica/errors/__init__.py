@@ -7,10 +7,13 @@ from ._errors import CheckpointNotCommittedError as CheckpointNotCommittedError
 from ._errors import CheckpointUncertainError as CheckpointUncertainError
 from ._errors import ContextError as ContextError
 from ._errors import DeviceError as DeviceError
+from ._errors import JournalError as JournalError
+from ._errors import KeyReusedError as KeyReusedError
 from ._errors import LoopMismatchError as LoopMismatchError
 from ._errors import MergeMismatchError as MergeMismatchError
 from ._errors import NonFiniteError as NonFiniteError
 from ._errors import OutOfSyncError as OutOfSyncError
+from ._errors import PoisonedExampleError as PoisonedExampleError
 from ._errors import ReplicaCancelledError as ReplicaCancelledError
 from ._errors import ReplicaRow as ReplicaRow
 from ._errors import StallError as StallError
@@ -23,10 +26,13 @@ __all__ = [
     "CheckpointUncertainError",
     "ContextError",
     "DeviceError",
+    "JournalError",
+    "KeyReusedError",
     "LoopMismatchError",
     "MergeMismatchError",
     "NonFiniteError",
     "OutOfSyncError",
+    "PoisonedExampleError",
     "ReplicaCancelledError",
     "ReplicaRow",
     "StallError",

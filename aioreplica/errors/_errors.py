@@ -117,7 +117,15 @@ class NonFiniteError(AioReplicaError, ArithmeticError):
 
 @final
 class WorkerLostError(AioReplicaError, ConnectionError):
-    """Raised on every surviving worker when another one is gone."""
+    """Raised on every surviving worker when another one is gone, or has ended the group.
+
+    Attributes:
+        ranks: The workers to blame, in ascending order; empty if that is not known.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class CheckpointError(AioReplicaError, OSError):
@@ -132,6 +140,40 @@ class CheckpointNotCommittedError(CheckpointError):
 @final
 class CheckpointUncertainError(CheckpointError):
     """Raised when a checkpoint was saved, but may not survive a crash of the machine."""
+
+
+@final
+class JournalError(AioReplicaError, OSError):
+    """Raised when a journal of examples cannot be opened, read or written.
+
+    An example whose submission raised it was not acknowledged.
+    """
+
+
+@final
+class KeyReusedError(AioReplicaError, ValueError):
+    """Raised when an idempotency key comes again with another body.
+
+    Attributes:
+        key: The key.
+    """
+
+    def __init__(self, message: str, *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
+
+
+@final
+class PoisonedExampleError(AioReplicaError, ValueError):
+    """Raised by the ticket of an example that a learner set aside, with what it had raised.
+
+    Attributes:
+        number: The number of the example.
+    """
+
+    def __init__(self, message: str, *, number: int | None = None) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 @final
@@ -183,6 +225,8 @@ class StallError(AioReplicaError, TimeoutError):
         timeout_s: The stall timeout, in seconds.
         rows: One row per replica, in replica order.
         stacks: One formatted stack per replica, innermost call last.
+        ranks: The workers that did not come, where workers waited for each other; empty if that is
+            not known.
     """
 
     def __init__(
@@ -193,9 +237,11 @@ class StallError(AioReplicaError, TimeoutError):
         timeout_s: float | None = None,
         rows: tuple[ReplicaRow, ...] = (),
         stacks: tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.step = step
         self.timeout_s = timeout_s
         self.rows = rows
         self.stacks = stacks
+        self.ranks = ranks

@@ -12,7 +12,7 @@ from ..devices import device
 from ._assemble import Joiner, Sharing, dealt_source, split_source, zipped_source
 from ._dataset import find_source
 from ._distributed_dataset import DistributedDataset, DistributedIterator
-from ._epoch import OpenLoops
+from ._epoch import GoOn, OpenLoops
 from ._iterables import iterable_source
 from ._options import InputContext, InputOptions
 from ._sharding import Files, describe, local_replicas
@@ -32,6 +32,7 @@ class InputTarget:
         context: Which of how many workers this is, and how many replicas they have together.
         open_loops: Where the strategy finds epochs to close.
         on_begin: Called when an epoch begins; raises if the strategy is closed.
+        go_on: Asks the other workers whether they have a batch too; None if there are none.
     """
 
     device_names: tuple[str, ...]
@@ -39,6 +40,7 @@ class InputTarget:
     context: InputContext
     open_loops: OpenLoops
     on_begin: Callable[[], object]
+    go_on: GoOn | None = None
 
 
 def distribute_dataset(
@@ -153,6 +155,7 @@ def _distributed(
         target.on_begin,
         num_pipelines,
         target.context.num_replicas_in_sync,
+        target.go_on,
     )
 
 

@@ -13,7 +13,7 @@ from ..errors import ContextError
 from ..tree import unflatten
 from ._batches import BatchReader, spec_of
 from ._counts import count_or_none
-from ._epoch import Epoch, OpenLoops
+from ._epoch import Epoch, GoOn, OpenLoops
 from ._source import Item, Source, Start
 
 VERSION = 1
@@ -62,6 +62,7 @@ class DistributedDataset:
         on_begin: Callable[[], object],
         num_pipelines: int,
         num_replicas: int,
+        go_on: GoOn | None = None,
     ) -> None:
         self._source = source  # of batches of distributed values
         self._known_spec = known_spec
@@ -69,6 +70,7 @@ class DistributedDataset:
         self._on_begin = on_begin
         self._num_pipelines = num_pipelines
         self._num_replicas = num_replicas
+        self._go_on = go_on
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
         self._newest: Epoch | None = None
@@ -137,6 +139,7 @@ class DistributedDataset:
         items, name = self._source.read(start), f"epoch {start.epoch} of {self._source.label}"
         is_inline = self._source.is_inline
         epoch = Epoch(items, name, is_inline=is_inline, is_managed=self._is_entered)
+        epoch.go_on = self._go_on
         self._newest, self._place = epoch, start
         self._next_start = Start(start.epoch + 1)
         self._open_loops.add(epoch)

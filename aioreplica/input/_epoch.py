@@ -6,14 +6,17 @@ import asyncio
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, final
 
 from ..devices import OwnedTask
 from ..errors import ContextError, LoopMismatchError
 from ._source import Item, Pass
 
 MAX_LEFT = 64
+
+GoOn: TypeAlias = Callable[[bool], Coroutine[Any, Any, bool]]
+"""Tells the other workers whether there is a batch here, and says whether all have one."""
 
 
 @final
@@ -32,6 +35,7 @@ class Epoch:
         is_over: Whether it has ended, was closed or was broken off.
         is_exhausted: Whether its source has ended because there was no batch left.
         is_waiting: Whether a task waits for a batch right now.
+        go_on: What is asked before a batch is given; None if this is the only worker.
         report: Makes a device loop say which of the batches it has read count as delivered by now.
 
     Invariants:
@@ -41,6 +45,7 @@ class Epoch:
     """
 
     __slots__ = (
+        "_asking",
         "_closing",
         "_error",
         "_is_closed",
@@ -50,7 +55,9 @@ class Epoch:
         "_num_read",
         "_put_back",
         "_reason",
+        "_unagreed",
         "_was_left",
+        "go_on",
         "is_exhausted",
         "is_managed",
         "is_over",
@@ -65,6 +72,7 @@ class Epoch:
         self.is_over = False
         self.is_exhausted = False
         self.is_waiting = False
+        self.go_on: GoOn | None = None
         self.report: Callable[[], None] | None = None
         self._items: Pass | None = items
         self._is_closed = False
@@ -76,6 +84,8 @@ class Epoch:
         self._was_left = False
         self._reason = ""
         self._closing: OwnedTask[None] | None = None
+        self._asking: OwnedTask[bool] | None = None  # whether all workers have a batch
+        self._unagreed: Item | None = None  # the batch that was asked for
 
     @property
     def is_closing(self) -> bool:
@@ -106,6 +116,9 @@ class Epoch:
             )
         if self._put_back:
             return self._put_back.popleft()
+        if self._asking is not None:
+            item, self._unagreed = self._unagreed, None
+            return await self._ended_or(await self._agreed(item))
         if self._items is None:  # the source has ended before, and batches were put back
             self.is_over = True
             self._raise_error()
@@ -128,6 +141,12 @@ class Epoch:
             self.is_waiting = False
         if self.is_over:  # closed by another task meanwhile
             raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
+        if self.go_on is not None:
+            item = await self._agreed(item)
+        return await self._ended_or(item)
+
+    async def _ended_or(self, item: Item | None) -> Item | None:
+        """Count a batch, or end the epoch."""
         if item is None:
             self.is_exhausted = True
             self.is_over = True
@@ -135,6 +154,28 @@ class Epoch:
             return None
         self._num_read += 1
         return item
+
+    async def _agreed(self, item: Item | None) -> Item | None:
+        """Return a batch if all workers have one; else the epoch is over on all of them.
+
+        The question is not withdrawn if the wait is cancelled: then the next call waits for the
+        answer, with the same batch.
+        """
+        assert self.go_on is not None  # the caller looked
+        asking, self._asking = self._asking, None
+        if asking is None:
+            asking = OwnedTask(self.go_on(item is not None), f"aioreplica input: {self.name}")
+            asking.when_done(lambda _error: None)
+        self.is_waiting = True
+        try:
+            await asking.done_or_cancelled()
+        except asyncio.CancelledError:
+            self._asking = asking
+            self._unagreed = item
+            raise
+        finally:
+            self.is_waiting = False
+        return item if asking.task.result() else None
 
     def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
         """Give these items again, in their order, and then the error, before anything else.

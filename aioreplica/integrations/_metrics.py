@@ -8,6 +8,7 @@ from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, Self, final
 
+from ..devices import WorkerStatistics
 from ..strategies import Strategy
 from ..telemetry import Totals, printable, usage
 
@@ -61,6 +62,10 @@ OPS = _counter("device_ops", "Ops that have ended.", "device")
 BUSY = _counter("device_busy_seconds", "Seconds spent in ops.", "device")
 QUEUED = _gauge("device_ops_queued", "Ops that wait for the device.", "device")
 RUNNING = _gauge("device_ops_running", "Ops that run.", "device")
+SENT = _counter("device_sent_bytes", "Bytes sent to the device's worker process.", "device")
+SEND_S = _counter("device_send_seconds", "Seconds spent sending to it.", "device")
+DEATHS = _counter("device_worker_deaths", "Worker processes that died.", "device")
+MEMORY = _gauge("device_worker_memory_bytes", "Resident memory of the worker process.", "device")
 LAG = _gauge("event_loop_lag_seconds", "Time the loop took to answer a device thread.")
 MAX_LAG = _gauge("event_loop_lag_seconds_max", "The longest time it took.")
 SCALAR = _gauge("scalar", "Newest value of a number that steps record.", "name")
@@ -69,7 +74,7 @@ INPUT = Metric("input_calls", "Calls that distribute input.", is_counter=True, l
 
 METRICS = (
     REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,
-    BUSY, QUEUED, RUNNING, LAG, MAX_LAG, SCALAR, MADE, INPUT,
+    BUSY, QUEUED, RUNNING, SENT, SEND_S, DEATHS, MEMORY, LAG, MAX_LAG, SCALAR, MADE, INPUT,
 )  # fmt: skip
 
 
@@ -182,9 +187,19 @@ def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:
         yield Measurement(BUSY, (name, device), lane.busy_s)
         yield Measurement(QUEUED, (name, device), lane.queued)
         yield Measurement(RUNNING, (name, device), lane.running)
+        if lane.worker is not None:
+            yield from _of_worker((name, device), lane.worker)
     if now.loop_lag_s is not None:
         yield Measurement(LAG, (name,), now.loop_lag_s)
         yield Measurement(MAX_LAG, (name,), now.max_loop_lag_s)
+
+
+def _of_worker(labels: tuple[str, str], worker: WorkerStatistics) -> Iterator[Measurement]:
+    yield Measurement(SENT, labels, worker.bytes_sent)
+    yield Measurement(SEND_S, labels, worker.send_s)
+    yield Measurement(DEATHS, labels, worker.deaths)
+    if worker.memory_bytes is not None:
+        yield Measurement(MEMORY, labels, worker.memory_bytes)
 
 
 def _of_totals(name: str, totals: Totals) -> Iterator[Measurement]:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from .._export import export_public
 from ..devices import OwnedTask, run_on_host
 from ..strategies import Strategy
 from ..telemetry import printable
@@ -180,3 +181,6 @@ def _table(*titles: str) -> Table:
 
 def _rate(now: float, before: float | None, seconds: float) -> str:
     return "-" if before is None or seconds <= 0 else f"{(now - before) / seconds:.1f}"
+
+
+export_public(__name__, __all__, globals())

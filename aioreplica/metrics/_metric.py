@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from copy import copy
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..collectives import reduce_across
 from ..context import PLACE
 from ..errors import ContextError
-from ..typing import VariableAggregation, VariableSynchronization
+from ..typing import ReduceOp, VariableAggregation, VariableSynchronization
 from ..values import Variable
 
 Array = npt.NDArray[Any]
@@ -39,6 +41,7 @@ class Metric(ABC):
         if not isinstance(name, str):
             raise TypeError(f"The name of a metric must be a str, got {name!r}.")
         self._name = name
+        self._known: tuple[Array, ...] | None = None
         self._totals = tuple(
             Variable(
                 np.zeros(shape),
@@ -64,6 +67,35 @@ class Metric(ABC):
     def result(self) -> float | Array:
         """Return the metric over everything since the last reset."""
 
+    async def read(self) -> Any:
+        """Return `result()` over the replicas of all workers; every worker has to call it.
+
+        Under a strategy of one worker, `result()`. Outside the replicas only.
+
+        Raises:
+            ContextError: If called inside a replica.
+            Exception: What the other workers' failures raise, see `strategy.run`.
+
+        Cancellation:
+            Changes nothing.
+        """
+        if self._own_index() is not None:
+            raise ContextError(
+                f"Metric {self._name!r} was read in a replica. Call `result()` there for the "
+                "replica's own, and read it outside the step."
+            )
+        strategy = self._totals[0].strategy
+        workers = None if strategy is None else strategy.workers
+        if workers is None:
+            return self.result()
+        local = [reduce(np.add, parts) for parts in self._columns()]
+        text = f"{self._name!r} {[list(total.shape) for total in local]}"
+        async with workers.operation("metric.read", text) as turn:
+            totals = await reduce_across(turn, ReduceOp.SUM, local)
+        whole = copy(self)  # whose totals are those of all workers
+        whole._known = tuple(totals)
+        return whole.result()
+
     def reset_state(self) -> None:
         """Start anew: on all replicas, or, inside a replica, on that one."""
         self._write(dict.fromkeys(self._totals, 0.0), is_added=False)
@@ -77,32 +109,51 @@ class Metric(ABC):
         Determinism:
             Added up in ascending replica id.
         """
+        if self._known is not None:
+            return self._known
         index = self._own_index()
+        columns = self._columns()
+        if index is not None:
+            return tuple(parts[index] for parts in columns)
+        strategy = self._totals[0].strategy
+        workers = None if strategy is None else strategy.workers
+        if workers is not None and workers.has_others:
+            raise ContextError(
+                f"Metric {self._name!r} has totals on other workers, which cannot be read without "
+                "waiting. Use `await metric.read()`, on every worker."
+            )
+        return tuple(reduce(np.add, parts) for parts in columns)
+
+    def _columns(self) -> list[tuple[Array, ...]]:
+        """Return the components of all totals, of one version."""
         while True:
             version = self._totals[0].store.version
             columns = [variable.components for variable in self._totals]
             if self._totals[0].store.version == version:
-                break
-        if index is not None:
-            return tuple(parts[index] for parts in columns)
-        return tuple(reduce(np.add, parts) for parts in columns)
+                return columns
 
     def add(self, *amounts: float | Array) -> None:
         """Add to the totals, all in one write."""
         self._write(dict(zip(self._totals, amounts, strict=True)), is_added=True)
 
     def __repr__(self) -> str:
+        strategy = self._totals[0].strategy
+        workers = None if strategy is None else strategy.workers
+        if workers is not None and workers.has_others and self._own_index() is None:
+            return f"<{type(self).__name__} {self._name} | read with `await metric.read()`>"
         result = self.result()
         shown = f"{result:g}" if np.ndim(result) == 0 else f"shape {np.shape(result)}"
         return f"<{type(self).__name__} {self._name} | {shown}>"
 
     def _write(self, amounts: Mapping[Variable, float | Array], *, is_added: bool) -> None:
         index = self._own_index()
-        store = self._totals[0].store
+        store, strategy = self._totals[0].store, self._totals[0].strategy
+        workers = None if strategy is None else strategy.workers
+        counting = 0 if workers is None or workers.rank == 0 else -1
         while True:  # replicas of a plain step function write from several threads
             bases = {variable: variable.components for variable in amounts}
             changes = {
-                variable: _changed(parts, index, amounts[variable], is_added=is_added)
+                variable: _changed(parts, index, amounts[variable], counting, is_added=is_added)
                 for variable, parts in bases.items()
             }
             if store.write(changes, bases):
@@ -114,7 +165,7 @@ class Metric(ABC):
         strategy = self._totals[0].strategy
         is_plain = strategy is None and (place.strategy is None or place.strategy.has_plain_values)
         if place.replica is not None and (is_plain or place.strategy is strategy):
-            return place.replica.replica_id_in_sync_group
+            return place.replica.local_replica_id
         if place.update_replica_id is not None or not (
             is_plain or place.strategy is None or place.strategy is strategy
         ):
@@ -126,11 +177,16 @@ class Metric(ABC):
 
 
 def _changed(
-    parts: tuple[Array, ...], index: int | None, amount: float | Array, *, is_added: bool
+    parts: tuple[Array, ...],
+    index: int | None,
+    amount: float | Array,
+    counting: int,
+    *,
+    is_added: bool,
 ) -> tuple[Array, ...]:
     new = list(parts)
     for i in range(len(parts)) if index is None else (index,):
-        counts = index is not None or i == 0  # what is added outside counts once
+        counts = index is not None or i == counting  # what is added outside counts once
         if not counts and is_added:
             continue
         value = np.empty(parts[i].shape)

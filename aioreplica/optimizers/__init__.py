@@ -11,6 +11,7 @@ from ._blocks import Block as Block
 from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._from_optax import from_optax as from_optax
 from ._from_torch import from_torch as from_torch
+from ._fused import FusedRules as FusedRules
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import LossScale as LossScale
 from ._loss_scale import LossScaling as LossScaling
@@ -34,6 +35,7 @@ __all__ = [
     "DynamicLossScale",
     "ElementwiseOptimizer",
     "ExponentialMovingAverage",
+    "FusedRules",
     "GradientAccumulator",
     "LossScale",
     "LossScaling",

@@ -10,18 +10,19 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Reducer, leaf_bytes
+from ..collectives import Reducer, Turn, leaf_bytes
 from ..context import PLACE
 from ..devices import run_together
 from ..errors import ContextError
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import IndexedSlices, Variable, Weighted
+from ._across import gradients_text, merge_over_workers, name_the_replica
 from ._gradient import checked_pairs
 from ._merged_gradient import merge_gradients
 from ._optimizer import Optimizer, written
 from ._place import replica_on_device, require_cross_replica_context, require_owner
 from ._scaled_gradient import ScaledGradient
-from ._step import INLINE_STEP_BYTES, take_step
+from ._step import INLINE_STEP_BYTES, optimizer_text, take_step
 
 Array = npt.NDArray[Any]
 
@@ -233,7 +234,7 @@ class GradientAccumulator:
         for (owner, name), state in entries.items():
             if owner is None:
                 continue
-            count = 1 if owner.strategy is None else owner.strategy.num_replicas_in_sync
+            count = 1 if owner.strategy is None else owner.strategy.num_local_replicas
             own, replica_id = self._sums.setdefault(owner, {}), int(name[len(SUM) :]) % count
             own.setdefault(replica_id, _Sum(owner)).gather(state)
 
@@ -266,7 +267,7 @@ class GradientAccumulator:
         place = PLACE.get()
         gradients, variables = checked_pairs(grads_and_vars)
         require_owner(variables, place.strategy)
-        replica_id = 0 if place.replica is None else place.replica.replica_id_in_sync_group
+        replica_id = 0 if place.replica is None else place.replica.local_replica_id
         sums = []
         for gradient, variable in zip(gradients, variables, strict=True):
             own = self._sums.setdefault(variable, {})
@@ -279,6 +280,10 @@ class GradientAccumulator:
         strategy = next((variable.strategy for variable in self._sums), None)
         if strategy is not None:
             strategy.open()
+            if strategy.workers is not None:
+                async with strategy.workers.operation("apply_accumulated", self.text()) as turn:
+                    await self.apply_across(turn, strategy.reducer, global_step)
+                return
         pending = self._take_step(None if strategy is None else strategy.reducer, global_step)
         if pending is not None:
             await pending
@@ -287,11 +292,42 @@ class GradientAccumulator:
     def _take_step(
         self, reducer: Reducer | None, global_step: Variable | None, *, is_blocking: bool = False
     ) -> Awaitable[None] | None:
-        merged = [
+        variables, columns = self._columns(global_step)
+        gradients = merge_gradients(variables, columns, is_mean=self._optimizer.settings.is_mean)
+        return take_step(self._optimizer, gradients, reducer, global_step, is_blocking=is_blocking)
+
+    async def apply_across(
+        self, turn: Turn, reducer: Reducer, global_step: Variable | None
+    ) -> None:
+        """Take the step with the sums of all workers, and start anew; for the library."""
+        variables, columns = self._columns(global_step)
+        optimizer = self._optimizer
+        merged = await merge_over_workers(
+            turn, reducer, variables, columns, is_mean=optimizer.settings.is_mean
+        )
+        take = partial(take_step, optimizer, merged, None, global_step)
+        await name_the_replica(turn, variables, columns, take)
+        self.discard()
+
+    def text(self) -> str:
+        """Describe the sums by what has to be equal on all workers; for the library."""
+        merged = self._all_merged()
+        variables = [variable for variable, _ in merged]
+        sums = gradients_text(variables, [column for _, column in merged])
+        return f"{optimizer_text(self._optimizer)}: {sums}"
+
+    def _all_merged(self) -> list[tuple[Variable, list[Any]]]:
+        return [
             (variable, self._merged(own, variable))
             for variable, own in self._sums.items()
             if any(each.count for each in own.values())
         ]
+
+    def _columns(
+        self, global_step: Variable | None
+    ) -> tuple[Sequence[Variable], Sequence[Sequence[Any]]]:
+        """Return what is to be applied: variables, and a part per replica for each."""
+        merged = self._all_merged()
         if not merged:
             raise ValueError(
                 "GradientAccumulator.apply has nothing to apply: no replica has added a gradient "
@@ -300,13 +336,12 @@ class GradientAccumulator:
         variables, columns = zip(*merged, strict=True)
         in_charge = PLACE.get().strategy or variables[0].strategy
         require_owner(written(variables, global_step), in_charge)
-        gradients = merge_gradients(variables, columns, is_mean=self._optimizer.settings.is_mean)
-        return take_step(self._optimizer, gradients, reducer, global_step, is_blocking=is_blocking)
+        return variables, columns
 
     def _merged(self, own: dict[int, _Sum], variable: Variable) -> list[Any]:
         """Put the sums of one variable together as one gradient of all replicas."""
         strategy = variable.strategy
-        count = 1 if strategy is None else strategy.num_replicas_in_sync
+        count = 1 if strategy is None else strategy.num_local_replicas
         sums = [own.get(replica_id) or _Sum(variable) for replica_id in range(count)]
         is_sparse = any(each.is_sparse for each in sums)
         totals = [each.total(is_sparse=is_sparse) for each in sums]
@@ -339,6 +374,18 @@ class ApplyAccumulated(Collective):
         if first.argument is not call.argument:
             return f"{first.argument!r} here and {call.argument!r} there are two accumulators"
         return f"global_step is {first.args[0]!r} here and {call.args[0]!r} there"
+
+    def signature(self, call: Call) -> str:
+        """Describe the sums and the global step."""
+        step = call.args[0]
+        accumulator: GradientAccumulator = call.argument
+        return f"{accumulator.text()}, global step {None if step is None else step.name!r}"
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Take the step with the sums of all workers, on each of them."""
+        accumulator: GradientAccumulator = calls[0].argument
+        await accumulator.apply_across(turn, group.reducer, calls[0].args[0])
+        return [None] * len(calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""

@@ -12,6 +12,7 @@ from ..values import Variable
 from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
 from ._hyperparameter import LearningRate, checked_number
+from ._kernels import ACCUMULATE
 from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
@@ -46,6 +47,8 @@ class Adagrad(ElementwiseOptimizer):
         epsilon as in Keras and optax.
     """
 
+    kernel = ACCUMULATE
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -77,6 +80,10 @@ class Adagrad(ElementwiseOptimizer):
         np.divide(block.gradient, scratch, out=scratch)
         np.multiply(scratch, prepared, out=scratch)
         np.subtract(block.value, scratch, out=block.new_value)
+
+    def kernel_numbers(self, prepared: float, block: Block) -> tuple[float, ...]:
+        """Return epsilon and the learning rate."""
+        return self._epsilon, prepared
 
     def finish(self, prepared: float) -> Mapping[Variable, Array]:
         """Nothing."""

@@ -15,6 +15,7 @@ from ..values import Variable
 from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
 from ._hyperparameter import LearningRate, checked_decay, checked_number
+from ._kernels import ADAPT
 from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
@@ -61,9 +62,11 @@ class AdamRule(ElementwiseOptimizer):
         self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
         super().__init__(learning_rate, ("m", "v"), **options)
 
+    kernel = ADAPT
+
     @abstractmethod
-    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
-        """Return what the move is subtracted from; it may lie in `block.new_value`."""
+    def kept(self, prepared: AdamStep, block: Block) -> float:
+        """Return what part of the values is left before they move."""
 
     def new_slot(self, name: str, variable: Variable) -> Array:
         """Start both means at 0."""
@@ -95,7 +98,15 @@ class AdamRule(ElementwiseOptimizer):
         np.add(scratch, prepared.epsilon, out=scratch)
         np.divide(new_m, scratch, out=scratch)
         np.multiply(scratch, prepared.size, out=scratch)
-        np.subtract(self.start_of_move(prepared, block), scratch, out=block.new_value)
+        value, kept = block.value, self.kept(prepared, block)
+        if kept != 1.0:
+            value = np.multiply(value, kept, out=block.new_value)
+        np.subtract(value, scratch, out=block.new_value)
+
+    def kernel_numbers(self, prepared: AdamStep, block: Block) -> tuple[float, ...]:
+        """Return the shares of what is new in the means, and how to move."""
+        kept = self.kept(prepared, block)
+        return 1 - self._beta_1, 1 - self._beta_2, prepared.epsilon, prepared.size, kept
 
     def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
         """Return nothing: the powers of the betas follow from `iterations`."""
@@ -146,9 +157,9 @@ class Adam(AdamRule):
     ) -> None:
         super().__init__(learning_rate, beta_1, beta_2, epsilon, **options)
 
-    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
-        """Move from the old value."""
-        return block.value
+    def kept(self, prepared: AdamStep, block: Block) -> float:
+        """All of it."""
+        return 1.0
 
 
 @final
@@ -201,12 +212,11 @@ class AdamW(AdamRule):
         self._decay = checked_number("weight_decay", weight_decay, ">= 0", lambda value: value >= 0)
         self._decays = _checked_mask(weight_decay_mask)
 
-    def start_of_move(self, prepared: AdamStep, block: Block) -> Array:
-        """Move from the old value, a little nearer to 0."""
+    def kept(self, prepared: AdamStep, block: Block) -> float:
+        """What decay leaves."""
         if block.variable is not None and not self._decays(block.variable):
-            return block.value
-        kept = 1 - prepared.learning_rate * self._decay
-        return np.multiply(block.value, kept, out=block.new_value)
+            return 1.0
+        return 1 - prepared.learning_rate * self._decay
 
 
 def _checked_mask(mask: Any) -> Callable[[Variable], bool]:

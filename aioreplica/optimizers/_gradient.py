@@ -75,7 +75,7 @@ def merged_pairs(
     for pair in grads_and_vars:
         gradient, variable = _checked_pair(pair, "distributed_apply")
         strategy = variable.strategy
-        num_replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+        num_replicas = 1 if strategy is None else strategy.num_local_replicas
         parts = _parts(gradient, variable, num_replicas)
         without = [i for i, part in enumerate(parts) if part is None]
         if len(without) == len(parts):
@@ -99,6 +99,15 @@ def merged_pairs(
     if not variables:
         raise _no_gradient(missing, "distributed_apply")
     return columns, list(variables)
+
+
+def has_parts(gradient: Any) -> bool:
+    """Tell whether a gradient has a part per replica, and is not their sum."""
+    if isinstance(gradient, Weighted):
+        return has_parts(gradient.total)
+    if isinstance(gradient, ScaledGradient):
+        return has_parts(gradient.values)
+    return isinstance(gradient, DistributedValues) and not gradient.is_mirrored
 
 
 def _checked_pair(pair: Any, what: str) -> tuple[Any, Variable]:

@@ -78,12 +78,17 @@ def differentiate_loss(
         )
     if scale is not None:
         value = _times(value, 1 / scale)
-    strategy = PLACE.get().strategy
-    if var_list is None and strategy is not None:
-        created = {v: i for i, v in enumerate(strategy.trainable_variables)}
-        pairs.sort(key=lambda pair: created.get(pair[1], len(created)))
+    if var_list is None:
+        sort_by_creation(pairs, PLACE.get().strategy)
     completed = [(_completed(gradient, value, scale), each) for gradient, each in pairs]
     return (value, aux) if has_aux else value, completed
+
+
+def sort_by_creation(pairs: Pairs, strategy: Any) -> None:
+    """Sort pairs by the order in which a strategy's variables were created."""
+    if strategy is not None:
+        created = {v: i for i, v in enumerate(strategy.trainable_variables)}
+        pairs.sort(key=lambda pair: created.get(pair[1], len(created)))
 
 
 def _completed(gradient: Any, value: Any, scale: float | None) -> Any:

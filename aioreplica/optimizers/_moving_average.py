@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Job
+from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import Variable
@@ -220,6 +220,17 @@ class UpdateAverages(Collective):
         if first.argument is call.argument:
             return None
         return f"{first.argument!r} here and {call.argument!r} there are two"
+
+    def signature(self, call: Call) -> str:
+        """Name the averages."""
+        average: ExponentialMovingAverage = call.argument
+        return ", ".join(variable.name for variable in average.variables)
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Move them on every worker, where variables are equal."""
+        await turn.exchange(b"", no_data)
+        parts = self.perform(group, calls)
+        return parts.to_parts(await parts.awaitable) if isinstance(parts, Pending) else parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Move them in cross-replica context."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, final
 
+from ..collectives import no_data
 from ..context import PLACE, Place
-from ..devices import run_on_host
+from ..devices import is_process_device, run_on_host
 from ..replica import CallSite, ReplicaContext
 from ..values import Variable
-from ._gradient import checked_pairs, merged_pairs
+from ._across import gradients_text, merge_over_workers, name_the_replica
+from ._gradient import checked_pairs, has_parts, merged_pairs
 from ._hyperparameter import LearningRate, Multipliers, checked_learning_rate
-from ._loss import Pairs, differentiate_loss, require_loss
+from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
 from ._loss_scale import LossScaling
 from ._merged_gradient import merge_gradients
 from ._place import (
@@ -29,7 +32,7 @@ from ._place import (
 )
 from ._rule import UpdateRule
 from ._settings import OnNonFinite, StepSettings, checked_settings
-from ._step import APPLY_GRADIENTS, Contribution, take_step
+from ._step import APPLY_GRADIENTS, Contribution, optimizer_text, take_step
 
 
 class Optimizer(UpdateRule):
@@ -288,13 +291,16 @@ class Optimizer(UpdateRule):
         require_cross_replica_context(
             "distributed_apply", "Use `await optimizer.apply_gradients(grads_and_vars)` there."
         )
-        columns, variables = merged_pairs(grads_and_vars)
+        columns, variables = merged_pairs(pairs := list(grads_and_vars))
         strategy = variables[0].strategy
         require_owner(written(variables, global_step), PLACE.get().strategy or strategy)
         reducer = None
         if strategy is not None:
             strategy.open()
             reducer = strategy.reducer
+            if strategy.workers is not None:
+                await _apply_across(self, pairs, variables, columns, global_step)
+                return
         gradients = merge_gradients(variables, columns, is_mean=self._settings.is_mean)
         pending = take_step(self, gradients, reducer, global_step)
         if pending is not None:
@@ -494,8 +500,12 @@ async def _differentiate(
 ) -> tuple[Any, Pairs]:
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     replica = place.replica
-    run = replica.run_on_device if isinstance(replica, ReplicaContext) else run_on_host
-    return await run(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    if not isinstance(replica, ReplicaContext):
+        return await run_on_host(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    found = await replica.run_on_device(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    if var_list is None and is_process_device(str(replica.device)):
+        sort_by_creation(found[1], place.strategy)  # a worker process does not know the order
+    return found
 
 
 def _contribution(
@@ -523,6 +533,36 @@ def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
     if not isinstance(global_step, Variable):
         raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
     return [*variables, global_step]
+
+
+async def _apply_across(
+    optimizer: Optimizer,
+    pairs: Sequence[tuple[Any, Any]],
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[Any]],
+    global_step: Variable | None,
+) -> None:
+    """Sum over workers what has a part per replica; what is a sum already is one of all."""
+    strategy = variables[0].strategy
+    of_replicas = {variable for gradient, variable in pairs if has_parts(gradient)}
+    summed = [variable not in of_replicas for variable in variables]
+    if any(summed) and not all(summed):
+        raise ValueError(
+            "distributed_apply got gradients with a part per replica and others that are sums. "
+            "Over several workers bring all of one kind."
+        )
+    text = f"{optimizer_text(optimizer)}, {summed[0]}: {gradients_text(variables, columns)}"
+    is_mean = optimizer.settings.is_mean
+    async with strategy.workers.operation("distributed_apply", text) as turn:
+        if summed[0]:
+            await turn.exchange(b"", no_data)
+            merged = merge_gradients(variables, columns, is_mean=is_mean)
+        else:
+            merged = await merge_over_workers(
+                turn, strategy.reducer, variables, columns, is_mean=is_mean
+            )
+        take = partial(take_step, optimizer, merged, None, global_step)
+        await name_the_replica(turn, variables, columns, take)
 
 
 async def _take_step_alone(brought: Contribution) -> None:

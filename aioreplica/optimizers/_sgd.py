@@ -12,6 +12,7 @@ from ..values import Variable
 from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
 from ._hyperparameter import LearningRate, checked_decay
+from ._kernels import DESCEND, DESCEND_WITH_MOMENTUM, DESCEND_WITH_NESTEROV
 from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
@@ -57,6 +58,9 @@ class SGD(ElementwiseOptimizer):
         if nesterov and not self._momentum:
             raise ValueError(f"nesterov=True needs a momentum above 0, got {momentum!r}.")
         self._nesterov = bool(nesterov)
+        self.kernel = DESCEND
+        if self._momentum:
+            self.kernel = DESCEND_WITH_NESTEROV if nesterov else DESCEND_WITH_MOMENTUM
         super().__init__(learning_rate, ("momentum",) if self._momentum else (), **options)
 
     def new_slot(self, name: str, variable: Variable) -> Array:
@@ -80,6 +84,10 @@ class SGD(ElementwiseOptimizer):
                 direction = np.add(scratch, block.gradient, out=scratch)
         np.multiply(direction, prepared, out=scratch)
         np.subtract(block.value, scratch, out=block.new_value)
+
+    def kernel_numbers(self, prepared: float, block: Block) -> tuple[float, ...]:
+        """Return the momentum, if there is one, and the learning rate."""
+        return (self._momentum, prepared) if self._momentum else (prepared,)
 
     def finish(self, prepared: float) -> Mapping[Variable, Array]:
         """Nothing."""

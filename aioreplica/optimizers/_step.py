@@ -17,13 +17,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Job, Reducer, leaf_bytes, num_threads, run_here, run_on_threads
+from ..collectives import (
+    Job,
+    Reducer,
+    Turn,
+    leaf_bytes,
+    no_data,
+    num_threads,
+    run_here,
+    run_on_threads,
+)
 from ..context import PLACE
 from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
+from ._across import gradients_text, merge_over_workers, name_the_replica
 from ._blocks import Range, UpdateBlock, block_jobs, run_rows
+from ._fused import fused_rules
 from ._hyperparameter import learning_rate_at
+from ._kernels import Kernel
 from ._merged_gradient import MergedGradient, merge_gradients
 from ._scaled_gradient import ScaledGradient
 from ._staged_write import StagedWrite
@@ -130,6 +142,31 @@ class ApplyGradients(Collective):
             f"weight {without}"
         )
 
+    def signature(self, call: Call) -> str:
+        """Describe the optimizer, its variables and what their gradients are."""
+        own = _of(call)
+        step = "" if own.global_step is None else f", global step {own.global_step.name!r}"
+        text = gradients_text(own.variables, [[gradient] for gradient in own.gradients])
+        return f"{optimizer_text(own.optimizer)}, aggregate={not own.is_summed}{step}: {text}"
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Take the step with the gradients of the replicas of all workers, on each of them."""
+        own = _of(calls[0])
+        optimizer, variables = own.optimizer, own.variables
+        is_mean = optimizer.settings.is_mean
+        if own.is_summed:
+            columns: list[list[Any]] = [[gradient] for gradient in own.gradients]
+            await turn.exchange(b"", no_data)
+            merged = merge_gradients(variables, columns, is_mean=False)
+        else:
+            columns = [list(each) for each in zip(*[_of(c).gradients for c in calls], strict=True)]
+            merged = await merge_over_workers(
+                turn, group.reducer, variables, columns, is_mean=is_mean
+            )
+        take = partial(take_step, optimizer, merged, None, own.global_step)
+        await name_the_replica(turn, variables, columns, take)
+        return [None] * len(calls)
+
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""
         nothing = [None] * group.num_replicas
@@ -138,6 +175,11 @@ class ApplyGradients(Collective):
 
 
 APPLY_GRADIENTS = ApplyGradients("apply_gradients")
+
+
+def optimizer_text(optimizer: Optimizer) -> str:
+    """Name an optimizer by its kind and by the variable that counts its steps."""
+    return f"{type(optimizer).__qualname__} {optimizer.iterations.name!r}"
 
 
 def _of(call: Call) -> Contribution:
@@ -207,6 +249,11 @@ def _stages(
 ) -> Iterator[Sequence[Job]]:
     settings = optimizer.settings
     checks = settings.on_non_finite != "ignore"
+    kernel: Kernel | None = getattr(optimizer, "kernel", None)
+    if kernel is not None:
+        dtypes = fused_rules().missing(kernel, (each.variable.dtype for each in gradients))
+        if dtypes:  # takes long, so not on the event loop
+            yield [(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))]
     yield sum_gradients(gradients, reducer)
     norm = None
     if settings.needs_norms:
@@ -302,7 +349,7 @@ def apply(
         write.replace(settings.norm, norm)
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
-        update: UpdateBlock = optimizer.update_block  # type: ignore[attr-defined]
+        update: UpdateBlock = optimizer.fill  # type: ignore[attr-defined]
         return (
             write,
             prepared,

@@ -32,8 +32,13 @@ from ._reductions import payload_of_numbers as payload_of_numbers
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
+from ._signature import joined_text as joined_text
+from ._signature import payload_signature as payload_signature
+from ._signature import summand_text as summand_text
+from ._table import format_rows as format_rows
 from ._variables import update_variable as update_variable
 from ._waiting import waits_of as waits_of
+from ._worker_context import WorkerContext as WorkerContext
 
 __all__ = [
     "AllGather",
@@ -61,12 +66,17 @@ __all__ = [
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
+    "WorkerContext",
     "add_note_once",
     "collective_named",
+    "format_rows",
+    "joined_text",
     "payload_along",
     "payload_of",
     "payload_of_numbers",
+    "payload_signature",
     "run_device_program",
+    "summand_text",
     "update_variable",
     "waits_of",
 ]

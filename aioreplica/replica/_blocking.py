@@ -17,7 +17,7 @@ from ..context import PLACE, CurrentReplica, Place
 from ..errors import ContextError
 from ..typing import ReduceOp
 from ..values import Variable
-from ._collectives import Collectives, require_members
+from ._collectives import Collectives, group_of
 from ._device_waiters import OpWaiter, ThreadWaiter
 from ._group import ReplicaGroup
 from ._host_call import call_on_host
@@ -136,8 +136,8 @@ class BlockingContext(BlockingCollectives):
         """
         self.require_device_thread("group")
         own = self._replica.replica_id
-        ids = require_members(members, own, self._group.num_replicas)
-        return BlockingGroup(self._waiter, self._group.point.sub_group(ids), ids.index(own))
+        group = group_of(members, own, self._group.point)
+        return BlockingGroup(self._waiter, group, group.members.index(own))
 
     def variable(self, initial_value: Any, **options: Any) -> Variable:
         """Create one distributed variable from inside the step; a collective.
@@ -304,7 +304,7 @@ class BlockingGroup(BlockingCollectives):
     @property
     def members(self) -> tuple[int, ...]:
         """Ids of the replicas in the group, ascending."""
-        return self._members.members
+        return self._members.global_members
 
     def __repr__(self) -> str:
         return f"<BlockingGroup {self.members} | position {self._position}>"

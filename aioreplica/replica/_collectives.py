@@ -17,7 +17,7 @@ from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
 from ._meeting import CallSite, Collective, SyncGroup, new_call
-from ._meeting_point import TaskWaiter, Waiter
+from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._merge_call import MERGE_CALL
 from ._misuse import no_blocking_handle_error
 from ._reductions import (
@@ -67,12 +67,19 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     @property
     def replica_id_in_sync_group(self) -> int:
         """Index of this replica among those who meet, from 0."""
+        across = self._members.across
+        return self._position if across is None else across.first_replica + self._position
+
+    @property
+    def local_replica_id(self) -> int:
+        """Index of this replica among those of this process who meet, from 0."""
         return self._position
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas meet in a collective."""
-        return len(self._members.members)
+        across = self._members.across
+        return len(self._members.members) if across is None else across.num_replicas
 
     def merge_call(
         self,
@@ -333,6 +340,36 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         if not isinstance(waiter, TaskWaiter):
             raise no_blocking_handle_error()
         return start(waiter, collective, argument, args, self._members, self._position, frame)
+
+
+def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup:
+    """Return the group of some replicas, who are all or in this process.
+
+    Args:
+        members: Ids among the replicas of all workers.
+        own: Who asks, among those of this process.
+        point: Where those meet.
+
+    Raises:
+        TypeError: If they are no ints.
+        ValueError: As `require_members`; or if they are some of the replicas of several workers.
+    """
+    run = point.everyone
+    across = run.across
+    if across is None:
+        return point.sub_group(require_members(members, own, len(run.members)))
+    first, count = across.first_replica, len(run.members)
+    ids = require_members(members, first + own, across.num_replicas)
+    if len(ids) == across.num_replicas:
+        return run
+    mine = tuple(i - first for i in ids if first <= i < first + count)
+    if len(mine) < len(ids):
+        raise ValueError(
+            f"group got {list(ids)}, some of the replicas of several workers: this one has "
+            f"replicas {first} to {first + count - 1}. A group is all replicas, or some of one "
+            "worker's."
+        )
+    return point.sub_group(mine, is_local=True)
 
 
 def require_members(members: Iterable[int], own: int, num_replicas: int) -> tuple[int, ...]:

@@ -15,16 +15,16 @@ from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table
 from ..values import Variable
 from ._blocking import BlockingContext
-from ._collectives import Collectives, require_members
+from ._collectives import Collectives, group_of
 from ._group import ReplicaGroup
 from ._meeting import Collective
 from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
+from ._random import random_stream
 from ._replica import Replica
 from ._variables import create_variable, update_variable
-
-_SHARED, _REPLICA = 0, 1  # kinds of random streams
+from ._worker_context import WorkerContext
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -136,6 +136,13 @@ class ReplicaContext(Collectives):
         """What counts the ops of this run that are in flight."""
         return self._group.ops
 
+    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        replica, group = self._replica, self._group
+        step = group.step + replica.steps_done
+        told = replica.replica_id, group.num_replicas, str(self._device), self._seed, step
+        return WorkerContext, told
+
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
         if self._group.is_aborted:
@@ -165,8 +172,8 @@ class ReplicaContext(Collectives):
 
         Raises:
             TypeError: If they are no ints.
-            ValueError: If there is none, one is repeated or is not a replica, or this one is left
-                out.
+            ValueError: If there is none, one is repeated or is not a replica, this one is left
+                out, or they are some of the replicas of several workers.
             ContextError: If called outside this replica.
 
         Example:
@@ -187,8 +194,8 @@ class ReplicaContext(Collectives):
         if not self._waiter.is_here:
             raise self._misuse("group")
         own = self._replica.replica_id
-        ids = require_members(members, own, self._group.num_replicas)
-        return GroupContext(self._waiter, self._group.point.sub_group(ids), ids.index(own))
+        group = group_of(members, own, self._group.point)
+        return GroupContext(self._waiter, group, group.members.index(own))
 
     def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
         """Create one distributed variable, the same object on every replica; a collective.
@@ -274,7 +281,7 @@ class ReplicaContext(Collectives):
         """
         replica = self._replica
         step = self._group.step + replica.steps_done
-        return random_stream(self._seed, step, replica.replica_id, name)
+        return random_stream(self._seed, step, self.replica_id_in_sync_group, name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
@@ -293,7 +300,7 @@ class ReplicaContext(Collectives):
         """
         if PLACE.get().replica is not self or self._replica.is_over:
             raise self._misuse("record")
-        if self._replica.replica_id == 0:
+        if self.replica_id_in_sync_group == 0:
             step = self._group.step + self._replica.steps_done
             self._strategy.events.add_scalar(step, 0, name, value)
 
@@ -302,9 +309,10 @@ class ReplicaContext(Collectives):
 
     def __repr__(self) -> str:
         replica, group = self._replica, self._group
+        who = f"{self.replica_id_in_sync_group}/{self.num_replicas_in_sync}"
         state = "closed" if self._waiter.home is None else "open"
         return (
-            f"<ReplicaContext {replica.replica_id}/{group.num_replicas} on {self._device} | "
+            f"<ReplicaContext {who} on {self._device} | "
             f"step {group.step}, {replica.sequence} collectives, {state}>"
         )
 
@@ -323,29 +331,10 @@ class GroupContext(Collectives):
     @property
     def members(self) -> tuple[int, ...]:
         """Ids of the replicas in the group, ascending."""
-        return self._members.members
+        return self._members.global_members
 
     def __repr__(self) -> str:
         return f"<GroupContext {self.members} | position {self._position}>"
-
-
-def random_stream(seed: int, step: int, replica_id: int | None, name: str) -> np.random.Generator:
-    """Return the generator of (seed, step, replica, name); None is the stream all share.
-
-    Equal keys give equal numbers, whatever else was drawn. Different keys are independent.
-
-    Source:
-        numpy.random.SeedSequence, O'Neill's seed_seq hashing of the whole key.
-
-    Example:
-        >>> a = random_stream(0, 3, 1, "dropout")
-        >>> b = random_stream(0, 3, 1, "dropout")
-        >>> a.random() == b.random()
-        True
-    """
-    kind = (_SHARED, 0) if replica_id is None else (_REPLICA, replica_id)
-    key = (seed, step, *kind, *name.encode())
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
 
 def _require_plain(fn: Any) -> None:

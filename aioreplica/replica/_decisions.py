@@ -7,8 +7,10 @@ from typing import Any, final
 
 import numpy as np
 
+from ..collectives import Turn, no_data
 from ..tree import flatten
 from ._meeting import Call, Collective, Parts, SyncGroup
+from ._signature import value_text
 
 
 @final
@@ -30,6 +32,15 @@ class Agree(Collective):
         if self.agrees(first, call):
             return None
         return f"values {first.args[0]!r} and {call.args[0]!r} differ"
+
+    def signature(self, call: Call) -> str:
+        """Describe the value, which has to be equal."""
+        return value_text(call.args[0])
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Give each replica its own value back if all workers hold equal ones."""
+        await turn.exchange(b"", no_data)
+        return self.perform(group, calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Give each replica its own, equal value back."""
@@ -57,6 +68,16 @@ class Decision(Collective):
     def difference(self, first: Call, call: Call) -> str | None:
         """Return None: flags may differ."""
         return None
+
+    def signature(self, call: Call) -> str:
+        """Return nothing: flags may differ."""
+        return ""
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Decide here, then over the decisions of all workers."""
+        own = self._decide([call.args[0] for call in calls])
+        slots = await turn.exchange(bytes([bool(own)]), no_data)
+        return [self._decide([slot != b"\0" for slot in slots])] * len(calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Decide once for all."""

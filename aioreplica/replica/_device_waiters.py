@@ -136,7 +136,7 @@ class OpWaiter(Waiter):
         lane, replica = name_of_served_lane(), PLACE.get().replica
         if lane is None or replica is None or self.point.loop is None or self.replica.is_over:
             return False
-        is_mine = replica.replica_id_in_sync_group == self.replica.replica_id
+        is_mine = replica.local_replica_id == self.replica.replica_id
         return is_mine and replica.op_tracker is self._ops and lane == (replica.device_name or HOST)
 
     def misuse(self, name: str) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -12,9 +13,13 @@ from array_api_compat import is_array_api_obj
 
 from ..collectives import (
     CommunicationOptions,
+    Turn,
+    broadcast_tree,
     concatenate,
+    gather_across,
     gather_difference,
     leaf_bytes,
+    no_data,
     pieces,
     share,
 )
@@ -23,6 +28,7 @@ from ..devices.backends import join_arrays
 from ..tree import unflatten
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 from ._reductions import payload_bytes, payload_difference
+from ._signature import joined_text, payload_signature
 
 
 @final
@@ -83,6 +89,30 @@ class Exchange(Collective):
 
         return _inline_or_not(group, sum(map(payload_bytes, calls)), exchange_all)
 
+    def signature(self, call: Call) -> str:
+        """Describe axis, options, structure, dtypes and the other dimensions."""
+        leaves, spec, _ = call.args
+        axis = call.argument.axis
+        texts = payload_signature(leaves, spec, partial(joined_text, axis=axis))
+        return f"{self.detail(call.argument)}; {texts}"
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Gather the leaves of every replica of every worker, then do the same as on one."""
+        spec, axis = calls[0].args[1], calls[0].argument.axis
+        num_leaves, count = len(calls[0].args[0]), len(calls)
+        if not num_leaves:
+            await turn.exchange(b"", no_data)
+            return self._empty(calls)
+        mine = [leaf for call in calls for leaf in call.args[0]]
+        found = await gather_across(turn, mine, axis)  # by own leaf, then by worker
+        first = turn.rank * count
+        columns = []
+        for index in range(num_leaves):
+            of_replicas = [found[i * num_leaves + index] for i in range(count)]
+            column = [row[rank] for rank in range(turn.num_workers) for row in of_replicas]
+            columns.append(self.exchange(column, axis)[first : first + count])
+        return [unflatten(spec, row) for row in zip(*columns, strict=True)]
+
     @abstractmethod
     def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
         """Return what each replica gets of one leaf."""
@@ -139,6 +169,19 @@ class Broadcast(Collective):
         if first.argument == call.argument:
             return None
         return f"sources {first.argument} and {call.argument} differ"
+
+    def signature(self, call: Call) -> str:
+        """Name the source."""
+        return self.detail(call.argument)
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Send the source's value to all workers: arrays, numbers and text, in containers."""
+        root, position = divmod(calls[0].argument, len(calls))
+        value = None
+        if root == turn.rank:
+            leaves, spec, _ = calls[position].args
+            value = unflatten(spec, leaves)
+        return [await broadcast_tree(turn, value, root)] * len(calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Share the source's value; arrays are copied, so that later writes stay its own."""

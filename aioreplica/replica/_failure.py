@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -14,31 +14,41 @@ from ..errors import MergeMismatchError
 class Failures:
     """Collects what went wrong in a run and decides which exception it raises.
 
+    Args:
+        device_names: Device of each replica of the run.
+        step: Number of the run.
+        fn_name: Name of the step function.
+        first: What to add to ids, for their numbers among the replicas of all workers.
+
     Attributes:
         cause: Why the run was ended, if not because replicas failed: a mismatch, say.
     """
 
-    def __init__(self, device_names: Sequence[str], step: int, fn_name: str) -> None:
+    def __init__(
+        self, device_names: Sequence[str], step: int, fn_name: str, first: int = 0
+    ) -> None:
         self.cause: BaseException | None = None
         self._device_names = device_names
         self._step = step
         self._fn_name = fn_name
+        self._first = first
         self._failures: list[tuple[int, BaseException]] = []
         self._unwinding: list[tuple[int, BaseException]] = []
 
     def failed(self, replica_id: int, error: BaseException) -> None:
         """Record a replica that failed on its own."""
-        self._failures.append((replica_id, error))
+        self._failures.append((self._first + replica_id, error))
 
     def unwound(self, replica_id: int, error: BaseException) -> None:
         """Record what a replica raised while it was being cancelled."""
-        self._unwinding.append((replica_id, error))
+        self._unwinding.append((self._first + replica_id, error))
 
     def error(self) -> BaseException | None:
         """Return what the run raises, with its notes; None if nothing went wrong."""
         error = self.cause
         if self._failures and (error is None or isinstance(error, MergeMismatchError)):
-            error = resolve_failures(self._failures, self._device_names, self._step, self._fn_name)
+            names = dict(enumerate(self._device_names, self._first))
+            error = resolve_failures(self._failures, names, self._step, self._fn_name)
             if isinstance(self.cause, MergeMismatchError):  # which follows from the failure
                 add_note_once(error, f"It ended the run for the others: {self.cause}")
         elif error is not None:
@@ -102,7 +112,7 @@ def cause_of_unwinding(error: BaseException | None) -> BaseException | None:
 
 def resolve_failures(
     failures: Sequence[tuple[int, BaseException]],
-    device_names: Sequence[str],
+    device_names: Mapping[int, str] | Sequence[str],
     step: int,
     fn_name: str,
 ) -> BaseException:
@@ -113,7 +123,7 @@ def resolve_failures(
 
     Args:
         failures: Replica id and exception, in any order.
-        device_names: Device of each replica of the run.
+        device_names: Device of each replica of the run, by id.
         step: Number of the run.
         fn_name: Name of the step function.
     """

@@ -26,7 +26,7 @@ from ..context import PLACE, Place
 from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
 from ..telemetry import Observers, Recorder
 from ._failure import Failures, cause_of_unwinding, error_of
-from ._meeting import Call, SyncGroup
+from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint, RunControl
 from ._rendezvous import Mismatch, ReplicaState
 from ._replica import Replica, warn_never_awaited
@@ -62,6 +62,7 @@ class ReplicaGroup(RunControl):
         fn_name: Name of the step function, for notes.
         has_plain_values: Whether merge functions get plain values (the default strategy).
         is_blocking: Whether the replicas are plain functions, which meet on their device threads.
+        across: The same run of other workers; None if there are none.
 
     Attributes:
         replicas: The state of each replica.
@@ -89,6 +90,7 @@ class ReplicaGroup(RunControl):
         *,
         has_plain_values: bool = False,
         is_blocking: bool = False,
+        across: AcrossWorkers | None = None,
     ) -> None:
         self.num_replicas = size = len(device_names)
         self.step = step
@@ -97,7 +99,7 @@ class ReplicaGroup(RunControl):
         self.replicas = [Replica(i) for i in range(size)]
         everyone = SyncGroup(
             range(size), device_names, strategy, merge_place, reducer, step,
-            has_plain_values=has_plain_values, is_blocking=self.is_blocking,
+            has_plain_values=has_plain_values, is_blocking=self.is_blocking, across=across,
         )  # fmt: skip
         self.point = MeetingPoint(self.replicas, everyone, loop, observers, recorder.now, self)
         self._strategy = strategy
@@ -105,7 +107,7 @@ class ReplicaGroup(RunControl):
         self._recorder = recorder
         self._num_left = 0
         self._finished: asyncio.Future[None] | None = None
-        self._failures = Failures(device_names, step, fn_name)
+        self._failures = Failures(device_names, step, fn_name, everyone.global_id(0))
         self.fn_name = fn_name
         self._observers = observers
         self._withdrawn: Replica | None = None  # and has not ended

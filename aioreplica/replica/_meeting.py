@@ -18,10 +18,11 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
-from ..collectives import CommunicationOptions, Reducer
+from ..collectives import CommunicationOptions, Reducer, Turn
 from ..context import DEFAULT_PLACE, Place
+from ..errors import ContextError
 from ..telemetry import MergeEntry, source_line
 
 Parts: TypeAlias = Sequence[Any]
@@ -59,6 +60,21 @@ class Pending:
             self.awaitable.cancel()
 
 
+class AcrossWorkers(Protocol):
+    """What a run needs of the same run of other workers."""
+
+    @property
+    def first_replica(self) -> int:
+        """The id of this worker's first replica among those of all."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas all workers have together."""
+
+    def merge(self, generation: Generation) -> Pending:
+        """Take a turn for a generation that is complete here; return what to await."""
+
+
 @final
 class SyncGroup:
     """Replicas that meet in collectives, in ascending order: all of a run, or some of them.
@@ -73,6 +89,7 @@ class SyncGroup:
         has_plain_values: Whether merge functions get plain values (the default strategy).
         is_blocking: Whether they meet on their device threads, where all work is done at once.
         whole: The group of all replicas of the run, of which this is a part; None if it is that.
+        across: The same run of other workers, whose replicas it meets too; None if there are none.
 
     Attributes:
         num_replicas: How many members there are.
@@ -82,8 +99,9 @@ class SyncGroup:
     """
 
     __slots__ = (
-        "_whole", "device_names", "has_plain_values", "is_blocking", "is_partial", "members",
-        "merge_place", "num_replicas", "open", "reducer", "step", "strategy", "timeout_s",
+        "_whole", "across", "device_names", "has_plain_values", "is_blocking", "is_partial",
+        "members", "merge_place", "num_replicas", "open", "reducer", "step", "strategy",
+        "timeout_s",
     )  # fmt: skip
 
     def __init__(
@@ -98,7 +116,9 @@ class SyncGroup:
         has_plain_values: bool = False,
         is_blocking: bool = False,
         whole: SyncGroup | None = None,
+        across: AcrossWorkers | None = None,
     ) -> None:
+        self.across = across
         self.members = tuple(members)
         self.num_replicas = len(self.members)
         self.device_names = device_names
@@ -126,6 +146,16 @@ class SyncGroup:
             is_blocking=self.is_blocking,
             whole=self.run,
         )
+
+    def global_id(self, replica_id: int) -> int:
+        """Return the id that a replica of this process has among those of all workers."""
+        across = self.run.across
+        return replica_id if across is None else across.first_replica + replica_id
+
+    @property
+    def global_members(self) -> tuple[int, ...]:
+        """The ids of the members among the replicas of all workers."""
+        return tuple(map(self.global_id, self.members))
 
     @property
     def run(self) -> SyncGroup:
@@ -178,6 +208,21 @@ class Collective(ABC):
     @abstractmethod
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Merge the calls of all members, at once or, if that takes long, in a task."""
+
+    def signature(self, call: Call) -> str:
+        """Say what of a call has to be equal on all workers: what `agrees` compares."""
+        return self.detail(call.argument)
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Merge the calls of all members, and what other workers have made of theirs.
+
+        Raises:
+            ContextError: If the collective is for the replicas of one worker only.
+        """
+        raise ContextError(
+            f"{self.name} does not go to other workers. Use it under a strategy of one worker, or "
+            "in a group of the replicas of one."
+        )
 
 
 @final
@@ -249,7 +294,7 @@ class Call:
         """Name the collective with its argument and number, such as "all_reduce #3 (SUM)"."""
         detail = self.collective.detail(self.argument)
         text = f"{self.collective.name} #{self.sequence}" + (f" ({detail})" if detail else "")
-        return f"{text} in group {self.group.members}" if self.group.is_partial else text
+        return f"{text} in group {self.group.global_members}" if self.group.is_partial else text
 
 
 def new_call(

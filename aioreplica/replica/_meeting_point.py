@@ -172,10 +172,10 @@ class MeetingPoint:
         if mismatch is not None:
             self.run.abort_mismatch(mismatch, replica)
 
-    def sub_group(self, members: tuple[int, ...]) -> SyncGroup:
-        """Return the group of some replicas."""
+    def sub_group(self, members: tuple[int, ...], *, is_local: bool = False) -> SyncGroup:
+        """Return the group of some replicas, which with `is_local` meets no other worker's."""
         with self.lock or NO_LOCK:
-            return self.rendezvous.group(members)
+            return self.rendezvous.group(members, is_local=is_local)
 
     # ---- merging -------------------------------------------------------------------------
 
@@ -188,7 +188,11 @@ class MeetingPoint:
             tell(generation)
         calls = generation.calls
         try:
-            parts = calls[0].collective.perform(generation.group, calls)
+            group = generation.group
+            if group.across is None:
+                parts = calls[0].collective.perform(group, calls)
+            else:
+                parts = group.across.merge(generation)
         except (KeyboardInterrupt, SystemExit):
             raise  # for the loop; the others are cancelled with the run
         except BaseException as error:  # noqa: BLE001 - every member raises it

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 from functools import partial
 from types import MethodType
 from typing import Any, final
 
 import numpy as np
 
-from ..collectives import leaf_bytes
+from ..collectives import Turn, leaf_bytes, no_data
 from ..context import PLACE
 from ..tree import LEAF_TYPES, flatten
 from ..values import PerReplica, argument_difference, merged_column, split_per_replica
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._signature import arguments_text, function_text
 
 
 @final
@@ -82,6 +84,20 @@ class MergeCall(Collective):
             if difference is not None:
                 return difference
         return None
+
+    def signature(self, call: Call) -> str:
+        """Name the function; describe structures and constants."""
+        return f"{function_text(call.argument)}{arguments_text(call.args, call.kwargs)}"
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Run the merge function once on every worker, over the values of its own replicas."""
+        await turn.exchange(b"", no_data)
+        with turn.merging():
+            calls[0].context = copy_context()  # the one it had is entered already, by this task
+            parts = self.perform(group, calls)
+            if type(parts) is Pending:
+                return parts.to_parts(await parts.awaitable)
+        return parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Run the merge function in replica 0's context variables."""

@@ -17,9 +17,11 @@ import numpy as np
 
 from ..collectives import (
     CommunicationOptions,
+    Turn,
     leaf_bytes,
     leaf_difference,
     pieces,
+    reduce_across,
     require_axis,
     require_reducible,
     share,
@@ -29,6 +31,7 @@ from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatte
 from ..typing import ReduceOp
 from ..values import flatten_summands, read_at
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._signature import payload_signature, summand_text
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
@@ -217,6 +220,21 @@ class Reducing(Collective):
             return f"options {ours.options} and {theirs.options} differ"
         return payload_difference(first, call, leaf_difference)
 
+    def signature(self, call: Call) -> str:
+        """Describe the operator, options, structure, dtypes and shapes."""
+        leaves, spec, _ = call.args
+        return f"{self.detail(call.argument)}; {payload_signature(leaves, spec, summand_text)}"
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Reduce all leaves here, then over the workers."""
+        argument: Reduction = calls[0].argument
+        rows = [call.args[0] for call in calls]
+        local = group.reducer.reduce(
+            argument.op, rows, argument.options, group.members, calls[0].args[2]
+        )
+        leaves = local if isinstance(local, list) else await local
+        return self.hand_out_share(calls, await reduce_across(turn, argument.op, leaves), turn)
+
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Reduce all leaves; off the event loop if there is much to read."""
         argument: Reduction = calls[0].argument
@@ -238,6 +256,10 @@ class Reducing(Collective):
     def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
         """Return each replica's part of the reduced leaves."""
 
+    @abstractmethod
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+        """Return the parts of this worker's replicas, of leaves reduced over all workers."""
+
 
 @final
 class AllReduce(Reducing):
@@ -256,6 +278,10 @@ class AllReduce(Reducing):
         columns = [share(leaf, own) for leaf, own in zip(reduced, inputs, strict=True)]
         return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+        """Share the leaves."""
+        return self.hand_out(calls, reduced)
+
 
 @final
 class ReduceScatter(Reducing):
@@ -265,11 +291,18 @@ class ReduceScatter(Reducing):
 
     def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
         """Cut every leaf along the axis."""
+        return self._cut(calls, reduced, range(len(calls)), len(calls))
+
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+        """Cut every leaf into a part per replica of all workers; take those of the own ones."""
+        first = turn.rank * len(calls)
+        own = range(first, first + len(calls))
+        return self._cut(calls, reduced, own, turn.num_workers * len(calls))
+
+    def _cut(self, calls: Sequence[Call], reduced: Sequence[Any], own: range, count: int) -> Parts:
         spec, axis = calls[0].args[1], calls[0].argument.axis
-        columns = [pieces(leaf, len(calls), axis) for leaf in reduced]
-        if not columns:
-            return [unflatten(spec, []) for _ in calls]
-        return [unflatten(spec, row) for row in zip(*columns, strict=True)]
+        columns = [pieces(leaf, count, axis) for leaf in reduced]
+        return [unflatten(spec, [column[i] for column in columns]) for i in own]
 
 
 _ARRAYS = {np.ndarray}

@@ -197,9 +197,12 @@ class Rendezvous:
 
     # ---- questions -----------------------------------------------------------------------
 
-    def group(self, members: tuple[int, ...]) -> SyncGroup:
-        """Return the group of some replicas, one object per run; all of them are `everyone`."""
-        if members == self.everyone.members:
+    def group(self, members: tuple[int, ...], *, is_local: bool = False) -> SyncGroup:
+        """Return the group of some replicas, one object per run; all of them are `everyone`.
+
+        With `is_local` it meets no replicas of other workers, which `everyone` may do.
+        """
+        if members == self.everyone.members and not is_local:
             return self.everyone
         group = self._groups.get(members)
         if group is None:
@@ -339,7 +342,7 @@ class Rendezvous:
             texts += [f"{started.describe()} in flight, from {started.site}" for started in calls]
             call = calls[0] if call is None else call
         return ReplicaRow(
-            replica_id,
+            self.everyone.global_id(replica_id),
             device,
             label if state is None else state.value,
             "; ".join(texts) or "before any",
@@ -347,8 +350,9 @@ class Rendezvous:
         )
 
     def _who_is_absent(self, generation: Generation) -> str:
-        gone = sorted(filter(generation.lacks, self._gone))
-        waiting = generation.present_members()
+        name_of = generation.group.global_id
+        gone = sorted(map(name_of, filter(generation.lacks, self._gone)))
+        waiting = tuple(map(name_of, generation.present_members()))
         return (
             f"{_name(gone)} returned while {_name(waiting, 'replica')} "
             f"wait{'s' if len(waiting) == 1 else ''} in {generation.first.describe()}"
@@ -360,8 +364,9 @@ class Rendezvous:
         current = self._current[replica_id]
         is_merging = current is not None and not current.missing and not current.is_merged
         merging = ", while its merge was running" if is_merging else ""
+        number = self.everyone.global_id(replica_id)
         return (
-            f"Replica {replica_id} withdrew from {call.describe()}{merging} "
+            f"Replica {number} withdrew from {call.describe()}{merging} "
             "(a timeout or cancellation inside the replica)"
         )
 
@@ -376,10 +381,11 @@ def _clash(generation: Generation) -> str:
             return _elsewhere(base_id, base, replica_id, call)
         difference = call.collective.difference(base, call)
         if difference is not None:
-            where = f" in group {call.group.members}" if call.group.is_partial else ""
+            where = f" in group {call.group.global_members}" if call.group.is_partial else ""
+            name_of = call.group.global_id
             return (
-                f"Replicas {base_id} and {replica_id} disagree in {base.collective.name} "
-                f"#{base.sequence}{where}: {difference}"
+                f"Replicas {name_of(base_id)} and {name_of(replica_id)} disagree in "
+                f"{base.collective.name} #{base.sequence}{where}: {difference}"
             )
     raise AssertionError("no two calls differ")
 
@@ -395,12 +401,14 @@ def _crossed(stuck: dict[int, list[Generation]]) -> str:
 
 def _left_behind(replica_id: int, generation: Generation) -> str:
     call = generation.call_of(replica_id)
-    return f"Replica {replica_id} returned while a task of it waits in {call.describe()}"
+    number = call.group.global_id(replica_id)
+    return f"Replica {number} returned while a task of it waits in {call.describe()}"
 
 
 def _elsewhere(replica_id: int, call: Call, other_id: int, other: Call) -> str:
     return (
-        f"Replica {replica_id} is in {call.describe()} but replica {other_id} is in "
+        f"Replica {call.group.global_id(replica_id)} is in {call.describe()} but replica "
+        f"{other.group.global_id(other_id)} is in "
         f"{other.describe()}"
     )
 

@@ -23,6 +23,7 @@ def format_rows(rows: Sequence[ReplicaRow]) -> str:
     """Lay out rows as an aligned table, with a heading.
 
     Example:
+        >>> from aioreplica.errors import ReplicaRow
         >>> print(format_rows([ReplicaRow(0, "cpu:0", "waiting", "barrier #1", "step.py:3")]))
           replica  device  state    collective  where
           0        cpu:0   waiting  barrier #1  step.py:3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..context import CurrentStrategy
+from ..typing import VariableAggregation
 from ..values import PerReplica, Variable, split_per_replica, update_components
 
 Merge = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -28,10 +29,20 @@ def create_variable(initial_value: Any, options: dict[str, Any]) -> Merge:
 
 
 def _create(
-    options: dict[str, Any], _strategy: object, initial: Any, _text: str, _functions: object
-) -> Variable:
+    options: dict[str, Any], strategy: Any, initial: Any, _text: str, _functions: object
+) -> Variable | Awaitable[Variable]:
     first = initial[0] if isinstance(initial, PerReplica) else initial
+    if strategy.workers is not None:
+        return _create_across(options, strategy.workers, first)
     return Variable(first, **options)
+
+
+async def _create_across(options: dict[str, Any], workers: Any, initial: Any) -> Variable:
+    """Create a variable on every worker, with the initial value of worker 0."""
+    own = np.asarray(initial() if callable(initial) else initial)
+    first = VariableAggregation.ONLY_FIRST_REPLICA
+    value = await workers.aggregate("initial value", options.get("name"), first, own)
+    return Variable(value, **options)
 
 
 def update_variable(
@@ -67,7 +78,7 @@ def _update(
     kwargs: dict[str, Any],
     _text: str,
 ) -> Awaitable[Any]:
-    count = strategy.num_replicas_in_sync
+    count = strategy.num_local_replicas
     all_args = split_per_replica(args, count, "args")
     all_kwargs = split_per_replica(kwargs, count, "kwargs")
     return update_components(strategy, var, fn, all_args, all_kwargs, group)

@@ -11,6 +11,9 @@ from ._group_view import GroupView as GroupView
 from ._lifecycle import StrategyStatistics as StrategyStatistics
 from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
+from ._multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
@@ -22,6 +25,7 @@ __all__ = [
     "Extended",
     "GroupView",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "RunOptions",
     "Strategy",

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cluster import Workers
 from ..collectives import (
     CommunicationOptions,
     concatenate,
@@ -32,6 +33,7 @@ from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
 from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
+from ._across import gather_leaves_across, reduce_axis_across, reduce_leaves_across
 from ._replica_set import ReplicaSet
 
 Axis = int | tuple[int, ...] | None
@@ -45,7 +47,8 @@ async def reduce_tree(
     options: CommunicationOptions | None,
 ) -> Any:
     """Reduce every distributed leaf of a pytree; off the event loop if there is much to read."""
-    num_replicas = replicas.num_replicas_in_sync
+    if axis is not None and replicas.workers is not None:
+        return await _reduce_axis_across(replicas, replicas.workers, op, value, axis)
     if axis is not None:
         return await _maybe_in_thread(
             value,
@@ -54,6 +57,22 @@ async def reduce_tree(
     leaves, spec = flatten_summands(value)
     columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
     specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
+    if replicas.workers is None:
+        reduced = await _reduce_columns(replicas, op, columns, options)
+    else:
+        local = partial(_reduce_columns, replicas, op, columns, options)
+        reduced = await reduce_leaves_across(replicas.workers, op, "reduce", local)
+    results = iter(reduced)
+    return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
+
+
+async def _reduce_columns(
+    replicas: ReplicaSet,
+    op: ReduceOp,
+    columns: Sequence[Sequence[Any]],
+    options: CommunicationOptions | None,
+) -> list[Any]:
+    num_replicas = replicas.num_local_replicas
     reduced: list[Any] = [None] * len(columns)
     for size in {len(column) for column in columns}:
         chosen = [i for i, column in enumerate(columns) if len(column) == size]
@@ -62,12 +81,30 @@ async def reduce_tree(
         done = replicas.reducer.reduce(op, rows, options, members)
         for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
             reduced[i] = result
+    return reduced
+
+
+async def _reduce_axis_across(
+    replicas: ReplicaSet,
+    workers: Workers,
+    op: ReduceOp,
+    value: object,
+    axis: int | tuple[int, ...],
+) -> Any:
+    leaves, spec = flatten_summands(value)
+    columns: list[Sequence[Any]] = []
+    specs = [_add_columns(op, leaf, replicas, columns, axis) for leaf in leaves]
+    reduced = [await reduce_axis_across(workers, op, column, axis) for column in columns]
     results = iter(reduced)
     return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
 
 
 def _add_columns(
-    op: ReduceOp, leaf: object, replicas: ReplicaSet, columns: list[Sequence[Any]]
+    op: ReduceOp,
+    leaf: object,
+    replicas: ReplicaSet,
+    columns: list[Sequence[Any]],
+    axis: Axis = None,
 ) -> TreeSpec:
     """Add the columns of one distributed leaf, checked; return the structure of a component."""
     flattened = [flatten_summands(part) for part in _reduced_parts(op, leaf, replicas)]
@@ -75,16 +112,23 @@ def _add_columns(
     for column in zip(*(part_leaves for part_leaves, _ in flattened), strict=True):
         for part in column:
             require_reducible(part, "reduce", op)
-        _same(column, leaf_difference)
+            if axis is not None:
+                require_dense(part, f"reduce over axis {axis!r}")
+        if axis is None:
+            _same(column, leaf_difference)
         columns.append(column)
     return spec
 
 
 async def gather_tree(replicas: ReplicaSet, value: object, axis: int) -> Any:
     """Join every distributed leaf of a pytree along `axis`."""
-    return await _maybe_in_thread(
+    joined = await _maybe_in_thread(
         value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
     )
+    if replicas.workers is None:
+        return joined
+    _, spec = flatten(joined)
+    return unflatten(spec, await gather_leaves_across(replicas.workers, joined, axis))
 
 
 async def reduce_pairs(
@@ -217,7 +261,7 @@ def _gather_leaf(leaf: object, axis: int, replicas: ReplicaSet) -> Any:
 
 
 def _parts(leaf: object, replicas: ReplicaSet, verb: str) -> tuple[Any, ...]:
-    num_replicas = replicas.num_replicas_in_sync
+    num_replicas = replicas.num_local_replicas
     parts = _components(leaf, replicas.members)
     if parts is None:
         if num_replicas == 1:
@@ -318,10 +362,10 @@ def _require_destination(
         require_own(destinations, strategy, f"{what} to it")
         return len(destinations.components)
     if isinstance(destinations, DistributedValues):
-        if len(destinations) != replicas.num_replicas_in_sync:
+        if len(destinations) != replicas.num_local_replicas:
             raise ValueError(
                 f"{what} got a {type(destinations).__name__} of {len(destinations)} values as "
-                f"destinations, but {replicas!r} has {replicas.num_replicas_in_sync} replicas. "
+                f"destinations, but {replicas!r} has {replicas.num_local_replicas} replicas. "
                 "Pass a value of this strategy."
             )
         return len(destinations)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, cast, final
 
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
-from ..replica import ReplicaContext, ReplicaGroup
+from ..replica import ReplicaContext, ReplicaGroup, WorkerContext
 from ..values import PlainVariable, Variable, VariableOptions, default_store
 from ._strategy import Strategy
 
@@ -81,6 +81,8 @@ def get_replica_context() -> ReplicaContext | None:
     place = PLACE.get()
     if isinstance(place.replica, ReplicaContext):
         return place.replica
+    if isinstance(place.replica, WorkerContext):
+        return cast("ReplicaContext", place.replica)  # all of it that there is in a worker
     if place.strategy is not None:
         return None
     trio = sys.modules.get("trio")

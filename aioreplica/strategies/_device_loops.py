@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..device_loop import KeptIterators, MultiStepContext, Topology
+from ..errors import ContextError
 from ..telemetry import EventLog
 from ._lifecycle import Lifecycle
 from ._replica_set import Runner
@@ -25,7 +26,7 @@ class DeviceLoops(ABC):
 
     @property
     @abstractmethod
-    def num_replicas_in_sync(self) -> int:
+    def num_local_replicas(self) -> int:
         """How many replicas a run has."""
 
     @abstractmethod
@@ -63,6 +64,7 @@ class DeviceLoops(ABC):
             TypeError: If `fn` is `async def`, or `iterator` yields nothing.
             ValueError: If `iterations` is below 1, or an element has another structure, shape or
                 dtype than the first one.
+            ContextError: If the strategy has several workers.
             MergeMismatchError: If the replicas do not meet in the same collectives, or do not set
                 the same outputs.
             StallError: If `options.stall_timeout` seconds pass without progress.
@@ -80,10 +82,16 @@ class DeviceLoops(ABC):
             tf.distribute's run_steps_on_iterator, and the host training loop of TPUStrategy.
         """
         self.require_cross_replica("run_steps", None)
+        strategy = self._as_strategy()
+        if strategy.workers is not None and strategy.workers.has_others:
+            raise ContextError(
+                f"run_steps does not go over several workers, which {strategy!r} has. Call run "
+                "for each step; plain functions may use ctx.blocking there."
+            )
         plan = checked_plan(
             fn, iterator, iterations, initial_loop_values, options, self.steps_per_run
         )
-        return await run_steps(self._as_strategy(), self._lifecycle, self._iterators, plan)
+        return await run_steps(strategy, self._lifecycle, self._iterators, plan)
 
     @property
     def events(self) -> EventLog:
@@ -104,7 +112,7 @@ class DeviceLoops(ABC):
     def host_replicas(self) -> tuple[tuple[int, ...], ...]:
         """The replica ids of each host; every host has an infeed of its own."""
         if self._topology is None:
-            return (tuple(range(self.num_replicas_in_sync)),)
+            return (tuple(range(self.num_local_replicas)),)
         return self._topology.host_replicas
 
     @abstractmethod

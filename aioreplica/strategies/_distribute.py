@@ -6,8 +6,10 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
+from ..cluster import Workers
 from ..input import (
     DistributedDataset,
     InputContext,
@@ -19,6 +21,7 @@ from ..input import (
 )
 from ..telemetry import UsageCounters
 from ..values import PerReplica
+from ._across import all_go_on
 from ._lifecycle import Lifecycle
 
 
@@ -49,6 +52,11 @@ class Distribution(ABC):
     @abstractmethod
     def num_replicas_in_sync(self) -> int:
         """How many replicas a run has."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> Workers | None:
+        """The same strategy on other workers; None if there are none."""
 
     @property
     @abstractmethod
@@ -139,17 +147,25 @@ class Distribution(ABC):
                 f"value_fn returns a value, but {value_fn!r} is a coroutine function. Make it a "
                 "plain function, and await what it needs before."
             )
-        count = self.num_replicas_in_sync
-        values = [value_fn(ValueContext(i, count)) for i in range(count)]
+        count, here = self.num_replicas_in_sync, len(self.device_names)
+        first = 0 if self.workers is None else self.workers.first_replica
+        values = [value_fn(ValueContext(first + i, count)) for i in range(here)]
         if self.has_plain_values:
             return values[0]
         return PerReplica(values, devices=self.device_names)
+
+    def _input_context(self) -> InputContext:
+        workers = self.workers
+        if workers is None:
+            return InputContext(1, 0, self.num_replicas_in_sync)
+        return InputContext(workers.num_workers, workers.rank, self.num_replicas_in_sync)
 
     def _input_target(self) -> InputTarget:
         return InputTarget(
             self.device_names,
             self.has_plain_values,
-            InputContext(1, 0, self.num_replicas_in_sync),
+            self._input_context(),
             self._open_loops,
             self._lifecycle.open,
+            None if self.workers is None else partial(all_go_on, self.workers),
         )

@@ -23,6 +23,7 @@ from ..values import (
     split_arguments,
     update_components,
 )
+from ._across import read_variable
 from ._combine import broadcast_value, reduce_pairs
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class Extended:
             return results[0] if group else results
         known = self.parameter_devices
         places = [(known.index(device), device) for device in _chosen(devices, known)]
-        num_replicas = strategy.num_replicas_in_sync
+        num_replicas = strategy.num_local_replicas
         all_args, all_kwargs = split_arguments(args, kwargs, num_replicas, _NON_SLOT)
         results = await run_per_component(strategy, fn, all_args, all_kwargs, places)
         if not group:
@@ -295,6 +296,8 @@ class Extended:
     async def read_var(self, v: Variable) -> Any:
         """Return the value of a variable of this strategy, as a read-only array.
 
+        It combines the components of all workers: every worker has to call it.
+
         Raises:
             TypeError: If `v` is not a variable.
             ContextError: If called inside a replica (use `variable.value`), or if the variable
@@ -303,7 +306,7 @@ class Extended:
         what = "extended.read_var"
         self._strategy.require_cross_replica(what, "variable.value")
         require_own(v, self._strategy, what)
-        return v.value
+        return await read_variable(self._strategy.workers, v, what)
 
     def colocate_vars_with(self, var: Variable) -> AbstractContextManager[Strategy]:
         """Return a context manager in which new variables live where `var` does.
@@ -363,13 +366,18 @@ class Extended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """True: this process writes checkpoints."""
-        return True
+        """Whether this process writes checkpoints: of several workers the first one does."""
+        return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """True: this process writes summaries."""
-        return True
+        """Whether this process writes summaries: of several workers the first one does."""
+        return self._is_chief
+
+    @property
+    def _is_chief(self) -> bool:
+        workers = self._strategy.workers
+        return workers is None or workers.rank == 0
 
     @property
     def require_static_shapes(self) -> bool:

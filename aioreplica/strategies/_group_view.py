@@ -55,6 +55,16 @@ class GroupView:
         return len(self.members)
 
     @property
+    def num_local_replicas(self) -> int:
+        """The same: a group's replicas are all in this process."""
+        return len(self.members)
+
+    @property
+    def workers(self) -> None:
+        """None: a group's replicas are all in this process."""
+        return None
+
+    @property
     def has_plain_values(self) -> bool:
         """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
         return self.strategy.has_plain_values

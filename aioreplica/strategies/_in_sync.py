@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..cluster import Workers
+from ..collectives import gather_across
 from ..devices import INLINE_BYTES, run_on_host
 from ..errors import ContextError, OutOfSyncError
 from ..values import Variable, is_own
@@ -52,8 +54,37 @@ async def check_in_sync(replicas: ReplicaSet, variables: Iterable[Variable]) -> 
         error = _first_difference(apart)
     else:
         error = await run_on_host(_first_difference, apart)
+    if replicas.workers is not None:
+        await _check_workers(replicas.workers, held, error)
     if error is not None:
         raise error
+
+
+async def _check_workers(
+    workers: Workers, held: Sequence[Named], error: OutOfSyncError | None
+) -> None:
+    """Compare the first component of each variable over the workers, by hash.
+
+    Raises:
+        OutOfSyncError: On all workers, naming the first replica of the worker that differs.
+    """
+    names = ", ".join(name for name, _ in held)
+    digests = [_digest(parts[0]) for _, parts in held]
+    mine = np.frombuffer(b"".join(digests), np.uint8)
+    async with workers.operation("check_in_sync", names) as turn:
+        if error is not None:
+            raise error  # the others hear of it
+        [rows] = await gather_across(turn, [mine.reshape(1, -1)], 0)
+        for index, (name, parts) in enumerate(held):
+            place = slice(16 * index, 16 * index + 16)
+            found = [row[0, place].tobytes() for row in rows]
+            differs = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+            if differs is None:
+                continue
+            own = parts[0].reshape(1, *parts[0].shape)
+            [arrays] = await gather_across(turn, [own], 0, what=name)
+            replica_id = differs * workers.num_local_replicas
+            raise _difference(name, replica_id, arrays[0][0], arrays[differs][0])
 
 
 def _checked(replicas: ReplicaSet, variables: object) -> list[Variable]:

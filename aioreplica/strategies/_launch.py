@@ -9,11 +9,13 @@ from functools import partial
 from types import FunctionType
 from typing import Any, final
 
+from ..cluster import WorkersRun
 from ..context import PLACE, Place
-from ..devices import HOST, CompletionQueue
+from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
 from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
+from ._across import equalize, function_name
 from ._lifecycle import Lifecycle
 from ._replica_set import Runner
 from ._run_options import RunOptions
@@ -28,16 +30,25 @@ async def launch(
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
     options: RunOptions,
+    across: WorkersRun | None = None,
 ) -> Any:
     """Run `fn` once per replica and regroup what the replicas return."""
+    workers = strategy.workers
+    if workers is not None and across is None:
+        lifecycle.open()
+        async with workers.run(function_name(fn)) as run_of_all:
+            await equalize(strategy, run_of_all)
+            return await launch(strategy, lifecycle, fn, args, kwargs, options, run_of_all)
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
-    num_replicas = strategy.num_replicas_in_sync
+    num_replicas = strategy.num_local_replicas
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
     runs_on_loop = is_async(fn)
-    run = Run.prepare(strategy, lifecycle, fn, options.seed, is_blocking=not runs_on_loop)
+    run = Run.prepare(
+        strategy, lifecycle, fn, options.seed, is_blocking=not runs_on_loop, across=across
+    )
     lifecycle.started(run.group)
     try:
         if runs_on_loop:
@@ -90,15 +101,21 @@ class Run:
         *,
         is_blocking: bool,
         num_steps: int = 1,
+        across: WorkersRun | None = None,
     ) -> Run:
         """Make the contexts of a run of `fn`, on the running event loop.
 
         Raises:
             ContextError: If device programs are to run where others wait on all devices.
+            DeviceError: If they are to run on a device that has a worker process.
         """
         holds_devices = PLACE.get().holds_devices
         if holds_devices and is_blocking:
             raise _nested_programs_error(strategy, fn)
+        if is_blocking:
+            what = f"Plain function {_name_of(fn)!r}" if num_steps == 1 else "A device loop"
+            instead = "Make the step `async def` and run its heavy parts by `ctx.run_on_device`"
+            require_threads(strategy.device_names, what, instead)
         loop, port = lifecycle.open()
         group = ReplicaGroup(
             strategy,
@@ -109,10 +126,13 @@ class Run:
             strategy.recorder,
             strategy.observers,
             lifecycle.new_step(num_steps),
-            getattr(fn, "__qualname__", None) or repr(fn),
+            _name_of(fn),
             has_plain_values=strategy.has_plain_values,
             is_blocking=is_blocking,
+            across=across,
         )
+        if across is not None:
+            across.begin(group.step, group.point.rows)
         contexts = [
             ReplicaContext(strategy, group, replica, device, port, seed or 0, holds_devices)
             for replica, device in zip(group.replicas, strategy.replica_devices, strict=True)
@@ -137,6 +157,10 @@ class Run:
             place.end()
         self.group.forget()
         lifecycle.ended(self.group)
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
 
 
 def _nested_programs_error(strategy: Runner, fn: Any) -> ContextError:

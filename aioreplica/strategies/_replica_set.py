@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..cluster import Workers
 from ..collectives import Reducer
 from ..context import CurrentStrategy, Place
 from ..devices import Device
 from ..telemetry import EventLog, Observers, Recorder
+from ._across import HasVariables
 
 
 class ReplicaSet(CurrentStrategy, Protocol):
@@ -25,6 +27,10 @@ class ReplicaSet(CurrentStrategy, Protocol):
     def device_names(self) -> tuple[str, ...]:
         """One device name per replica; "-" under the default strategy."""
 
+    @property
+    def workers(self) -> Workers | None:
+        """The same strategy on other workers; None if there are none."""
+
     def require_cross_replica(self, what: str, twin: str | None) -> None:
         """Check that a cross-replica method is called where the strategy may be in charge."""
 
@@ -32,7 +38,7 @@ class ReplicaSet(CurrentStrategy, Protocol):
         """Bind the strategy to the running loop, at the first use."""
 
 
-class Runner(ReplicaSet, Protocol):
+class Runner(ReplicaSet, HasVariables, Protocol):
     """A strategy as those see it who start its replicas."""
 
     @property

@@ -105,7 +105,7 @@ async def run_steps(
     if gate.is_closed:
         await gate.opened()
     lifecycle.open()
-    count, num_steps = strategy.num_replicas_in_sync, plan.num_steps
+    count, num_steps = strategy.num_local_replicas, plan.num_steps
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
     iterator = open_iterator(plan.given)
     run = Run.prepare(

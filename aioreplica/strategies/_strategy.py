@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
+from ..cluster import Workers
 from ..collectives import CommunicationOptions, Reducer, require_options
 from ..context import PLACE, Place
 from ..device_loop import KeptIterators, Topology
@@ -15,6 +16,7 @@ from ..input import OpenLoops
 from ..telemetry import EventLog, Observer, Observers, Recorder, UsageCounters
 from ..typing import ReduceOp
 from ..values import Variable, VariableStore, default_store
+from ._across import Spread, close_workers
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._device_loops import DeviceLoops
 from ._distribute import Distribution
@@ -29,7 +31,7 @@ from ._variable_owner import VariableOwner
 from ._watching import Watching
 
 
-class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
+class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -44,6 +46,7 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
         steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
         resolver: What said how many replicas there are, if something did.
         parameter_devices: Where variables live, if not with the replicas.
+        workers: The same strategy in other processes, if there are some.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
         steps_per_run: int = 1,
         resolver: Any = None,  # Any: the cluster layer may say more than the topology
         parameter_devices: tuple[Device, ...] = (),
+        workers: Workers | None = None,
     ) -> None:
         require_options(options, type(self).__name__)
         self._devices = devices
         self._topology = topology
         self._steps_per_run = steps_per_run
         self._resolver = resolver
+        self._workers = workers
         self._parameter_devices = parameter_devices
         self._reducer = Reducer(options)
         self._recorder = Recorder()
@@ -213,11 +218,6 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
     # ---- describing ----------------------------------------------------------------------
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """How many replicas a run has."""
-        return len(self._device_names)
-
-    @property
     def members(self) -> None:
         """None: values are those of all replicas, see `view_of`."""
         return None
@@ -229,7 +229,8 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
             members: Their ids, ascending; if these are all replicas the strategy itself is
                 returned.
         """
-        return self if len(members) == len(self._device_names) else GroupView(self, members)
+        is_whole = len(members) == len(self._device_names) and self._workers is None
+        return self if is_whole else GroupView(self, members)
 
     @property
     def cluster_resolver(self) -> Any:
@@ -305,10 +306,13 @@ class Strategy(VariableOwner, Distribution, DeviceLoops, Watching):
                 self._reducer.clear()
                 self._iterators.close()
                 await self._open_loops.aclose(repr(self))
+                await close_workers(self._workers)
 
     def abandon(self) -> None:
         """Close at once because the interpreter is interrupted; started ops are left running."""
         self._lifecycle.close_now()
+        if self._workers is not None:
+            self._workers.abandon()
 
     def open(self) -> None:
         """Bind to the running loop, at the first use.

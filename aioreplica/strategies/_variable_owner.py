@@ -27,12 +27,12 @@ class VariableTable:
     Variables are held weakly: one that the program has dropped is gone, and its name is free.
     """
 
-    __slots__ = ("_by_name", "_by_number", "_lock", "_next")
+    __slots__ = ("_by_name", "_by_number", "_lock", "_next", "_num_equal")
 
     def __init__(self) -> None:
         self._by_number: WeakValueDictionary[int, Variable] = WeakValueDictionary()
         self._by_name: WeakValueDictionary[str, Variable] = WeakValueDictionary()
-        self._next = 0
+        self._next = self._num_equal = 0
         self._lock = threading.Lock()  # device threads make slots and variables too
 
     def __len__(self) -> int:
@@ -43,6 +43,18 @@ class VariableTable:
         """Return every variable, in order of creation."""
         with self._lock:
             return tuple(self._by_number.values())
+
+    def made_since_last(self) -> tuple[int, tuple[Variable, ...]]:
+        """Return the variables that are not known to be equal on all workers, and a number."""
+        with self._lock:
+            if self._next == self._num_equal:
+                return self._next, ()
+            found = [(i, variable) for i, variable in self._by_number.items()]
+            return self._next, tuple(v for i, v in found if i >= self._num_equal)
+
+    def are_equal_up_to(self, number: int) -> None:
+        """Record that the variables made before the number was given are equal on all workers."""
+        self._num_equal = number
 
     def has(self, name: str) -> bool:
         """Tell whether a variable has that name."""

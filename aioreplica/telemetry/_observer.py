@@ -224,6 +224,7 @@ class Observer:
 
 
 KINDS = tuple(field.name for field in fields(Observer))
+"""The kinds of events that an observer may want."""
 
 
 @final

@@ -169,7 +169,8 @@ class Recorder:
 
     def history(self) -> str:
         """Return the newest merges as lines for an error; empty if there were none."""
-        lines = [f"\n  {record.describe()}" for record in self.records()[-SHOWN:]]
+        newest = tuple(self._ring)[-SHOWN:]
+        lines = [f"\n  {_readable(entry).describe()}" for entry in newest]
         return "\nThe last merges, newest last:" + "".join(lines) if lines else ""
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from anyio._backends import _asyncio as backend
 from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ._pools import PoolOp, name_of_call
+from ._sets import numbered
 
 if TYPE_CHECKING:
     from ._simulation import Simulation
@@ -23,7 +24,18 @@ ANYIO_WORKERS = 1_000_000  # the limiter, not the pool, bounds them
 
 
 def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
-    """Return what to replace in anyio's asyncio backend."""
+    """Return what to replace in anyio's asyncio backend.
+
+    Raises:
+        ImportError: If anyio is older than 4.0.
+    """
+    if not hasattr(backend, "AsyncIOBackend"):
+        from importlib.metadata import version  # it takes a while
+
+        raise ImportError(
+            f"aioreplica.testing needs anyio 4.0 or newer, found {version('anyio')}: "
+            "`pip install 'anyio>=4'`."
+        )
     owner = backend.AsyncIOBackend
     real = owner.run_sync_in_worker_thread.__func__  # type: ignore[attr-defined]
 
@@ -33,9 +45,12 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         args: tuple[Any, ...],
         abandon_on_cancel: bool = False,
         limiter: Any = None,
+        *,
+        cancellable: bool = False,  # its name in anyio 4.0
     ) -> Any:
+        abandon_on_cancel = abandon_on_cancel or cancellable
         if not simulation.is_here():
-            return await real(cls, func, args, abandon_on_cancel, limiter)
+            return await real(cls, func, args, abandon_on_cancel, limiter)  # by place, in all of 4
         await cls.checkpoint()
         async with limiter or cls.current_default_thread_limiter():
             with anyio.CancelScope(shield=not abandon_on_cancel) as scope:
@@ -54,7 +69,7 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
 
     return [
         (owner, "run_sync_in_worker_thread", classmethod(run_sync_in_worker_thread)),
-        *_numbered(backend.CancelScope, simulation),
+        *numbered(backend.CancelScope, simulation),  # anyio walks sets of them to cancel them
     ]
 
 
@@ -66,21 +81,3 @@ def _call_as_worker(loop: Any, scope: Any, func: Callable[..., Any], *args: Any)
             return func(*args)
         finally:
             vars(threadlocals).pop("current_cancel_scope", None)
-
-
-def _numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Any]]:
-    """Let the scopes of a run hash by a number: anyio walks sets of them to cancel them."""
-    real_init = cls.__init__
-    numbers = simulation.numbers  # by address, as scopes have no room for an attribute
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it replaces one
-        if simulation.is_here():
-            simulation.number(self)
-        real_init(self, *args, **kwargs)
-
-    def __hash__(self: Any) -> int:  # noqa: N807 - it replaces one
-        if simulation.is_here():
-            return numbers.get(id(self), 0)
-        return object.__hash__(self)
-
-    return [(cls, "__init__", __init__), (cls, "__hash__", __hash__)]

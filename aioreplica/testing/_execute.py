@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import Context
@@ -41,7 +42,7 @@ class Outcome:
     kind: str
     value: Any
     error: BaseException | None
-    order: list[int]
+    order: array[int]
 
     @property
     def has_failed(self) -> bool:
@@ -172,7 +173,7 @@ def _run(
         with suppress(NeedsThreads):
             kind = loop.run(task)
     except StuckStepError:
-        order = list(loop.order)
+        order = loop.order[:]
         with suppress(StuckStepError):
             _abandon(loop, pools)
         return Outcome("stuck", None, _stuck(loop, order, watchdog.stack), order)
@@ -185,7 +186,7 @@ def _run(
         raise
     _give_up_if_threads_are_needed(loop, pools)
     order = loop.order
-    loop.order = []
+    loop.order = array("i")
     if kind != "done":
         if observer is not None:
             observer.end(kind)
@@ -219,7 +220,7 @@ def _judge(
     loop: SimLoop,
     pools: PoolTable,
     main: SimTask,
-    order: list[int],
+    order: array[int],
     observer: Observer | None,
     leaks: Leaks,
 ) -> Outcome:

@@ -13,13 +13,13 @@ when no list is left every schedule within the bound has been run.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Final, final
 
 from ._execute import Main, Outcome, check_main
-from ._explain import explain
+from ._explain import explain, with_ordered_sets
 from ._explore import MIN_LENGTH
 from ._leaks import Ignored
 from ._participants import CLOCK, Participant
@@ -137,7 +137,8 @@ def exhaustive(
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")
     check_no_loop("art.exhaustive")
     with Sandbox() as sandbox:
-        return _Search(Runner(main, sandbox, None, leaks), max_preemptions, limit).run()
+        runner = Runner(main, sandbox, None, leaks)
+        return with_ordered_sets(runner, lambda: _Search(runner, max_preemptions, limit).run())
 
 
 @final
@@ -158,7 +159,9 @@ class _Search:
         """Run everything within the bound, or up to the first failure or the limit."""
         base = Schedule(FIFO, self._seed)
         first, base_trace = self._runner.trace_first(base)
-        if first.has_failed or not same_end(first, self._runner.run(base)):
+        if not first.has_failed and not same_end(first, self._runner.run(base)):
+            first = replace(first, kind="differs")
+        if first.has_failed:
             report = self._report(is_complete=False)
             return explain(self._runner, base, first, report, base, base_trace)
         self._waiting[0].append(Branch((), 0))

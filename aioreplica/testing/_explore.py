@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
-from ._explain import ENDLESS_STEPS, explain
+from ._explain import ENDLESS_STEPS, explain, with_ordered_sets
 from ._faults import Faults
 from ._leaks import Ignored
 from ._report import Failure, Report, text_timeline
-from ._runner import Runner, check_integer, check_no_loop, nondeterminism, same_end
+from ._runner import Runner, check_integer, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
 from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, Rotation, mix
@@ -83,7 +83,7 @@ def explore(
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, max_steps, leaks)
-        return _sample(runner, base, schedules, seed, strategy)
+        return with_ordered_sets(runner, lambda: _sample(runner, base, schedules, seed, strategy))
 
 
 def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
@@ -100,7 +100,7 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
         length = num_decisions if maker in BY_DECISIONS else num_steps
         schedule = replace(base, maker=maker, seed=own_seed, length=max(MIN_LENGTH, length))
         outcome = runner.run(schedule)
-        rotation.ran(maker, outcome.order)
+        rotation.ran(maker, outcome.order.tobytes())
         num_run += 1
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
@@ -179,7 +179,11 @@ def run(
         schedule = Schedule(RANDOM, mix(seed, 0))
     elif schedule is None:
         schedule = Schedule(FIFO, mix(0, 0))
-    return _run_one(main, schedule, leaks)
+    with Sandbox() as sandbox:
+        outcome, error = _run_one(Runner(main, sandbox, None, leaks), schedule)
+    if error is not None:
+        raise error
+    return outcome.value
 
 
 def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignored = ()) -> Any:
@@ -202,28 +206,32 @@ def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignor
     check_main(main)
     schedule = decode(token, main, faults)
     check_no_loop("art.replay")
-    return _run_one(main, schedule, leaks)
-
-
-def _run_one(main: Main, schedule: Schedule, leaks: Ignored) -> Any:
-    __tracebackhide__ = True  # pytest shows the program's own frames
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        outcome = runner.run(schedule)
-        if not outcome.has_failed:
-            return outcome.value
-        if outcome.kind == "stuck":
-            assert outcome.error is not None
-            raise outcome.error
-        limit = ENDLESS_STEPS if outcome.kind == "endless" else None
-        again, trace = runner.trace(schedule, limit)
-        if not same_end(outcome, again):
-            _, third = runner.trace(schedule, limit)
-            raise nondeterminism(trace.steps, third.steps, (outcome, again)) from outcome.error
+        outcome, error = _run_one(runner, schedule)
+        while outcome.kind != "stuck" and runner.find_sets(schedule) and runner.order_sets():
+            outcome, error = _run_one(runner, schedule)  # with the orders that the token is of
+    if error is not None:
+        raise error
+    return outcome.value
+
+
+def _run_one(runner: Runner, schedule: Schedule) -> tuple[Outcome, BaseException | None]:
+    """Run a schedule, again with its trace if it fails; return what to raise too."""
+    outcome = runner.run(schedule)
+    if not outcome.has_failed or outcome.kind == "stuck":
+        return outcome, outcome.error
+    limit = ENDLESS_STEPS if outcome.kind == "endless" else None
+    again, trace = runner.trace(schedule, limit)
     error = again.error
-    assert error is not None
-    error.add_note(text_timeline(trace.steps))
-    raise error
+    if not same_end(outcome, again):
+        _, third = runner.trace(schedule, limit)
+        error = runner.nondeterminism(schedule, trace, third, (outcome, again))
+        error.__cause__ = outcome.error
+    else:
+        assert error is not None
+        error.add_note(text_timeline(trace.steps))
+    return outcome, error
 
 
 def cancel_everywhere(
@@ -271,7 +279,8 @@ def cancel_everywhere(
         raise ValueError(f"orders must be at least 1, got {orders}.")
     check_no_loop("art.cancel_everywhere")
     with Sandbox() as sandbox:
-        return _cancel_in_orders(Runner(main, sandbox, None, leaks), task, orders)
+        runner = Runner(main, sandbox, None, leaks)
+        return with_ordered_sets(runner, lambda: _cancel_in_orders(runner, task, orders))
 
 
 def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, orders: int) -> Report:
@@ -285,7 +294,9 @@ def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, ord
         base = Schedule(order, mix(0, number))
         first, trace = runner.trace_first(base)
         num_run += 1
-        if first.has_failed or not same_end(first, runner.run(base)):
+        if not first.has_failed and not same_end(first, runner.run(base)):
+            first = replace(first, kind="differs")
+        if first.has_failed:
             report = replace(report, schedules_run=num_run)
             return explain(runner, base, first, report, base, trace)
         known |= dict.fromkeys(
@@ -333,7 +344,7 @@ def _failed(
     error = again.error
     if not same_end(outcome, again):
         third = runner.trace(schedule)[1]
-        error = nondeterminism(trace.steps, third.steps, (outcome, again))
+        error = runner.nondeterminism(schedule, trace, third, (outcome, again))
     assert error is not None
     before = uncancelled.steps[: schedule.cancel_step]
     who = uncancelled.tasks[schedule.cancel_task].who

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, final
-
-if TYPE_CHECKING:
-    from ._sockets import SimSocket
+from typing import Any, Protocol, final
 
 
 class LinkFaults(Protocol):
@@ -50,7 +47,7 @@ class Link:
         self.is_silent = False
         self._faults = faults
 
-    def is_reset_by_fault(self, sender: SimSocket) -> bool:
+    def is_reset_by_fault(self, sender: Any) -> bool:
         """Let faults strike when an end sends something; True if that reset the connection."""
         faults = self._faults
         if faults is None or self.is_silent:

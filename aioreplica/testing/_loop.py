@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from array import array
 from asyncio import events
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
@@ -134,7 +135,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self.budget = budget or Budget()
         self.observer = observer
         self.now = START_S
-        self.order: list[int] = []
+        self.order = array("i")  # numbers alone: a long run takes little memory
         self.stepping: Participant | None = None  # known only where a trace is made
         self.sim_tasks = TaskList()
         self.executors: Executors | None = None  # set before the run
@@ -175,6 +176,8 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
                 task.callback = callback
                 task.args = args
                 task.context = context
+                if self.followers is not None:
+                    self.followers.append((task, callback))
                 waiting = self.waiting
                 if self._holds_tasks:
                     if waiting:
@@ -240,8 +243,6 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         task = SimTask(coro, loop=self, **kwargs)
         if self.network is not None and asyncio.current_task(self) is None:
             task.ends_with_run = True  # of a server: nobody in the program can await it
-            if self._holds_tasks and _took_last(self.waiting or self.enabled, task):
-                self.call_soon(task.fire)
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
@@ -271,6 +272,8 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         choose, observer, holds_clock = self.choose, self.observer, self._holds_callbacks
         end = self.budget.first_check
         while True:
+            if self.postponed:
+                self.offer_postponed()
             if enabled:
                 options = enabled + external if external else enabled
                 if holds_clock or (timers and timers[0][0] <= self.early_until):
@@ -396,12 +399,6 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property
-    def is_at_rest(self) -> bool:
-        """Whether nothing goes on but timers of the program."""
-        delayed = self.network is not None and self.network.is_delayed
-        return not (self.enabled or self.external or delayed)
-
-    @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:
         """Asynchronous generators that were begun and not ended, in the order of their making."""
         if self._generators is None:
@@ -494,14 +491,3 @@ class Budget:
             loop.jump(when)
         self._last_now = loop.now
         return min(steps + SPIN_STEPS, self.max_steps)
-
-
-def _took_last(queue: list[Participant] | deque[Any], task: SimTask) -> bool:
-    """Take a task out of a queue if it is the last in it; tell whether it was.
-
-    Servers rely on the first step of their tasks to come before what arrives later.
-    """
-    if not queue or queue[-1] is not task:
-        return False
-    queue.pop()
-    return True

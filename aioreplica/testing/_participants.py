@@ -178,7 +178,10 @@ class CallbackQueue:
         if type(head) is SimTask:
             head.fire()
         elif not head._cancelled:
-            head._run()
+            if loop.network is None:
+                head._run()
+            else:
+                loop.network.run_callback(head)
 
 
 @final

@@ -58,7 +58,7 @@ def site_of(participant: asyncio.Task[Any] | PoolOp) -> str:
     frame = own_frame(frames)
     if frame is None and frames and not isinstance(participant, PoolOp):
         frame = frames[-1]
-    return "-" if frame is None else _line_of(frame)
+    return "-" if frame is None else _place_of(frame, frames)
 
 
 def _walk(thing: object) -> Iterator[FrameType]:
@@ -73,6 +73,27 @@ def _walk(thing: object) -> Iterator[FrameType]:
         if following is None:
             following = getattr(thing, "ag_await", None)
         thing = following
+
+
+def _place_of(frame: FrameType, frames: list[FrameType]) -> str:
+    """Return `file:line` of a frame; in a library, after the line of the program that led there."""
+    line = _line_of(frame)
+    if not _is_installed(frame):
+        return line
+    caller = next(
+        (
+            each
+            for each in reversed(frames)
+            if not (is_foreign(each.f_code.co_filename) or _is_installed(each))
+        ),
+        None,
+    )
+    return line if caller is None else f"{_line_of(caller)} > {line}"
+
+
+def _is_installed(frame: FrameType) -> bool:
+    """Whether a frame is of a package that was installed, not of the program."""
+    return "site-packages" in frame.f_code.co_filename
 
 
 def _line_of(frame: FrameType) -> str:
@@ -141,7 +162,8 @@ def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
             return "an await"
         if frame.f_lasti < 4 and len(frames) == 1 and not _has_begun(participant):
             return "its start"
-    return f"{what} at {_line_of(frame)}" if what else _line_of(frame)
+    place = _place_of(frame, frames)
+    return f"{what} at {place}" if what else place
 
 
 def line_of_error(error: BaseException) -> tuple[str, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Final, final
 
-from ._trace import Step
+from ._trace import CALLBACKS_KEY, Step
 
 MAX_LINES: Final = 60
 COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
@@ -165,14 +166,29 @@ def text_timeline(steps: Sequence[Step]) -> str:
     Columns: number of the step, virtual time in seconds, who, what.
     """
     width = max((len(step.who) for step in steps), default=0)
-    lines = [
-        f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.story}"
-        for number, step in enumerate(steps, 1)
-    ]
+    lines = []
+    for number, step, times in _folded(steps):
+        line = f"{number:5d}  {step.time_s:9.4f}  {step.who:<{width}}  {step.story}"
+        lines.append(line if times == 1 else f"{line} ({times} times)")
     if len(lines) > MAX_LINES:
         half = MAX_LINES // 2
         lines = [*lines[:half], f"  ... {len(lines) - 2 * half} steps ...", *lines[-half:]]
     return "\n".join(lines)
+
+
+def _folded(steps: Sequence[Step]) -> Iterator[tuple[int, Step, int]]:
+    """Yield steps with their numbers, and how often: a callback may come many times in a row.
+
+    A scope of anyio tells a task that it is cancelled until the task listens.
+    """
+    number = 1
+    for _, group in groupby(steps, key=lambda step: (step.who, step.story, step.time_s)):
+        same = list(group)
+        if same[0].key == CALLBACKS_KEY:
+            yield number, same[0], len(same)
+        else:
+            yield from ((at, step, 1) for at, step in enumerate(same, number))
+        number += len(same)
 
 
 def html_timeline(steps: Sequence[Step], title: str, notes: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import replace
 from typing import TypeVar, final
 
 from ..errors import ContextError
@@ -17,7 +18,9 @@ from ._participants import Choose
 from ._points import describe_error, line_of_error
 from ._sandbox import Sandbox
 from ._schedule import HELD, Hold, Schedule
+from ._sets import PlainSet, SetFinder
 from ._shrink import HoldChooser
+from ._strategies import FIFO
 from ._threads import NeedsThreads
 from ._trace import Keys, Step, Trace
 
@@ -60,6 +63,9 @@ class Runner:
         sandbox: Must be open.
         max_steps: When to call the program endless; None for the usual number.
         ignored: What does not count as left behind, see `Leaks`.
+
+    Attributes:
+        warnings: Sets that were given an order, in words.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class Runner:
         self._max_steps = max_steps
         self._leaks = Leaks(ignored)
         self._context = copy_context()
+        self._plain_sets: tuple[PlainSet, ...] = ()
+        self.warnings: tuple[str, ...] = ()
 
     def run(self, schedule: Schedule) -> Outcome:
         """Run one schedule, without its trace."""
@@ -137,6 +145,36 @@ class Runner:
             return self._with_trace(schedule, trace, choose, max_steps), trace
 
         return self._explained(*self._with_threads_if_needed(attempt))
+
+    def find_sets(self, schedule: Schedule) -> tuple[PlainSet, ...]:
+        """Run a schedule again to find the sets of objects that hash by their addresses."""
+        if schedule.maker == HELD:
+            schedule = replace(schedule, maker=FIFO, holds=())
+
+        def attempt() -> SetFinder:
+            finder = SetFinder(canceller_of(schedule))
+            self._execute(schedule, finder, schedule.chooser())
+            return finder
+
+        self._plain_sets = tuple(self._with_threads_if_needed(attempt).found.values())
+        return self._plain_sets
+
+    def order_sets(self) -> bool:
+        """Give the sets that were found last an order; tell whether that may change anything."""
+        plain, self._plain_sets = self._plain_sets, ()
+        ordered = [each for each in plain if any([*map(self._sandbox.order_sets_of, each.classes)])]
+        self.warnings += tuple(
+            f"The order of {each.describe()}, decides what happens, and it is that of addresses: "
+            "outside the kit it varies, here every schedule had the same."
+            for each in ordered
+        )
+        return bool(ordered)
+
+    def nondeterminism(
+        self, schedule: Schedule, first: Trace, second: Trace, ends: Sequence[Outcome]
+    ) -> NondeterminismError:
+        """Return the error for a schedule that ran otherwise, and look for the sets that did it."""
+        return nondeterminism(first.steps, second.steps, ends, self.find_sets(schedule))
 
     def _with_threads_if_needed(self, attempt: Callable[[], T]) -> T:
         """Run a schedule; once more, from its beginning, if an op turns out to need a thread."""
@@ -234,7 +272,10 @@ def _unretrieved(trace: Trace) -> str:
 
 
 def nondeterminism(
-    first: Sequence[Step], second: Sequence[Step], ends: Sequence[Outcome] = ()
+    first: Sequence[Step],
+    second: Sequence[Step],
+    ends: Sequence[Outcome] = (),
+    sets: Sequence[PlainSet] = (),
 ) -> NondeterminismError:
     """Return the error for two traces of one schedule that differ.
 
@@ -242,11 +283,18 @@ def nondeterminism(
         first: The steps of one run.
         second: Those of another.
         ends: How two runs ended, where that is known.
+        sets: Those that are walked in the order of addresses.
     """
     advice = (
         "Let the program build all of its state inside its function, and take time and randomness "
         "from the modules that are simulated."
     )
+    if sets:
+        advice += (
+            f" It has {'; '.join(each.describe() for each in sets)}: they hash by their addresses, "
+            "so their order in a set is another in every run. Keep them in a dict, or give them a "
+            "`__hash__`."
+        )
     error = next((each.error for each in ends if each.error is not None), None)
     if error is not None:
         advice += f" One of the runs ended with {describe_error(error)}."

@@ -25,12 +25,14 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
+from . import _faults
 from ._doors import socket_patches
 from ._executors import executor_patches
 from ._forbidden import is_importing, refuse
 from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
+from ._sets import numbered
 from ._simulation import Simulation
 from ._started import thread_patches
 from ._watchdog import Watchdog
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 COLLECT_EVERY: Final = 100
 LANE_TABLE: Final = "lane_table"
 SOURCE_LANES: Final = "source_lanes"
+FUSED_RULES: Final = "fused_rules"
 ABSENT: Final = object()
 IMPORTED_LATER: Final = {
     "numpy": "numpy.random",
@@ -53,6 +56,10 @@ IMPORTED_LATER: Final = {
 real_wait = asyncio.wait
 real_as_completed = asyncio.as_completed
 real_all_tasks = asyncio.all_tasks
+ONLY_ASYNCIO: Final = (
+    "Only asyncio is simulated: run the program there, with anyio's backend 'asyncio' if it is "
+    "written for both."
+)
 CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
 CLOCK_NAMES: Final = (
     "time",
@@ -103,6 +110,7 @@ class Sandbox:
         self._random_state = random.getstate()
         self._lane_table = REGISTRY.replace(LANE_TABLE, None)
         self._source_lanes = REGISTRY.replace(SOURCE_LANES, None)
+        self._fused_rules = REGISTRY.replace(FUSED_RULES, None, _rules_in_numpy)
         self.watchdog.start()
         try:
             self._patch_all()
@@ -126,6 +134,7 @@ class Sandbox:
         self._undo.clear()
         REGISTRY.replace(LANE_TABLE, self._lane_table)
         REGISTRY.replace(SOURCE_LANES, self._source_lanes)
+        REGISTRY.replace(FUSED_RULES, self._fused_rules)
         random.setstate(self._random_state)
         self.simulation.threads.close()
         self.watchdog.stop()
@@ -161,6 +170,16 @@ class Sandbox:
         """End a schedule."""
         self.simulation.end()
 
+    def order_sets_of(self, cls: type) -> bool:
+        """Let the objects of a class hash by number from now on; False if it cannot be changed."""
+        try:
+            for owner, name, value in numbered(cls, self.simulation):
+                self._patch(owner, name, value)
+        except TypeError:  # it is written in C
+            self._undo.pop()
+            return False
+        return True
+
     # ---- the replacements --------------------------------------------------------------------
 
     def _patch(self, owner: Any, name: str, value: Any) -> None:
@@ -184,6 +203,7 @@ class Sandbox:
         self._patch(threading, "_allocate_lock", lock)  # of conditions
         self._patch(threading, "RLock", rlock_class(here))
         self._patch(uuid, "uuid1", self._uuid1(uuid.uuid1))
+        self._patch(_faults, "visit", self._visit)
         for module in (asyncio, asyncio.tasks):
             self._patch(module, "Task", SimTask)
             self._patch(module, "wait", wait)
@@ -224,6 +244,9 @@ class Sandbox:
         self._refuse(subprocess.Popen, "__init__", "A process started", "")
         for owner, name in process_starters():
             self._refuse(owner, name, "A process started", "")
+        for owner in filter(None, (sys.modules.get("trio"), sys.modules.get("trio.lowlevel"))):
+            for name in {"run", "start_guest_run"} & vars(owner).keys():
+                self._refuse(owner, name, "An event loop of trio", ONLY_ASYNCIO)
         if "concurrent.futures.process" in sys.modules:  # else the import alone takes a while
             self._refuse(
                 futures.ProcessPoolExecutor,
@@ -244,6 +267,13 @@ class Sandbox:
                 return real(*args, **kwargs)
 
         self._patch(owner, name, stand_in)
+
+    def _visit(self, name: str) -> None:
+        """Let a fault strike at a point of the program."""
+        if self.simulation.is_here():
+            faults = self.simulation.pools.faults
+            if faults is not None:
+                faults.visit(name)
 
     def _random_bytes(self, real: Callable[[int], bytes]) -> Callable[[int], bytes]:
         def urandom(size: int, /) -> bytes:
@@ -270,6 +300,13 @@ class Sandbox:
             return uuid.UUID(bytes=os.urandom(16), version=1)
 
         return uuid1
+
+
+def _rules_in_numpy() -> object:
+    """Return what compiles nothing: compilers would meet simulated locks; the bits are the same."""
+    from ..optimizers import FusedRules
+
+    return FusedRules(is_on=False)
 
 
 def process_starters() -> list[tuple[Any, str]]:

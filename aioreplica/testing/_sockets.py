@@ -2,7 +2,7 @@
 
 `SimSocket` stands for `socket.socket`. Whatever it is asked it answers at once or with
 `BlockingIOError`, as a socket that does not block; when it can go on is decided by the schedule
-(`_network.py`). What one end has sent is in flight until the schedule lets it arrive.
+(`_ready.py`). What one end has sent is in flight until the schedule lets it arrive.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from ._forbidden import call_site, refuse
 
 if TYPE_CHECKING:
     from ._links import Link
-    from ._network import Network, Ready
+    from ._network import Network
+    from ._participants import SimTask
+    from ._ready import Ready
 
 BUFFER: Final = 65_536
 """How many bytes a connection holds in each direction before the sender has to wait."""
@@ -121,6 +123,7 @@ class SimSocket(SocketSettings):
         reads: Becomes an option of the schedule when there is something to read.
         writes: The same for writing, and for the end of connecting.
         made_at: Where the program made it.
+        followers: Tasks that callbacks of it have woken or made, with that step.
     """
 
     network: Network
@@ -166,6 +169,7 @@ class SimSocket(SocketSettings):
         self.arrived = bytearray()
         self.packets: deque[tuple[bytes, Any]] = deque()  # of datagrams
         self.backlog: deque[SimSocket] = deque()
+        self.followers: list[tuple[SimTask, Any]] = []
         self.num_backlog = 0
         self.end_sent = self.end_arrived = False
         self.reset_sent = self.reset_arrived = False
@@ -451,3 +455,11 @@ class SimSocket(SocketSettings):
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         if not ready.wait(self.timeout_s, what):
             raise TimeoutError("timed out")
+
+
+def name_of(address: Any) -> str:
+    """Return an address as it is written."""
+    if not isinstance(address, tuple):
+        return str(address) or "unnamed"
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"{host}:{address[1]}"

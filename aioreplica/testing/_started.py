@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import ForbiddenIO, refuse
-from ._network import Ready, SimSelector
 from ._participants import TaskList
 from ._pools import PoolOp
+from ._ready import Ready, SimSelector
 from ._streams import StreamLoop
 
 if TYPE_CHECKING:

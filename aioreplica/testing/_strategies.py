@@ -8,6 +8,7 @@ was measured to be: a program that spins until another task gets on would spin f
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final, final
@@ -45,6 +46,9 @@ def mix(*numbers: int) -> int:
 PATIENCE: Final = 4
 """How many times its measured length a run may take before favourites lose their favour."""
 EXTRA_DECISIONS: Final = 200
+WAITS: Final = (1, 2, 3, 4, 6, 8)
+"""For how many decisions participants are held."""
+SPEEDS: Final = (1.0, 1 / 4, 1 / 16, 1 / 64)
 OVERDUE_STEPS: Final = 100
 """How many steps may overtake an op in asyncio's own order."""
 
@@ -207,11 +211,7 @@ def make_holds(seed: int, length: int) -> Choose:
     """
     random = Random(seed)
     span = max(2, length)
-    holds: list[tuple[int, int]] = []
-    for _ in range(random.choice((1, 1, 2, 3))):
-        start = random.randrange(span)
-        holds.append((start, start + random.choice((1, 2, 3, 4, 6, 8, span, 4 * span))))
-    holds.sort(reverse=True)
+    holds = _draw_holds(random, (1, 1, 2, 3), (*WAITS, span, 4 * span), span)
     held: dict[int, int] = {}
     decisions = 0
 
@@ -233,6 +233,80 @@ def make_holds(seed: int, length: int) -> Choose:
     return choose
 
 
+def _draw_holds(
+    random: Random, counts: Sequence[int], lengths: Sequence[int], span: int
+) -> list[tuple[int, int]]:
+    """Draw some stretches of decisions: the first, and the one after the last; the last on top."""
+    holds = []
+    for _ in range(random.choice(counts)):
+        start = random.randrange(span)
+        holds.append((start, start + random.choice(lengths)))
+    return sorted(holds, reverse=True)
+
+
+def make_late(seed: int, length: int) -> Choose:
+    """Make a random walk that holds tasks for a while: most that were woken, and up to two others.
+
+    A wake-up is lost where its task is cancelled, or what it was told has changed, before it goes
+    on; in a plain random walk little happens in between.
+    """
+    random = Random(seed)
+    rng = random.random
+    span = max(2, length)
+    chance = random.choice((0.5, 1.0))
+    holds = _draw_holds(random, (0, 1, 1, 2), (*WAITS, span), span)
+    until: dict[
+        int, int
+    ] = {}  # of those that wait to go on: the decision up to which they are held
+    decisions = 0
+
+    def choose(options: list[Participant]) -> int:
+        nonlocal decisions
+        while holds and holds[-1][0] <= decisions:
+            until[options[random.randrange(len(options))].index] = holds.pop()[1]
+        decisions += 1
+        free = []
+        for i, option in enumerate(options):
+            end = until.get(option.index)
+            if end is None and type(option) is SimTask and option.args:
+                end = decisions + random.choice(WAITS) if rng() < chance else 0
+                until[option.index] = end
+            if end is None or end < decisions:
+                free.append(i)
+        at = free[int(rng() * len(free))] if free else int(rng() * len(options))
+        until.pop(options[at].index, None)
+        return at
+
+    return choose
+
+
+def make_speed(seed: int, length: int) -> Choose:
+    """Make a random walk of participants that are 1, 4, 16 or 64 times slower than others.
+
+    A task draws its speed anew when it is woken: it may be early before a wait and late after.
+    """
+    rng = Random(seed).random
+    weights: dict[int, float] = {}
+    has_run: set[int] = set()
+
+    def choose(options: list[Participant]) -> int:
+        ends, end = [], 0.0
+        for option in options:
+            index = option.index
+            weight = weights.get(index)
+            if weight is None or (index in has_run and option.args):  # type: ignore[attr-defined]
+                has_run.discard(index)
+                weight = weights[index] = SPEEDS[int(rng() * len(SPEEDS))]
+            end += weight
+            ends.append(end)
+        at = min(bisect(ends, rng() * end), len(options) - 1)
+        if type(options[at]) is SimTask:
+            has_run.add(options[at].index)
+        return at
+
+    return choose
+
+
 Maker = Callable[[int, int], Choose]
 
 MAKERS: Final[tuple[Maker, ...]] = (
@@ -245,19 +319,24 @@ MAKERS: Final[tuple[Maker, ...]] = (
     make_holds,
     make_woken2,
     make_woken3,
+    make_late,
+    make_speed,
 )
 """By the number that stands for each in a token: only ever add to the end."""
-FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS, WOKEN2, WOKEN3 = range(9)
+FIFO, RANDOM, PCT1, PCT2, PCT3, POS, HOLDS, WOKEN2, WOKEN3, LATE, SPEED = range(11)
 BY_DECISIONS: Final = (PCT1, PCT2, WOKEN2)
 """Those whose length is the number of decisions of a run, not of its steps: a change that falls on
 a step without a choice is lost. With three changes more bugs are found if they are drawn widely."""
 
+PORTFOLIO: Final = (
+    PCT1, LATE, HOLDS, SPEED, WOKEN2, LATE, POS, HOLDS, RANDOM, LATE, WOKEN3
+)  # fmt: skip
 CYCLES: Final[dict[str, tuple[int, ...]]] = {
     "fifo": (FIFO,),
     "random": (RANDOM,),
     "pct": (PCT1, WOKEN2, WOKEN2, WOKEN3),
     "pos": (POS,),
-    "portfolio": (PCT1, RANDOM, HOLDS, POS, WOKEN2, RANDOM, HOLDS, WOKEN3),
+    "portfolio": PORTFOLIO,
 }
 """What schedule follows what, by name of strategy; the first of a portfolio is asyncio's own."""
 
@@ -311,9 +390,9 @@ class Rotation:
                 return maker
             self._pauses[maker] = pauses - 1
 
-    def ran(self, maker: int, order: Sequence[int]) -> None:
+    def ran(self, maker: int, order: bytes) -> None:
         """Learn who took each step of the schedule."""
-        known, key = self._known, hash(tuple(order))
+        known, key = self._known, hash(order)
         if key not in known:
             self._stale[maker] = 0
             if len(known) < MAX_KNOWN:

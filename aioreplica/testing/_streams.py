@@ -28,6 +28,9 @@ class Networks(Protocol):
     def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
         """Name what was left open."""
 
+    def run_callback(self, handle: Any) -> None:
+        """Run a plain callback, which may be about a socket."""
+
     def close(self) -> None:
         """Let go of all sockets."""
 
@@ -120,9 +123,14 @@ class NetworkLoop(StreamLoop):
     Attributes:
         network: What the run opens sockets in; None before.
         make_network: Makes it; set before the run.
+        followers: Takes the steps that the callback makes possible that runs, where it is one of
+            a socket; else None.
+        postponed: What comes from sockets once their followers have gone on.
     """
 
     _closed: bool
+    enabled: list[Any]
+    external: list[Any]
     _transports: WeakValueDictionary[int, Any]
 
     def begin_network(self) -> None:
@@ -130,6 +138,8 @@ class NetworkLoop(StreamLoop):
         self._transports = WeakValueDictionary()
         self.network: Networks | None = None
         self.make_network: Callable[[], Any] | None = None
+        self.followers: list[tuple[Any, Any]] | None = None
+        self.postponed: list[Any] = []
 
     def create_future(self) -> asyncio.Future[Any]:
         """Make a future; where there is a network, one whose place in a set is known."""
@@ -153,11 +163,25 @@ class NetworkLoop(StreamLoop):
             lambda fd: fd in transports and transports[fd].is_closing()
         )
 
+    def offer_postponed(self) -> None:
+        """Let come from sockets what tasks need not go before any more."""
+        free = [each for each in self.postponed if each.may_go(self)]
+        if free:
+            self.postponed = [each for each in self.postponed if each not in free]
+            self.external += free
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing goes on but timers of the program."""
+        delayed = self.network is not None and self.network.is_delayed
+        return not (self.enabled or self.external or delayed)
+
     def forget_network(self) -> None:
         """Take the sockets from transports that were left open, which would warn of it."""
         for transport in tuple(self._transports.values()):
             transport._closing = True
             transport._sock = None
+        self.postponed.clear()
         if self.network is not None:
             self.network.close()
             self.network = None

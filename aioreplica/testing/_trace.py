@@ -23,7 +23,6 @@ from ._effects import Effects
 from ._leaks import names_of
 from ._library import LibraryWatch, MadeCall, OrderWatch
 from ._loop import SimLoop
-from ._network import Ready
 from ._participants import (
     CALLBACKS,
     CLOCK,
@@ -35,6 +34,7 @@ from ._participants import (
 )
 from ._points import describe_error, point_of
 from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp, PoolTable
+from ._ready import Ready
 from ._schedule import Key
 from ._strategies import mix
 from ._waits import Owners, WaitGraph

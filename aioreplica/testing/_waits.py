@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 from ._errors import Wait
 from ._forbidden import is_foreign
 from ._library import LibraryWatch
-from ._network import Network, name_of
+from ._network import Network
 from ._participants import SimTask
 from ._points import frames_of, name_in, primitive_of, site_of
 from ._pools import PoolOp, PoolTable
-from ._sockets import LISTENING, SimSocket
+from ._sockets import LISTENING, SimSocket, name_of
 
 PRIMITIVES: Final = (asyncio.Lock, asyncio.Semaphore)
 

@@ -9,6 +9,7 @@ from ._distributed import new_per_replica as new_per_replica
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
+from ._mirrored import aggregate as aggregate
 from ._plain import PlainVariable as PlainVariable
 from ._plain import default_store as default_store
 from ._regroup import argument_difference as argument_difference

@@ -29,7 +29,7 @@ class MirroredVariable(Variable):
     def __init__(
         self, value: Array, options: VariableOptions, strategy: Any, store: VariableStore
     ) -> None:
-        self._set_up((value,) * strategy.num_replicas_in_sync, options, strategy, store)
+        self._set_up((value,) * strategy.num_local_replicas, options, strategy, store)
 
     @property
     def is_mirrored(self) -> bool:
@@ -91,9 +91,26 @@ def _joined(aggregation: VariableAggregation, parts: Sequence[IndexedSlices]) ->
 
 
 def _merge_write(
-    _strategy: object, variable: MirroredVariable, verb: str, arrays: PerReplica
+    strategy: Any, variable: MirroredVariable, verb: str, arrays: PerReplica
 ) -> PerReplica | Awaitable[PerReplica]:
     combined = aggregate(variable.aggregation, arrays.values)
+    if strategy.workers is not None:
+        return _write_across(strategy.workers, variable, verb, combined)
+    return _write(variable, verb, combined)
+
+
+async def _write_across(
+    workers: Any, variable: MirroredVariable, verb: str, combined: Any
+) -> PerReplica:
+    """Combine what the replicas of each worker have made of their values, then write it."""
+    found = await workers.aggregate(verb, variable.name, variable.aggregation, combined)
+    new = _write(variable, verb, found)
+    return new if isinstance(new, PerReplica) else await new
+
+
+def _write(
+    variable: MirroredVariable, verb: str, combined: Any
+) -> PerReplica | Awaitable[PerReplica]:
     if variable.dtype.kind in "iu" and not isinstance(combined, IndexedSlices):
         combined = np.rint(combined).astype(variable.dtype)  # a mean of integers, rounded once
     new = variable.combine(verb, combined)

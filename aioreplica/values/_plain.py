@@ -1,13 +1,16 @@
-"""Plain variables: one copy, no strategy; what `ar.Variable` gives outside every scope."""
+"""Variables with one copy and no strategy: plain ones, and what stands for others in a worker."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
 from types import FrameType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
-from ..context import REGISTRY
-from ._store import Components, VariableStore
+import numpy as np
+
+from ..context import PLACE, REGISTRY, Place
+from ..errors import ContextError
+from ._store import Cell, Components, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
 
@@ -31,6 +34,51 @@ class PlainVariable(Variable):
         """Write in the default strategy's one replica; a collective, so that it must be awaited."""
         merging: Awaitable[Array] = replica.meet_as(verb, _merge_plain, (self, verb, array), frame)
         return merging
+
+
+@final
+class PublishedVariable(Variable):
+    """Stands for a variable in a worker process: it has one read-only value, and no writes.
+
+    A gradient with respect to it is one with respect to the variable of the program.
+    """
+
+    __slots__ = ("_is_mirrored",)
+
+    def __init__(self, options: VariableOptions, is_mirrored: bool) -> None:
+        self._is_mirrored = is_mirrored
+        self._set_up((np.empty(0),), options, None, VariableStore())
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the components of the variable are meant to be equal."""
+        return self._is_mirrored
+
+    def take_value(self, num_writes: int, value: Array) -> None:
+        """Have another value from now on, that after so many writes."""
+        value.flags.writeable = False
+        self.cell = Cell(0, (value,), 0, (value,), num_writes)
+
+    def write(self, verb: str, value: Any, frame: FrameType) -> NoReturn:
+        """Refuse: only the program writes its variables."""
+        raise self._no_writes(verb)
+
+    def write_in_replica(
+        self, verb: str, array: Array, replica: Any, frame: FrameType
+    ) -> Awaitable[Array]:
+        """Refuse, as `write`."""
+        raise self._no_writes(verb)
+
+    def require_owner_in_charge(self, place: Place) -> None:
+        """Refuse: what asks is about to write."""
+        raise self._no_writes("a write")
+
+    def _no_writes(self, verb: str) -> ContextError:
+        return ContextError(
+            f"{verb} of variable {self.name!r} was called in {PLACE.get().describe()}, in a worker "
+            "process, where variables are read only. Return the value from the op, and write it "
+            f"in the step: `await variable.{verb}(value)`."
+        )
 
 
 def _merge_plain(

@@ -80,13 +80,13 @@ def _read_one(place: Place, what: str, leaf: object) -> Any:
         return leaf.value_at(place) if overrides is None else overrides.read(leaf)
     if not isinstance(leaf, DistributedValues):
         return leaf
-    count = 1 if place.strategy is None else place.strategy.num_replicas_in_sync
+    count = 1 if place.strategy is None else place.strategy.num_local_replicas
     if len(leaf) != count:
         raise ValueError(
             f"{what} got a {type(leaf).__name__} of {len(leaf)} values, but there are {count} "
             "replicas. Build it with one value per replica, or pass one of its values."
         )
-    index = 0 if place.replica is None else place.replica.replica_id_in_sync_group
+    index = 0 if place.replica is None else place.replica.local_replica_id
     return read_at(leaf.values[index], place, what)  # a component may hold variables
 
 

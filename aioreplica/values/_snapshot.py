@@ -57,9 +57,10 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
             raise KeyError(f"{variable!r} is not in this snapshot, which holds {held}.") from None
         return variable.primary_of(components)
 
-    def take(self, variable: Variable) -> Components:
-        """Take the components of a variable out of the snapshot, which then holds them no more."""
-        return self._components.pop(variable)
+    @property
+    def components(self) -> Mapping[Variable, Components]:
+        """All components of each variable."""
+        return self._components
 
     def __iter__(self) -> Iterator[Variable]:
         return iter(self._components)

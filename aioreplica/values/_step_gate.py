@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
@@ -76,7 +76,7 @@ class StepGate:
 
 
 @asynccontextmanager
-async def between_steps(gates: Sequence[StepGate]) -> AsyncIterator[None]:
+async def between_steps(gates: Collection[StepGate]) -> AsyncIterator[None]:
     """Hold the steps of some strategies back for a block, entered when none is under way.
 
     The block must not wait, and code of several event loops must not use it at the same time.

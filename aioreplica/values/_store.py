@@ -34,6 +34,7 @@ Components = tuple[npt.NDArray[Any], ...]
 CAN_COUNT_REFERENCES = (
     sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
 )
+"""Whether this interpreter tells how many references an array has, so that its memory is reused."""
 
 
 @final

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from types import FrameType
 from typing import Any, final
 
+from ..errors import ContextError
 from ..typing import VariableAggregation
 from ._indexed_slices import IndexedSlices
 from ._mirrored import aggregate
@@ -33,7 +34,7 @@ class SyncOnReadVariable(Variable):
     def __init__(
         self, value: Array, options: VariableOptions, strategy: Any, store: VariableStore
     ) -> None:
-        self._set_up((value,) * strategy.num_replicas_in_sync, options, strategy, store)
+        self._set_up((value,) * strategy.num_local_replicas, options, strategy, store)
 
     @property
     def is_mirrored(self) -> bool:
@@ -45,6 +46,7 @@ class SyncOnReadVariable(Variable):
 
         Raises:
             ValueError: If the variable has no aggregation.
+            ContextError: If other workers have components of it.
         """
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -52,12 +54,19 @@ class SyncOnReadVariable(Variable):
                 "replicas. Create it with aggregation='sum', 'mean' or 'only_first_replica', or "
                 "read its components with strategy.local_results(variable)."
             )
+        workers = self.strategy.workers
+        if workers is not None and workers.has_others:
+            raise ContextError(
+                f"Variable {self.name!r} has components on other workers, which cannot be read "
+                "without waiting. Use `await strategy.extended.read_var(variable)`, or "
+                "`await metric.read()` for a metric."
+            )
         combined: Array = aggregate(self.aggregation, components)
         return combined
 
     def written(self, components: Components) -> Array:
-        """Return the aggregate, or the first component if the variable has no aggregation."""
-        if self.aggregation is VariableAggregation.NONE:
+        """Return the aggregate; the first component where that is not known."""
+        if self.aggregation is VariableAggregation.NONE or self.strategy.workers is not None:
             return components[0]
         return self.primary_of(components)
 
@@ -74,20 +83,23 @@ class SyncOnReadVariable(Variable):
         if isinstance(array, IndexedSlices):
             parts = self.shares(verb, array.values)
             return [IndexedSlices(part, array.indices, array.dense_shape) for part in parts]
-        count = len(self.cell.components)
+        here = len(self.cell.components)
         if self.aggregation is not VariableAggregation.SUM:
-            return (array,) * count
+            return (array,) * here
+        count = self.strategy.num_replicas_in_sync
         if array.dtype.kind not in "iu":
-            return ((array / count).astype(array.dtype, copy=False),) * count
+            return ((array / count).astype(array.dtype, copy=False),) * here
         share, rest = array // count, array % count
-        return [share + (rest > i).astype(array.dtype) for i in range(count)]
+        workers = self.strategy.workers
+        first = 0 if workers is None else workers.first_replica
+        return [share + (rest > first + i).astype(array.dtype) for i in range(here)]
 
     def write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Write the local component at once: no other replica is asked."""
         replica.check_running()
-        replica_id = replica.replica_id_in_sync_group
+        replica_id = replica.local_replica_id
         while True:  # replicas of a plain step function write from several threads
             old = self.components
             new = list(old)

@@ -6,12 +6,12 @@ from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..context import OVERRIDES, PLACE, Place
+from ..context import CARRIER, OVERRIDES, PLACE, Place
 from ..devices import run_on_host
 from ..errors import ContextError
 from ..typing import VariableAggregation, VariableSynchronization
@@ -61,6 +61,21 @@ class VariableOptions:
     aggregation: VariableAggregation
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     constraint: Constraint | None = None
+
+
+@final
+class Publication(NamedTuple):
+    """What an op in a worker process reads of a variable.
+
+    Attributes:
+        key: The number of the write that made it, and which of the components it is.
+        num_writes: How many writes the variable had seen.
+        array: The value.
+    """
+
+    key: tuple[int, int]
+    num_writes: int
+    array: Array
 
 
 class _VariableType(ABCMeta):
@@ -264,7 +279,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """Return what code that runs at a place reads, whichever thread asks."""
         if place.strategy is self._strategy:
             if place.replica is not None:
-                return self.components[place.replica.replica_id_in_sync_group]
+                return self.components[place.replica.local_replica_id]
             if place.staging is not None:
                 staged: Array = place.staging.read(self, place.update_replica_id)
                 return staged
@@ -400,7 +415,20 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         memo[id(self)] = twin
         return twin
 
-    def __reduce__(self) -> NoReturn:
+    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        from ._plain import PublishedVariable  # it is a variable
+
+        return PublishedVariable, (replace(self._options, constraint=None), self.is_mirrored)
+
+    def publication(self, place: Place) -> Publication:
+        """Return the value that an op made at `place` reads, and what tells it from others."""
+        return _publication(self, place)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        carrier = CARRIER.get()
+        if carrier is not None:  # on its way to an op in a worker process, or back
+            return carrier.refer(self)
         raise TypeError(
             f"Variable {self.name!r} cannot be pickled: it belongs to a strategy of this process. "
             "Pickle its name and np.asarray(variable), and write them back with `await "
@@ -409,6 +437,22 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} | {self.dtype} {self.shape}, v{self.version}>"
+
+
+def _publication(variable: Variable, place: Place) -> Publication:
+    """Return what is read at a place; replicas whose components are one array read one value."""
+    cell = variable.cell
+    if cell.number <= variable.store.version:
+        number, components, num_writes = cell.number, cell.components, cell.num_writes
+    else:
+        number, components = cell.previous_number, cell.previous
+        num_writes = cell.num_writes - 1
+    if place.replica is not None and place.strategy is variable.strategy:
+        array = components[place.replica.replica_id_in_sync_group]
+    else:
+        array = variable.primary_of(components)
+    same = (i for i, component in enumerate(components) if component is array)
+    return Publication((number, next(same, -1)), num_writes, array)
 
 
 def _create_variable(

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from .._environments import Environments
 from ._correct import check_correct
-from ._environments import Environments
 from ._table import BUGS, QUICK, Bug
 from ._verdicts import Plan, Verdict, format_verdicts, judge
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     With `--quick` a bug that the kit misses fails the command too.
     """
     options = _parse(arguments)
-    environments = Environments(options.python)
+    environments = Environments("real_bugs", options.python)
     if options.correct is not None:
         raise SystemExit(check_correct(environments, options.correct, options.seconds or 600))
     plan = SMALL if options.quick else FULL

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from ._environments import Environments
+from .._environments import Environments
 
 PROGRAMS: Final = Path(__file__).with_name("correct")
 PACKAGE, RELEASE = "anyio", "4.16.0"

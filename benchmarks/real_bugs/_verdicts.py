@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final, final
 
-from ._environments import Environments
+from .._environments import Environments
 from ._table import Bug
 
 TOOLS: Final = ("simloom", "simloop")

@@ -25,6 +25,7 @@ from .programs import PROGRAMS, RejectedError
 
 MAX_BODY_BYTES = 64 * 1024
 KEEP_ALIVE_S = 15.0
+RETRY_MS = 1000  # when clients connect again
 
 
 def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
@@ -121,6 +122,7 @@ async def events(request: Request) -> Response:
 
 
 async def follow(jobs: Jobs, job: Job, seen: int) -> AsyncIterator[str]:
+    yield f"retry: {RETRY_MS}\n\n"
     while True:
         changed = job.changed  # taken first: what changes from here on sets it
         is_over = job.is_over

@@ -15,7 +15,7 @@ from tests.conftest import mirrored
 from tests.replica.gated import me
 
 PORTS = Path(__file__).parent / "ports"
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "gradients.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "torch_models.md"
 NAMES = ["toy", "transformer", "gan", "recommender"]
 STEPS = 8
 

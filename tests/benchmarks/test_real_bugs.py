@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks._environments import Environments
 from benchmarks.real_bugs import _probe
-from benchmarks.real_bugs._environments import Environments
 from benchmarks.real_bugs._table import BUGS, QUICK, Bug
 from benchmarks.real_bugs._verdicts import Verdict, format_verdicts
 
@@ -94,10 +94,10 @@ def test_the_table_keeps_misses_and_tools_that_cannot_run() -> None:
 
 
 def test_a_python_that_is_not_there_is_left_out(tmp_path: Path) -> None:
-    environments = Environments(folder=tmp_path)
+    environments = Environments("any", folder=tmp_path)
     assert environments.python_of("3.2.99") is None
-    assert Environments("false").python_of("3.2.99") is None
-    assert Environments(shutil.which("false")).python_of("3.2.99") is None
+    assert Environments("any", "false").python_of("3.2.99") is None
+    assert Environments("any", shutil.which("false")).python_of("3.2.99") is None
     bug = Bug("name", "cpython", "3.2.99", "3.3.99", "python/cpython#1", "asyncio/locks.py:wait")
     assert environments.make(bug.package, bug.buggy, bug.needs) is None
     assert list(tmp_path.iterdir()) == []

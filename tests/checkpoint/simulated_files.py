@@ -50,6 +50,10 @@ class Change:
             end = self.offset + len(self.data)
             mine.data.extend(bytes(max(0, end - len(mine.data))))
             mine.data[self.offset : end] = self.data
+        elif self.kind == "truncate":
+            assert mine.data is not None
+            del mine.data[self.offset :]
+            mine.data.extend(bytes(self.offset - len(mine.data)))
         elif self.kind == "link":
             assert self.target is not None
             mine.names[self.name] = copies[self.target]
@@ -119,6 +123,17 @@ class SimulatedFiles:
                 self._change(Change("write", entry[0], offset=entry[1], data=bytes(data)))
             entry[1] += len(data)
             return len(data)
+
+    def pwrite(self, fd: int, data: bytes, offset: int) -> int:
+        with self._lock:
+            self._strike("write")
+            self._change(Change("write", self._open[fd][0], offset=offset, data=bytes(data)))
+            return len(data)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        with self._lock:
+            self._strike("write")
+            self._change(Change("truncate", self._open[fd][0], offset=length))
 
     def fsync(self, fd: int) -> None:
         with self._lock:
@@ -229,8 +244,6 @@ class SimulatedFiles:
 
 class SimulatedStorage:
     """A LocalStorage on simulated files; nobody else locks it."""
-
-    reads_back = True
 
     def __init__(self, files: SimulatedFiles) -> None:
         self._local = LocalStorage(ROOT, calls=files)

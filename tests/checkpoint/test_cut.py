@@ -1,6 +1,8 @@
 """The cut: between steps, never in one; held-back steps, device loops, datasets, interruptions."""
 
 import asyncio
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,40 @@ async def test_steps_inside_a_step_are_not_held_back(pair: ar.Strategy, tmp_path
     go_on.set()
     async with asyncio.timeout(30):
         await asyncio.gather(running, saving)
+
+
+@pytest.mark.asyncio
+async def test_old_versions_are_let_go_of_tensor_by_tensor_while_training_goes_on() -> None:
+    variables = [ar.Variable(np.zeros(1000)) for _ in range(4)]
+    old = [weakref.ref(v.components[0]) for v in variables]
+    storage = SimulatedStorage(SimulatedFiles())
+    create, trained, alive = storage.create, threading.Event(), []
+
+    def watched(path: str) -> Any:
+        trained.wait(30)
+        sink: Any = create(path)
+        write = sink.write
+
+        def watch(data: memoryview) -> None:
+            alive.append(sum(ref() is not None for ref in old))
+            write(data)
+
+        sink.write = watch
+        return sink
+
+    storage.create = watched
+    async with CheckpointManager(storage) as manager:
+        await manager.save(1, variables, wait=False)
+        for v in variables:
+            await v.assign(np.ones(1000))
+            await v.assign(np.ones(1000))  # a variable keeps the value before its newest one
+        assert all(ref() is not None for ref in old)
+        trained.set()
+        await manager.wait()
+        assert await manager.restore(variables) == 1
+
+    assert alive == [4, 4, 3, 2, 1]  # the header, then each tensor
+    assert [v.value.sum() for v in variables] == [0.0] * 4
 
 
 # --- told to stop -----------------------------------------------------------------------------

@@ -223,9 +223,20 @@ async def test_after_a_damaged_step_the_next_save_is_the_newest(folder: Path) ->
 async def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
-    with pytest.raises(OSError, match="directory"):
+    with pytest.raises(CheckpointNotCommittedError, match=r"Step 1 was not saved.*directory"):
         await ar.CheckpointManager(path).save(1, new_state(1.0))
     assert path.read_text() == "x"
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="has no folder that is no one's")
+async def test_a_directory_that_is_not_writable() -> None:
+    """Not even for root, who may write where others must not."""
+    manager = ar.CheckpointManager("/sys/kernel/aioreplica")
+    with pytest.raises(CheckpointNotCommittedError, match=r"Step 1 was not saved in /sys/kernel/"):
+        await manager.save(1, new_state(1.0))
+    await manager.save(2, new_state(1.0), wait=False)
+    with pytest.raises(CheckpointNotCommittedError, match="Step 2 was not saved"):
+        await manager.wait()
 
 
 async def test_a_full_quota_leaves_the_old_step(folder: Path) -> None:

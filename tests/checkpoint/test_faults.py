@@ -24,7 +24,8 @@ from .simulated_files import Fault, SimulatedFiles, SimulatedStorage, subsets
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several files of several writes each, although the state is small."""
     monkeypatch.setattr("aioreplica.checkpoint._writing.FILE_BYTES", 40)
-    monkeypatch.setattr("aioreplica.checkpoint._writing.CHUNK_BYTES", 24)
+    monkeypatch.setattr("aioreplica.checkpoint._writing.BLOCK_BYTES", 24)
+    monkeypatch.setattr("aioreplica.checkpoint._storage.BLOCK_BYTES", 512)  # some for a manifest
 
 
 def new_state(value: int) -> dict[str, Any]:

@@ -1,27 +1,65 @@
-"""The command line as a whole: help, unknown commands, a missing package."""
+"""The command line as a whole: help, unknown names, a missing package, no colours in a pipe."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from aioreplica.cli import main
+import aioreplica
+from aioreplica.cli import _bench, main
 
 pytest.importorskip("typer")
 
 
-def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([])
-
-    assert "python -m aioreplica" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[object, str, str]:
     with pytest.raises(SystemExit) as end:
-        main(["tpo"])
+        main(arguments)
+    return end.value.code, *capsys.readouterr()
 
-    assert end.value.code == 2
-    assert "tpo" in capsys.readouterr().err
+
+def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ended(capsys)
+
+    assert "python -m aioreplica" in out
+    for command in ("bench", "ckpt", "devices", "doctor", "top", "trace"):
+        assert command in out
+
+
+def test_its_name_is_the_one_it_was_called_by(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/aioreplica", "--version"])
+
+    with pytest.raises(SystemExit) as end:
+        main()
+
+    assert (end.value.code, capsys.readouterr().out) == (
+        0,
+        f"aioreplica {aioreplica.__version__}\n",
+    )
+    assert "Usage: aioreplica " in " ".join(ended(capsys, "--help")[1].split())
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        (["doktor"], "doctor"),
+        (["trce"], "trace"),
+        (["ckpt", "verfy"], "verify"),
+        (["top", "--onse"], "--once"),
+        (["devices", "cuad"], "cuda"),
+        (["bench", "colectives"], "collectives"),
+    ],
+)
+def test_the_nearest_name_is_suggested(
+    capsys: pytest.CaptureFixture[str], given: list[str], nearest: str
+) -> None:
+    code, out, err = ended(capsys, *given)
+
+    assert (code, out) == (2, "")
+    assert given[-1] in err
+    assert nearest in err
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
@@ -30,3 +68,68 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, pack
 
     with pytest.raises(SystemExit, match=rf"needs {package}.*aioreplica\[cli\]"):
         main(["--help"])
+
+
+def test_devices_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ended(capsys, "devices", "CPU")
+
+    assert code == 0
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert [row[0] for row in rows] == [f"cpu:{i}" for i in range(8)]
+    assert all("numpy" in row[1].split(", ") for row in rows)
+
+
+def test_a_kind_without_devices_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = ended(capsys, "devices", "tpu")
+
+    assert (code, out) == (1, "")
+    assert "no device of kind tpu" in err
+
+
+def test_benchmarks_are_listed_and_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = ended(capsys, "bench")
+
+    assert {line.split("\t")[0] for line in out.splitlines()} >= {"core", "train", "real_bugs"}
+    code, out, _ = ended(capsys, "bench", "core", "--help")
+    assert (code, "--quick" in out) == (0, True)
+
+
+def test_without_the_repository_benchmarks_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed = tmp_path / "lib" / "aioreplica" / "cli" / "_bench.py"
+    monkeypatch.setattr(_bench, "__file__", str(installed))
+    monkeypatch.chdir(tmp_path)
+
+    code, _, err = ended(capsys, "bench", "core")
+
+    assert (code, "in the project's repository" in err) == (1, True)
+
+
+def test_colours_obey_no_color(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    coloured = ended(capsys, "doctor")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = ended(capsys, "doctor")[1]
+
+    assert "\x1b[1;36m" in coloured
+    assert "\x1b[3" not in plain
+    assert "\x1b[1;36m" not in plain
+    assert "numpy" in plain
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_no_control_characters() -> None:
+    for arguments in (["doctor"], ["doktor"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "aioreplica", *arguments],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr

@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.checkpoint import EXIT_CODE
+from tests.examples.training_service import Service, serving
 
 pytestmark = pytest.mark.xslow
 
@@ -27,39 +27,6 @@ JOBS = (
     {"program": "spirals", "settings": {"epochs": 5, "replicas": 1, "points": 50}},
 )
 DEADLINE_S = 300.0
-
-
-@dataclass
-class Service:
-    process: subprocess.Popen[str]
-    url: str
-    data: Path
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=60)
-
-
-@contextmanager
-def serving(data: Path, *options: str) -> Iterator[Service]:
-    """Run the service until the block ends; nothing may have been printed as an error."""
-    command = [sys.executable, "-W", "error", "-m", "examples.training_service", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--data", str(data), "--devices", "2", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert "http://" in line, process.communicate()
-            yield Service(process, line.partition(" at ")[2].partition(",")[0], data)
-        finally:
-            process.kill()
-            errors = process.communicate()[1]
-    assert errors == ""
 
 
 @dataclass

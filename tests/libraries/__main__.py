@@ -25,8 +25,7 @@ def main() -> int:
         if given.names and name not in given.names:
             continue
         start = time.perf_counter()
-        fidelity = "asyncio" if program in web.IN_ASYNCIO_ORDER else "reorder"
-        report = art.explore(program, schedules=given.schedules, fidelity=fidelity)
+        report = art.explore(program, schedules=given.schedules)
         print(f"{name:28} {report}  {time.perf_counter() - start:.1f} s", flush=True)
         if report.failure is not None:
             failed.append(name)

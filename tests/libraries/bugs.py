@@ -31,6 +31,20 @@ async def redis_without_timeout() -> None:
         await client.set("a", "1")
 
 
+async def connection_lost_in_a_request() -> None:
+    """Closes a WebSocket only if the request beside it succeeds: its connection stays in use."""
+    connector = aiohttp.TCPConnector(limit=2)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with serving(), aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        url = f"http://localhost:{PORT}"
+        with contextlib.suppress(aiohttp.ClientError):
+            socket = await session.ws_connect(f"{url}/ws")
+            async with session.post(f"{url}/two", data=b"x" * 1000):
+                await socket.close()
+        async with session.ws_connect(f"{url}/ws"), session.get(f"{url}/three"):
+            pass
+
+
 async def pool_slot_lost() -> None:
     """Gives the slot of a pool back only if the request succeeds."""
     slots = asyncio.Semaphore(1)
@@ -47,5 +61,6 @@ async def pool_slot_lost() -> None:
 BUGS: list[tuple[Any, art.Faults, type[BaseException]]] = [
     (aiohttp_without_timeout, art.Faults().half_open(PORT), art.DeadlockError),
     (redis_without_timeout, art.Faults().half_open(REDIS_PORT), art.DeadlockError),
+    (connection_lost_in_a_request, art.Faults().reset_connection(PORT), art.DeadlockError),
     (pool_slot_lost, art.Faults().reset_connection(REDIS_PORT, times=20), art.DeadlockError),
 ]

@@ -192,7 +192,3 @@ PROGRAMS = [
     aiohttp_requests, aiohttp_cancelled_request, aiohttp_websocket, websockets_echo,
     uvicorn_and_httpx, hypercorn_and_httpx, starlette_test_client, fastapi_in_threads,
 ]  # fmt: skip
-
-IN_ASYNCIO_ORDER = (aiohttp_cancelled_request,)
-"""Programs that need asyncio's own order: aiohttp's server relies on a task that was woken to go on
-before a connection is lost that is lost later."""

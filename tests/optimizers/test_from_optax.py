@@ -1,6 +1,7 @@
 """from_optax: what optax does on one process, in slots."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import from_optax
+from tests.optimizers.resumed import assert_fresh_one_goes_on
 from tests.replica.gated import my_id
 
 jax = pytest.importorskip("jax")
@@ -134,3 +136,12 @@ async def test_64_bits_are_not_dropped_silently() -> None:
 def test_it_takes_a_transformation(wrong: Any) -> None:
     with pytest.raises(TypeError, match="takes a gradient transformation"):
         from_optax(wrong)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rule", ["momentum", "adamw with a schedule", "every third step"])
+async def test_a_fresh_one_goes_on_where_a_checkpoint_was(
+    rule: str, pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    """Its slots, and the state that it keeps once, are not made yet when it is restored."""
+    await assert_fresh_one_goes_on(pair, tmp_path, lambda: from_optax(RULES[rule]()))

@@ -1,6 +1,7 @@
 """from_torch: what torch does on one process, in slots."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.optimizers import from_torch
+from tests.optimizers.resumed import assert_fresh_one_goes_on
 from tests.replica.gated import my_id
 
 torch = pytest.importorskip("torch")
@@ -233,3 +235,17 @@ def test_optimizers_that_call_the_loss_are_refused() -> None:
 def test_options_are_checked_when_it_is_made() -> None:
     with pytest.raises(ValueError, match="learning rate"):
         from_torch(torch.optim.SGD, lr=-1.0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {"lr": 0.1, "momentum": 0.9}), ("Adam", {"lr": 0.01, "amsgrad": True}), ("NAdam", {})],
+)
+async def test_a_fresh_one_goes_on_where_a_checkpoint_was(
+    name: str, options: dict[str, Any], pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    """Its slots are not made yet when it is restored."""
+    await assert_fresh_one_goes_on(
+        pair, tmp_path, lambda: from_torch(getattr(torch.optim, name), **options)
+    )

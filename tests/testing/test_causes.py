@@ -503,3 +503,48 @@ def test_a_picture_without_matplotlib_names_what_to_install(
     with pytest.raises(ImportError, match=r"pip install aioreplica\[examples\]"):
         failure.save_png(tmp_path / "t.png")
     assert not list(tmp_path.iterdir())
+
+
+# --- where things are, in few lines -----------------------------------------------------------
+
+
+def test_a_line_of_a_library_comes_behind_the_line_that_led_there(tmp_path: Path) -> None:
+    home = tmp_path / "site-packages"
+    home.mkdir()
+    source = home / "parked.py"
+    source.write_text(
+        "import asyncio\n\nasync def park():\n"
+        "    await asyncio.get_running_loop().create_future()\n"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), names)
+
+    async def main() -> None:
+        await names["park"]()
+
+    line = main.__code__.co_firstlineno + 1
+    error = art.explore(main, schedules=1).failure
+    assert error is not None
+    assert f"{Path(__file__).name}:{line} > parked.py:4" in str(error.error)
+
+
+def test_a_callback_that_comes_again_and_again_is_one_line() -> None:
+    async def main() -> None:
+        loop, left = asyncio.get_running_loop(), [7]
+
+        def again() -> None:
+            left[0] -= 1
+            if left[0]:
+                loop.call_soon(again)
+            else:
+                raise_later.set_exception(KeyError("after seven callbacks"))
+
+        raise_later = loop.create_future()
+        loop.call_soon(again)
+        await raise_later
+
+    report = art.explore(main, schedules=1)
+    assert report.failure is not None
+    lines = [line for line in report.failure.timeline.splitlines() if "times)" in line]
+    assert len(lines) == 1
+    assert "again" in lines[0]

@@ -199,6 +199,64 @@ def test_state_that_shows_only_in_the_end_is_noticed() -> None:
     assert isinstance(failure_of(main).error, art.NondeterminismError)
 
 
+class Job:
+    """Hashes by its address."""
+
+    def __init__(self) -> None:
+        self.result = 0
+
+
+def test_a_set_of_plain_objects_has_one_order_in_every_schedule() -> None:
+    runs: list[int] = []
+    kept: list[list[Job]] = []
+
+    async def work(jobs: set[Job]) -> list[str]:
+        await step()
+        tasks = [asyncio.create_task(step(), name=f"{job.result}") for job in jobs]
+        await asyncio.gather(*tasks)
+        return [task.get_name() for task in tasks]
+
+    async def main() -> None:
+        runs.append(1)
+        spare = [Job.__new__(Job) for _ in range(64)]
+        while spare:  # what is freed last is used first, so addresses go up and down in turns
+            spare.pop(-(len(runs) % 2))
+        jobs = [Job() for _ in range(8)]
+        kept.append(jobs)
+        for number, job in enumerate(jobs):
+            job.result = number
+        order = await work(set(jobs))
+        await step(8 * int(order[0]) + int(order[1]))
+        if fails:
+            raise KeyError(*order)
+
+    fails = False
+    report = art.explore(main, schedules=30)
+    assert not report.failed
+    assert any("jobs, a set of Job," in warning for warning in report.warnings)
+
+    fails = True
+    failure = failure_of(main)
+    with pytest.raises(KeyError) as caught:
+        art.replay(main, failure.token)
+    assert caught.value.args == failure.error.args
+
+
+def test_a_set_that_cannot_be_ordered_is_named() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        runs.append(1)
+        waiting = {object() for _ in range(8)}
+        await step()
+        await step(len(runs) + len(waiting))
+
+    error = failure_of(main).error
+
+    assert isinstance(error, art.NondeterminismError)
+    assert "waiting, a set of object: they hash by their addresses" in str(error)
+
+
 def test_leaving_the_program_is_a_failure() -> None:
     async def main() -> None:
         await step()

@@ -189,6 +189,39 @@ def test_a_correct_program_passes_many_schedules(program: Any, fidelity: str) ->
     art.explore(program, fidelity=fidelity, schedules=200, seed=1).check()
 
 
+async def server_that_relies_on_its_tasks() -> None:
+    """A task that a connection has woken goes on before the connection is lost, as on any loop."""
+    loop = asyncio.get_running_loop()
+
+    class Serve(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            self.answer: Any = transport.write
+            self.task = loop.create_task(self.serve())
+
+        async def serve(self) -> None:
+            self.request = loop.create_future()
+            data = await self.request
+            self.answer(data)
+
+        def data_received(self, data: bytes) -> None:
+            self.request.set_result(data)
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.answer = None
+
+    async with await loop.create_server(Serve, "127.0.0.1", PORT):
+        _, writer = await asyncio.open_connection("localhost", PORT)
+        writer.write(b"1")
+        writer.close()
+        assert await ask(b"2\n") == b"2\n"
+        await asyncio.sleep(1)
+
+
+def test_what_a_connection_wakes_goes_on_before_it_is_lost() -> None:
+    for fidelity in ("asyncio", "reorder"):
+        art.explore(server_that_relies_on_its_tasks, schedules=100, fidelity=fidelity).check()
+
+
 @pytest.mark.parametrize("program", [streams, much_data, sockets])
 def test_data_may_arrive_in_parts_and_late(program: Any) -> None:
     faults = art.Faults().split_data(PORT).slow_connection(factor=30)

@@ -113,10 +113,10 @@ def test_a_strategy_that_only_repeats_itself_gives_way() -> None:
     rotation, made = Rotation("portfolio"), list[int]()
     for number in range(160):
         made.append(rotation.next())
-        rotation.ran(made[-1], [0] if made[-1] == PCT1 else [number])
+        rotation.ran(made[-1], b"same" if made[-1] == PCT1 else bytes([number]))
 
     static, others = made.count(PCT1), made.count(POS)
-    assert made[:8] == list(CYCLES["portfolio"])
+    assert made[: len(CYCLES["portfolio"])] == list(CYCLES["portfolio"])
     assert 0 < static < others / 2
 
 

@@ -165,7 +165,7 @@ def test_times_a_millisecond_apart_may_collide(
         program = partial(main, 0.001)
         failure = art.explore(program, schedules=50, seed=seed, fidelity=fidelity).failure
         assert failure is not None
-        assert len(failure.constraints) == 1
+        assert 1 <= len(failure.constraints) <= 2
         with pytest.raises(AssertionError):
             art.replay(program, failure.token)
 

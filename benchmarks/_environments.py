@@ -8,22 +8,25 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, final
-
-KIT_NEEDS: Final = ("numpy", "array-api-compat", "optree", "threadpoolctl")
+from typing import final
 
 
 @final
 class Environments:
     """Virtual environments under one folder, named after what is in them.
 
+    Args:
+        name: Of the folder, in the user's cache.
+        python: The interpreter of the environments; this one by default.
+        folder: Takes the place of the one in the cache.
+
     An environment is complete once its marker is written, so one that was interrupted is made
     again.
     """
 
-    def __init__(self, python: str | None = None, folder: Path | None = None) -> None:
+    def __init__(self, name: str, python: str | None = None, folder: Path | None = None) -> None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        self._folder = folder or cache / "aioreplica" / "real_bugs"
+        self._folder = folder or cache / "aioreplica" / name
         self._python = python or sys.executable
 
     def python_of(self, version: str) -> str | None:
@@ -50,7 +53,7 @@ class Environments:
             RuntimeError: If something cannot be installed.
         """
         python: str | None = self._python
-        wanted = [*needs, *KIT_NEEDS]
+        wanted = [*needs]
         if package == "cpython":
             python = self.python_of(version)
             if python is None:

@@ -1,0 +1,429 @@
+"""The communicator: collectives among the workers of a cluster, as awaitables.
+
+Everything that does not depend on an engine is here: the checks, the order of calls, and how the
+end of a group reaches those who wait. An engine's adapter queues a call and settles its future.
+
+Invariants:
+    * Calls are numbered when they are made, and an adapter performs them in that order.
+    * A call is settled at most once. Cancelling its future changes nothing for the engine: the
+      adapter holds the call, and with it the array, until the engine is done with it.
+    * `_failure` is set once. From then on every call raises, and all pending ones have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, final
+
+import numpy as np
+
+from ..devices import running_loop
+from ..errors import ContextError, StallError, WorkerLostError
+from ..typing import ReduceOp
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+BROADCAST, BARRIER = "broadcast", "barrier"
+LOST, STALLED, ENDED, CLOSED = "lost", "stalled", "ended", "closed"
+MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
+NOTHING = np.empty(0, np.uint8)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective of one worker; holds the array until the engine is done with it.
+
+    Attributes:
+        kind: Name of the method.
+        number: Of the call in its communicator, from 0; the same on every worker.
+        array: What this worker brings, C-contiguous.
+        op: The operator; None where nothing is reduced.
+        root: Whose array is sent, in a broadcast.
+    """
+
+    kind: str
+    number: int
+    array: Any
+    op: ReduceOp | None = None
+    root: int = 0
+
+    def describe(self) -> str:
+        """Return, for example, "all_reduce #3"."""
+        return f"{self.kind} #{self.number}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group has ended, in the same words for all of its workers.
+
+    Attributes:
+        kind: LOST, STALLED, ENDED (by `abort`), or CLOSED (this communicator only).
+        text: What happened, and what to do.
+        ranks: Whom it is about, as far as that is known.
+        timeout: The timeout that was over, in seconds.
+    """
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+    timeout: float | None = None
+
+    def error(self) -> Exception:
+        """Return a new error, so that each who waits gets one with a traceback of its own."""
+        if self.kind == CLOSED:
+            return ContextError(self.text)
+        if self.kind == STALLED:
+            return StallError(self.text, timeout_s=self.timeout, ranks=self.ranks)
+        return WorkerLostError(self.text, ranks=self.ranks)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CommunicatorStatistics:
+    """What a communicator has done and is doing.
+
+    Attributes:
+        calls: Collectives started since it was made.
+        pending: Those that have not ended, abandoned ones included.
+        failure: Why the group has ended; empty while it works.
+    """
+
+    calls: int
+    pending: int
+    failure: str = field(default="")
+
+
+class Communicator(ABC):
+    """Collectives among the workers of a group.
+
+    Every worker has one communicator of the group and must make the same calls in the same order,
+    with arrays of one shape and dtype. A collective is queued when its method is called, not when
+    it is awaited, so that plain code can fix the order; what is returned is a future of the
+    running loop. Its array must not be written until it has ended.
+
+    Reductions go in ascending rank, element by element, whatever the engine and the size of the
+    array: results are bitwise the same on every worker, in every run and with every engine, and
+    bitwise those of as many replicas in one process. Half precision is summed in float32.
+
+    Arrays are of booleans, integers, floats (bfloat16 too) or complex numbers. Anything that NumPy
+    takes for such an array is accepted; a result is a new NumPy array, which may be read-only.
+
+    The first error ends the group for all workers: what is pending fails, and every later call
+    raises. Make a new communicator to go on.
+
+    Cancellation:
+        A cancelled await abandons its collective, which goes on in the background as the others
+        need it; the array is held until then.
+
+    Determinism:
+        See above.
+
+    Example:
+        >>> import asyncio
+        >>> from aioreplica.cluster import LocalCommunicator
+        >>> async def worker(communicator):
+        ...     async with communicator:
+        ...         return await communicator.all_reduce([communicator.rank, 1.0])
+        >>> async def main():
+        ...     return await asyncio.gather(*map(worker, LocalCommunicator.group(3)))
+        >>> asyncio.run(main())[2]
+        array([3., 3.])
+    """
+
+    def __init__(
+        self, rank: int, size: int, timeout: float | None, worker: int | None = None
+    ) -> None:
+        self._rank = rank
+        self._worker = rank if worker is None else worker  # its rank in the outermost group
+        self._size = size
+        self._timeout = require_timeout(timeout)
+        self._num_calls = 0
+        self._failure: Failure | None = None
+        self._pending: dict[Call, asyncio.Future[Any]] = {}
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    # ---- what it is ----------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker in the group, from 0."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are in the group."""
+        return self._size
+
+    @property
+    def timeout(self) -> float | None:
+        """How long a collective may wait for the others, in seconds; None waits for ever."""
+        return self._timeout
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `aclose` was called."""
+        return self._is_closed
+
+    def statistics(self) -> CommunicatorStatistics:
+        """Return counts of calls, and why the group has ended if it has."""
+        failure = self._failure
+        return CommunicatorStatistics(
+            self._num_calls, len(self._pending), "" if failure is None else failure.text
+        )
+
+    def __repr__(self) -> str:
+        state = "open" if self._failure is None else self._failure.kind
+        return f"<{type(self).__name__} | rank {self._rank} of {self._size}, {state}>"
+
+    # ---- collectives ---------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, op: ReduceOp | str = "sum") -> asyncio.Future[Any]:
+        """Combine the arrays of all workers, element by element.
+
+        Args:
+            x: An array, of the same shape and dtype on every worker.
+            op: "sum", "mean", "min" or "max".
+
+        Returns:
+            A future of the combined array, the same on every worker. The mean of integers is
+            float64, the sum of booleans an integer, as in `ctx.all_reduce`.
+
+        Raises:
+            TypeError: If `x` holds no numbers.
+            ValueError: If the operator is unknown.
+            WorkerLostError: If a worker is gone or ended the group; at the call or the await.
+            StallError: If a worker did not come before the timeout; at the call or the await.
+            ContextError: If this communicator was closed, or no event loop is running.
+        """
+        return self._launch(ALL_REDUCE, as_array(x, ALL_REDUCE), ReduceOp.parse(op))
+
+    def all_gather(self, x: Any) -> asyncio.Future[Any]:
+        """Collect the arrays of all workers.
+
+        Args:
+            x: An array, of the same shape and dtype on every worker.
+
+        Returns:
+            A future of an array of shape `(size, *x.shape)`, by rank.
+
+        Raises:
+            Exception: As in `all_reduce`.
+        """
+        return self._launch(ALL_GATHER, as_array(x, ALL_GATHER))
+
+    def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum") -> asyncio.Future[Any]:
+        """Combine the arrays of all workers, and give each worker one part along the first axis.
+
+        Args:
+            x: An array with at least one axis, of the same shape and dtype on every worker.
+            op: As in `all_reduce`.
+
+        Returns:
+            A future of this worker's part of the combined array. Parts are contiguous and in the
+            order of ranks; where they cannot be equal, lower ranks get one row more.
+
+        Raises:
+            Exception: As in `all_reduce`; a ValueError also if `x` has no axis.
+        """
+        array = as_array(x, REDUCE_SCATTER)
+        if not array.ndim:
+            raise ValueError(f"reduce_scatter needs an array with an axis to cut, got {x!r}.")
+        return self._launch(REDUCE_SCATTER, array, ReduceOp.parse(op))
+
+    def broadcast(self, x: Any, root: int = 0) -> asyncio.Future[Any]:
+        """Send the array of one worker to all.
+
+        Args:
+            x: An array; those of the others tell only shape and dtype, which must be the same.
+            root: Whose array is sent.
+
+        Returns:
+            A future of the root's array.
+
+        Raises:
+            Exception: As in `all_reduce`; a ValueError also if `root` is no rank of the group.
+        """
+        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self._size:
+            raise ValueError(f"root must be a rank from 0 to {self._size - 1}, got {root!r}.")
+        return self._launch(BROADCAST, as_array(x, BROADCAST), root=root)
+
+    def barrier(self) -> asyncio.Future[None]:
+        """Return a future that is done when every worker has called this.
+
+        Raises:
+            Exception: As in `all_reduce`.
+        """
+        return self._launch(BARRIER, NOTHING)
+
+    # ---- groups, and their end -----------------------------------------------------------
+
+    def split(self, ranks: Iterable[int]) -> Communicator:
+        """Return a communicator of some of the workers; to be called by each of them.
+
+        Its ranks are counted from 0 in ascending order of those here. Calls of both are performed
+        in the order in which they are made; where groups overlap, workers must agree in that order.
+        A failure ends the group and all of its splits; errors name workers by their ranks in the
+        group that was connected.
+
+        Args:
+            ranks: Ranks of this group, this worker's among them.
+
+        Raises:
+            TypeError: If `ranks` are no integers.
+            ValueError: If a rank is not in the group or given twice, or this worker is left out.
+            Exception: What ended the group, if it has ended.
+        """
+        members = tuple(ranks)
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in members):
+            raise TypeError(f"split takes the ranks of workers, got {members!r}.")
+        if len(set(members)) != len(members) or not all(0 <= r < self._size for r in members):
+            raise ValueError(
+                f"split takes different ranks from 0 to {self._size - 1}, got {list(members)}."
+            )
+        if self._rank not in members:
+            raise ValueError(f"Worker {self._rank} is not in the group {list(members)} to split.")
+        self._require_open()
+        return self._subgroup(tuple(sorted(members)))
+
+    def abort(self, reason: str) -> None:
+        """End the group for everybody, now; does not wait. Does nothing if it has ended.
+
+        Pending calls fail here at once, and on the other workers as soon as they are told.
+
+        Args:
+            reason: Shown to all workers; at most 400 characters of it.
+
+        Raises:
+            TypeError: If `reason` is no string.
+        """
+        if not isinstance(reason, str):
+            raise TypeError(f"The reason is a string, got {reason!r} ({type(reason).__name__}).")
+        if self._failure is None:
+            text = f"Worker {self._worker} ended the group: {reason[:MAX_REASON]}"
+            failure = Failure(ENDED, text, (self._worker,))
+            self._end(failure)
+            self._spread(failure)
+
+    async def aclose(self) -> None:
+        """Give the communicator back; others that wait for this worker are told. Idempotent.
+
+        Pending calls fail with a `ContextError` here. Takes at most about a second.
+
+        Cancellation:
+            What is left is done in the background.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._end(Failure(CLOSED, "This communicator was closed. Connect again to make another."))
+        await self._close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):  # not a cancellation: nothing is wrong here then
+            self.abort(f"{type(error).__name__}: {error}")
+        await self.aclose()
+
+    # ---- for adapters --------------------------------------------------------------------
+
+    @abstractmethod
+    def _enqueue(self, call: Call) -> None:
+        """Queue a call; `_settle` is called on the event loop when it has ended."""
+
+    @abstractmethod
+    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        """Return a communicator of the workers given, ascending."""
+
+    @abstractmethod
+    def _spread(self, failure: Failure) -> None:
+        """Tell the other workers that the group has ended; does not wait."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Tell the others that this worker makes no more calls, and give resources back."""
+
+    def _launch(
+        self, kind: str, array: Any, op: ReduceOp | None = None, root: int = 0
+    ) -> asyncio.Future[Any]:
+        self._require_open()
+        loop = running_loop(kind)
+        call = Call(kind, self._num_calls, array, op, root)
+        future: asyncio.Future[Any] = loop.create_future()
+        self._enqueue(call)
+        self._num_calls += 1
+        self._pending[call] = future
+        return future
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure.error()
+        if self._pid != os.getpid():
+            raise ContextError(
+                f"This communicator belongs to process {self._pid}, and this one was forked from "
+                "it. Fork before connecting, or start processes with the 'spawn' method."
+            )
+
+    def _settle(self, call: Call, result: Any) -> None:
+        """Hand a result on, unless the await was cancelled or the group has ended."""
+        future = self._pending.pop(call, None)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _end(self, failure: Failure) -> None:
+        """Let all pending and later calls fail; on the event loop. The first failure stays."""
+        if self._failure is None:
+            self._failure = failure
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done() and not future.get_loop().is_closed():
+                future.set_exception(self._failure.error())
+                future.exception()  # an abandoned one is no news: every later call raises it
+
+
+def require_timeout(timeout: Any) -> float | None:
+    """Check a timeout in seconds.
+
+    Raises:
+        TypeError: If it is no number.
+        ValueError: If it is not above 0.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+        raise TypeError(f"timeout is a number of seconds or None, got {timeout!r}.")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be above 0 seconds, or None to wait; got {timeout!r}.")
+    return float(timeout)
+
+
+def as_array(x: Any, where: str) -> Any:
+    """Return a C-contiguous NumPy array of numbers in native byte order; `x` itself if it is one.
+
+    Raises:
+        TypeError: If it holds something else.
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{where} would drop the mask of {x!r}. Pass x.filled(value).")
+    array = np.asarray(x)
+    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+        raise TypeError(
+            f"{where} sends booleans and numbers, got {type(x).__name__} of dtype {array.dtype}."
+        )
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array if array.flags.c_contiguous else array.copy(order="C")

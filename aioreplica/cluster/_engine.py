@@ -1,0 +1,364 @@
+"""Communicators over an engine: one thread makes all of its calls, first in, first out.
+
+The thread (a lane) blocks on its queue when there is nothing to do. In a call it polls: at first
+without a pause, for about as long as the bytes take, then with pauses that grow to a millisecond,
+so a late peer costs little. Between polls it looks for what the others have to say, and at the
+clock.
+
+Workers tell each other three things in notes, outside of the collectives: that they wait in a call
+(so that a stall names who does not), that they have left, and why the group has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any, final
+
+from ..devices import CompletionQueue, Lane, Op
+from ._communicator import ENDED, LOST, STALLED, Call, Communicator, Failure
+from ._exchange import Collectives, Exchange, Poll
+from ._local import closed_text, stall_text
+
+WAITING, LEFT = "waiting", "left"
+WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there
+SPIN_S = 150e-6  # without pauses, plus what the bytes take
+SPIN_BYTES_PER_S = 1e9
+FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
+CLOSE_S = 1.0
+NOTE_BYTES = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What one worker tells all others.
+
+    Attributes:
+        kind: WAITING or LEFT, or the kind of a failure.
+        rank: Who says so, in the outermost group.
+        group: The ranks of the group it is about.
+        number: Of the call it waits in, or of its calls before it left.
+        text: Of the failure.
+        ranks: Of the failure.
+        timeout: Of the failure.
+    """
+
+    kind: str
+    rank: int
+    group: str = ""
+    number: int = 0
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    timeout: float | None = None
+
+    def encode(self) -> bytes:
+        """Return at most `NOTE_BYTES` bytes."""
+        text, ranks = self.text, self.ranks
+        while True:
+            fields = [self.kind, self.rank, self.group, self.number, text, ranks, self.timeout]
+            data = json.dumps(fields).encode()
+            if len(data) <= NOTE_BYTES:
+                return data
+            text, ranks = text[: len(text) * 3 // 4], ranks[: max(8, len(ranks) // 2)]
+
+    @staticmethod
+    def decode(data: bytes) -> Note:
+        """Return what `encode` was called on."""
+        kind, rank, group, number, text, ranks, timeout = json.loads(data)
+        return Note(kind, rank, group, number, text, tuple(ranks), timeout)
+
+
+class Engine(Exchange):
+    """What an adapter gives of its engine; called on the lane's thread only."""
+
+    @abstractmethod
+    def tell(self, note: Note) -> None:
+        """Send a note to all other workers, as far as they can be reached; does not wait."""
+
+    @abstractmethod
+    def notes(self) -> list[Note]:
+        """Return the notes that have come since the last call."""
+
+    @abstractmethod
+    def explain(self, error: Exception, what: str) -> Failure | None:
+        """Say what an error of the engine means; None if it is not the engine's."""
+
+    @abstractmethod
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
+        """Return an exchange between some of the workers; `name` is that of the group."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Make the group useless for everybody, so that those who wait in the engine return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the engine back, after a group that has worked to its end."""
+
+
+@final
+class GroupEndedError(Exception):
+    """Carries a failure from the lane to the event loop."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@final
+class Link:
+    """The lane, the engine and what is known of the others: what a group shares with its splits.
+
+    Attributes:
+        engine: The engine.
+        ended: Why the group has ended; set once, by the loop's thread or the lane's.
+        members: The communicators that use it.
+    """
+
+    def __init__(self, engine: Engine, lane: Lane) -> None:
+        self.engine = engine
+        self.lane = lane
+        self.ended: Failure | None = None
+        self.members: list[EngineCommunicator] = []
+        self._waiting: dict[tuple[str, int], int] = {}
+        self._left: dict[tuple[str, int], int] = {}
+        self._held: list[Poll] = []  # exchanges that the engine may not be done with
+
+    def put(self, fn: Callable[..., Any], *args: Any) -> Op[Any]:
+        """Queue a call of the engine; on the event loop."""
+        op: Op[Any] = Op(CompletionQueue.of_running_loop(), fn, args, {}, self.lane)
+        op.put()
+        return op
+
+    # ---- on the lane's thread ------------------------------------------------------------
+
+    def finish(self, turn: Turn, poll: Poll, num_bytes: int) -> None:
+        """Wait for an exchange.
+
+        Raises:
+            GroupEndedError: If the group has ended, by whatever it was.
+        """
+        try:
+            spin_until = monotonic() + SPIN_S + num_bytes / SPIN_BYTES_PER_S
+            while not poll(0.0):
+                if monotonic() >= spin_until:
+                    break
+            else:
+                return
+            pause = FIRST_PAUSE_S
+            while not poll(pause):
+                pause = min(pause * 1.25, MAX_PAUSE_S)
+                self.look(turn)
+        except BaseException:
+            self._held.append(poll)
+            raise
+
+    def look(self, turn: Turn) -> None:
+        """Look for notes and at the clock.
+
+        Raises:
+            GroupEndedError: If the group has ended.
+        """
+        self.read_notes()
+        gone = tuple(
+            member
+            for member in turn.ranks
+            if self._left.get((turn.group, member), turn.call.number + 1) <= turn.call.number
+        )
+        if gone:
+            self.end(Failure(LOST, closed_text(gone, turn.call), gone))
+        now = monotonic()
+        if now >= turn.tell_at:
+            turn.tell_at = float("inf")
+            own = self.engine.rank
+            self.engine.tell(Note(WAITING, own, turn.group, turn.call.number))
+            self._waiting[turn.group, own] = turn.call.number
+        if turn.timeout is not None and now >= turn.start + turn.timeout:
+            missing = tuple(
+                member
+                for member in turn.ranks
+                if self._waiting.get((turn.group, member), -1) < turn.call.number
+            )
+            text = stall_text(missing, turn.call.describe(), turn.timeout)
+            self.end(Failure(STALLED, text, missing, turn.timeout))
+
+    def read_notes(self) -> None:
+        """Take note of what the others say.
+
+        Raises:
+            GroupEndedError: If one of them says that the group has ended, or it had before.
+        """
+        for note in self.engine.notes() if self.ended is None else ():
+            key = note.group, note.rank
+            if note.kind == WAITING:
+                self._waiting[key] = note.number
+            elif note.kind == LEFT:
+                self._left[key] = note.number
+            elif self.ended is None:
+                self.ended = Failure(note.kind, note.text, note.ranks, note.timeout)
+                self.engine.end()
+        if self.ended is not None:
+            raise GroupEndedError(self.ended)
+
+    def end(self, failure: Failure) -> None:
+        """End the group for all workers.
+
+        Raises:
+            GroupEndedError: Always.
+        """
+        if self.ended is None:
+            self.ended = failure
+        self.spread()
+        raise GroupEndedError(self.ended)
+
+    def spread(self) -> None:
+        """Tell the others why the group has ended, and let those in the engine return."""
+        failure = self.ended
+        assert failure is not None  # called at the end only
+        self.engine.tell(
+            Note(
+                failure.kind, self.engine.rank, text=failure.text, ranks=failure.ranks,
+                timeout=failure.timeout,
+            )
+        )  # fmt: skip
+        self.engine.end()
+
+
+@final
+class Turn:
+    """A call that the lane performs now.
+
+    Args:
+        call: The call.
+        ranks: The members of its group, by rank, as they are numbered in the outermost one.
+        timeout: How long it may take.
+    """
+
+    __slots__ = ("call", "group", "ranks", "start", "tell_at", "timeout")
+
+    def __init__(
+        self, call: Call, ranks: tuple[int, ...], group: str, timeout: float | None
+    ) -> None:
+        self.call = call
+        self.ranks = ranks
+        self.group = group
+        self.timeout = timeout
+        self.start = monotonic()
+        self.tell_at = self.start + min(WAITING_S, (timeout or WAITING_S) / 2)
+
+
+class EngineCommunicator(Communicator):
+    """A worker of a group that an engine connects; its adapters differ in the engine only."""
+
+    def __init__(
+        self, link: Link, ranks: tuple[int, ...], timeout: float | None, group: str = ""
+    ) -> None:
+        worker = link.engine.rank
+        super().__init__(ranks.index(worker), len(ranks), timeout, worker)
+        self._link = link
+        self._ranks = ranks  # in the outermost group
+        self._group = group  # its name; empty for the outermost one
+        self._collectives: Collectives | None = None
+        self._num_splits: dict[tuple[int, ...], int] = {}
+        link.members.append(self)
+
+    # ---- on the event loop ---------------------------------------------------------------
+
+    def _enqueue(self, call: Call) -> None:
+        self._link.put(self._perform, call).add_done_callback(partial(self._performed, call))
+
+    def _performed(self, call: Call, op: Op[Any]) -> None:
+        error = None if op.cancelled() else op.exception()
+        if error is None:
+            self._settle(call, op.result())
+        else:
+            self._end_all(_failure_of(error))
+
+    def _end_all(self, failure: Failure) -> None:
+        for member in tuple(self._link.members):
+            member._end(failure)
+
+    def _spread(self, failure: Failure) -> None:
+        link = self._link
+        if link.ended is None:
+            link.ended = failure  # seen at once by a lane that waits in a call
+        self._end_all(failure)
+        link.put(link.spread).add_done_callback(_forget)
+
+    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        ordinal = self._num_splits.get(ranks, 0)
+        self._num_splits[ranks] = ordinal + 1
+        outer = tuple(self._ranks[rank] for rank in ranks)
+        name = f"{self._group}/{','.join(map(str, outer))}.{ordinal}"
+        return SplitCommunicator(self._link, outer, self.timeout, name)
+
+    async def _close(self) -> None:
+        link = self._link
+        done = link.put(self._leave, self.statistics().calls)
+        done.add_done_callback(_forget)
+        if not await has_ended(
+            done, CLOSE_S
+        ):  # it waits in a call that was abandoned, for someone who is late
+            self._spread(
+                Failure(LOST, f"Worker {self._worker} closed the communicator.", (self._worker,))
+            )
+            await has_ended(done, CLOSE_S)
+        link.members.remove(self)
+
+    # ---- on the lane's thread ------------------------------------------------------------
+
+    def _perform(self, call: Call) -> Any:
+        link, engine = self._link, self._link.engine
+        turn = Turn(call, self._ranks, self._group, self.timeout)
+        try:
+            link.read_notes()
+            if self._collectives is None:
+                exchange = engine.subgroup(self._ranks, self._group) if self._group else engine
+                self._collectives = Collectives(exchange)
+            return self._collectives.perform(call, partial(link.finish, turn))
+        except GroupEndedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the workers are no longer in step
+            failure = engine.explain(error, call.describe())
+            if failure is None:
+                text = f"Worker {engine.rank} failed in {call.describe()}: {error!r}"
+                failure = Failure(ENDED, text, (engine.rank,))
+            return link.end(failure)
+
+    def _leave(self, num_calls: int) -> None:
+        link = self._link
+        if link.ended is None:
+            link.engine.tell(Note(LEFT, link.engine.rank, self._group, num_calls))
+        if not self._group:
+            link.engine.close()
+
+
+@final
+class SplitCommunicator(EngineCommunicator):
+    """A worker of a part of a group; made by `split`."""
+
+
+async def has_ended(op: Op[Any], timeout: float | None) -> bool:
+    """Wait for an op; False if it takes longer. Unlike awaiting it, this never cancels it."""
+    future = op.get_loop().create_future()
+    op.add_done_callback(lambda _: None if future.done() else future.set_result(None))
+    await asyncio.wait([future], timeout=timeout)
+    return op.done()
+
+
+def _failure_of(error: BaseException) -> Failure:
+    if isinstance(error, GroupEndedError):
+        return error.failure
+    return Failure(ENDED, f"The engine's thread failed: {error!r}")
+
+
+def _forget(op: Op[Any]) -> None:
+    """Take an error that every later call raises anyway."""
+    if not op.cancelled():
+        op.exception()

@@ -1,0 +1,199 @@
+"""The frame that every cross-worker operation begins with, and what follows from the frames of all.
+
+A frame has a fixed size and is no pickle, so workers can exchange it whatever each of them is about
+to do. Pure decision code: frames go in, one decision comes out, the same on every worker.
+
+Layout, little-endian: magic and version, kind, length of the slot, run, sequence, stage, digest of
+what has to be equal, name of the step function, slot.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, unique
+from hashlib import blake2b
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..collectives import SLOT_BYTES
+
+MAGIC = b"arF1"
+NAME_BYTES = 64
+DIGEST_BYTES = 16
+_HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
+FRAME_BYTES = _HEADER.size + SLOT_BYTES
+
+
+@final
+@unique
+class FrameKind(IntEnum):
+    """What a worker has come for."""
+
+    COLLECTIVE = 1
+    FAILED = 2
+    CLOSED = 3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What one worker says at the beginning of an operation.
+
+    Attributes:
+        kind: What it has come for.
+        run: Number of the run, from 0.
+        function: Name of the step function.
+        sequence: Number of the collective in the run.
+        stage: Which exchange of that collective.
+        digest: A hash of what has to be equal on all workers; see `digest_of`.
+        slot: Small data; the cause if it has failed.
+
+    Example:
+        >>> frame = Frame(FrameKind.COLLECTIVE, 3, "step", 1, slot=b"abc")
+        >>> Frame.decode(frame.encode()) == frame
+        True
+    """
+
+    kind: FrameKind
+    run: int
+    function: str = ""
+    sequence: int = 0
+    stage: int = 0
+    digest: bytes = bytes(DIGEST_BYTES)
+    slot: bytes = b""
+
+    def encode(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes that are sent.
+
+        Raises:
+            ValueError: If the slot is too long.
+        """
+        if len(self.slot) > SLOT_BYTES:
+            raise ValueError(f"A slot holds {SLOT_BYTES} bytes, got {len(self.slot)}.")
+        header = _HEADER.pack(
+            MAGIC, self.kind, len(self.slot), self.run, self.sequence, self.stage, self.digest,
+            cut_text(self.function, NAME_BYTES),
+        )  # fmt: skip
+        data = np.zeros(FRAME_BYTES, np.uint8)
+        data[: len(header)] = np.frombuffer(header, np.uint8)
+        if self.slot:
+            data[len(header) : len(header) + len(self.slot)] = np.frombuffer(self.slot, np.uint8)
+        return data
+
+    @staticmethod
+    def decode(data: npt.NDArray[np.uint8]) -> Frame:
+        """Read what was sent.
+
+        Raises:
+            ValueError: If it is no frame of this release.
+        """
+        raw = data.tobytes()
+        if len(raw) != FRAME_BYTES or not raw.startswith(MAGIC):
+            raise ValueError(
+                f"A worker sent {raw[:8]!r} where a frame was expected: it runs another release of "
+                "aioreplica, or uses the communicator for something else. Install one release "
+                "everywhere, and give the strategy a communicator of its own."
+            )
+        _, kind, length, run, sequence, stage, digest, name = _HEADER.unpack_from(raw)
+        slot = raw[_HEADER.size : _HEADER.size + length]
+        function = name.rstrip(b"\0").decode("utf-8", "replace")
+        return Frame(FrameKind(kind), run, function, sequence, stage, digest, slot)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """All workers are in the same operation.
+
+    Attributes:
+        slots: Their small data, in rank order.
+    """
+
+    slots: list[bytes]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A worker's step has failed; there is nothing to wait for.
+
+    Attributes:
+        rank: The worker; the first of them if several have.
+        run: Its run.
+        function: Its step function.
+        cause: What it raised.
+    """
+
+    rank: int
+    run: int
+    function: str
+    cause: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A worker has closed its strategy.
+
+    Attributes:
+        ranks: Which ones have.
+    """
+
+    ranks: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """Workers have come for different operations: they exchange rows next."""
+
+
+Decision: TypeAlias = Agreed | Failed | Closed | Differs
+
+
+def decide(frames: Sequence[Frame]) -> Decision:
+    """Say what follows from the frames of all workers, in rank order.
+
+    A worker that has closed outweighs one that has failed, which outweighs a difference: the
+    others follow from it.
+
+    Example:
+        >>> here = Frame(FrameKind.COLLECTIVE, 0, "step", 1)
+        >>> decide([here, here])
+        Agreed(slots=[b'', b''])
+        >>> decide([here, Frame(FrameKind.FAILED, 0, "step", slot=b"ValueError: x")])
+        Failed(rank=1, run=0, function='step', cause='ValueError: x')
+    """
+    closed = tuple(i for i, frame in enumerate(frames) if frame.kind is FrameKind.CLOSED)
+    if closed:
+        return Closed(closed)
+    for rank, frame in enumerate(frames):
+        if frame.kind is FrameKind.FAILED:
+            cause = frame.slot.decode("utf-8", "replace")
+            return Failed(rank, frame.run, frame.function, cause)
+    first = frames[0]
+    if all(_key_of(frame) == _key_of(first) for frame in frames):
+        return Agreed([frame.slot for frame in frames])
+    return Differs()
+
+
+def digest_of(*texts: str) -> bytes:
+    """Return a hash of texts that differs if one of them does."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def cut_text(text: str, size: int) -> bytes:
+    """Return text as UTF-8 of at most `size` bytes, without half a character at the end."""
+    return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore").encode()
+
+
+def _key_of(frame: Frame) -> tuple[Any, ...]:
+    return frame.run, frame.function, frame.sequence, frame.stage, frame.digest

@@ -1,0 +1,298 @@
+"""A group of workers in one process: ranks are tasks, messages are ops of lanes.
+
+Each worker has a lane named "worker:RANK", and what it brings to a collective is an op there: in
+`aioreplica.testing` lanes are simulated, so messages of different workers overtake each other as
+the schedule decides, and its faults lose, delay and hang workers by the names of their lanes.
+
+Nothing else goes on in those threads: the last message to be delivered makes the results, on the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+
+from ..devices import CompletionQueue, Op, lane_table, running_loop
+from ..devices.backends import reduce_arrays
+from ..errors import LoopMismatchError, WorkerLostError
+from ._communicator import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    ENDED,
+    LOST,
+    REDUCE_SCATTER,
+    STALLED,
+    Call,
+    Communicator,
+    Failure,
+)
+
+
+@final
+class LocalCommunicator(Communicator):
+    """One worker of a group that lives in a single process, on one event loop.
+
+    For tests and for programs that are not distributed: `LocalCommunicator.group(size)` makes
+    them. All that a `Communicator` promises holds here too.
+
+    Under `aioreplica.testing` the messages of worker 1 are ops of the pool "worker:1":
+    `art.Faults().lose_worker("worker:1")` loses it, `slow_device` delays its messages and `hang_op`
+    keeps one for ever.
+    """
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        super().__init__(rank, group.size, group.timeout, group.ranks[rank])
+        self._group = group
+        self._lane_name = f"worker:{self._worker}"
+        self._num_splits: dict[tuple[int, ...], int] = {}
+        group.members.append(self)
+        lane_table().acquire((self._lane_name,))
+
+    @staticmethod
+    def group(size: int, *, timeout: float | None = None) -> tuple[LocalCommunicator, ...]:
+        """Make the communicators of a new group, by rank.
+
+        Args:
+            size: How many workers.
+            timeout: How long a collective may wait for the others, in seconds; None waits for ever.
+
+        Raises:
+            TypeError: If `timeout` is no number.
+            ValueError: If `size` is no positive integer, or `timeout` is not above 0.
+        """
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"A group has at least 1 worker, got {size!r}.")
+        group = _Group(tuple(range(size)), timeout, [])
+        return tuple(LocalCommunicator(group, rank) for rank in range(size))
+
+    def _enqueue(self, call: Call) -> None:
+        self._group.expect(call.number)
+        self._send(partial(self._group.deliver, self.rank, call))
+
+    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
+        ordinal = self._num_splits.get(ranks, 0)
+        self._num_splits[ranks] = ordinal + 1
+        group = self._group.subgroup(ranks, ordinal)
+        return LocalCommunicator(group, ranks.index(self.rank))
+
+    def _spread(self, failure: Failure) -> None:
+        self._send(partial(self._group.end, failure))
+
+    async def _close(self) -> None:
+        self._send(partial(self._group.left, self.rank, self._num_calls))
+        lane_table().release((self._lane_name,))
+
+    def _send(self, deliver: Callable[[], None]) -> None:
+        """Put a message on this worker's lane; `deliver` is called on the loop when it arrives."""
+        self._group.bind()
+        op: Op[None] = Op(
+            CompletionQueue.of_running_loop(), message, (), {}, lane_table().lane(self._lane_name)
+        )
+        op.add_done_callback(partial(self._arrived, deliver))
+
+    def _arrived(self, deliver: Callable[[], None], op: Op[None]) -> None:
+        error = None if op.cancelled() else op.exception()
+        if error is None:
+            deliver()
+            return
+        worker = f"Worker {self._worker}"
+        what = "is gone" if isinstance(error, WorkerLostError) else "could not send"
+        text = f"{worker} {what}: {error} Restart from the newest checkpoint."
+        self._group.end(Failure(LOST, text, (self._worker,)))
+
+
+def message() -> None:
+    """Stand for the sending of a message, which the lane orders and the testing kit delays."""
+
+
+@final
+@dataclass(slots=True)
+class _Meeting:
+    """Who has come to one call of the group."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None
+
+
+@final
+class _Group:
+    """What the members of a group share.
+
+    Invariants:
+        * A meeting is in `_meetings` from the first call with its number until all have come.
+        * `_failure` is set once; then nothing is delivered any more.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], timeout: float | None, family: list[_Group]) -> None:
+        self.ranks = ranks  # in the outermost group
+        self._family = family  # that group and all splits, which end together
+        family.append(self)
+        self.size = len(ranks)
+        self.timeout = timeout
+        self.members: list[LocalCommunicator] = []
+        self._meetings: dict[int, _Meeting] = {}
+        self._left: dict[int, int] = {}  # the number of calls that a worker made before it left
+        self._subgroups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        self._failure: Failure | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self) -> None:
+        """Belong to the running loop.
+
+        Raises:
+            LoopMismatchError: If the group was used on another one.
+        """
+        loop = running_loop("A LocalCommunicator")
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise LoopMismatchError(
+                "The workers of a LocalCommunicator run on one event loop, and this is another "
+                "one. Make a group per loop."
+            )
+
+    def subgroup(self, ranks: tuple[int, ...], ordinal: int) -> _Group:
+        """Return the group that the n-th split into these ranks makes."""
+        key = ranks, ordinal
+        group = self._subgroups.get(key)
+        if group is None:
+            outer = tuple(self.ranks[rank] for rank in ranks)
+            group = self._subgroups[key] = _Group(outer, self.timeout, self._family)
+        return group
+
+    def expect(self, number: int) -> None:
+        """Start to count the time of a call that someone has made."""
+        self.bind()
+        if number in self._meetings:
+            return
+        meeting = self._meetings[number] = _Meeting()
+        if self.timeout is not None and self._loop is not None:
+            meeting.timer = self._loop.call_later(self.timeout, self._time_is_up, number)
+
+    def deliver(self, rank: int, call: Call) -> None:
+        """Take what a worker brings to a call; the last one lets all of them go on."""
+        if self._failure is not None:
+            return
+        meeting = self._meetings[call.number]
+        meeting.calls[rank] = call
+        if len(meeting.calls) < self.size:
+            self._check_left(call)
+            return
+        del self._meetings[call.number]
+        if meeting.timer is not None:
+            meeting.timer.cancel()
+        calls = [meeting.calls[each] for each in range(self.size)]
+        difference = _difference(calls)
+        if difference is not None:
+            self.end(Failure(ENDED, difference, tuple(range(self.size))))
+            return
+        results = _results(calls)
+        for member in self.members:
+            member._settle(calls[member.rank], results[member.rank])
+
+    def left(self, rank: int, num_calls: int) -> None:
+        """Take note that a worker has closed its communicator after so many calls."""
+        self._left[rank] = num_calls
+        for meeting in tuple(self._meetings.values()):
+            for call in meeting.calls.values():
+                self._check_left(call)
+
+    def end(self, failure: Failure) -> None:
+        """Let every call of every member fail, and those of all groups of the same workers."""
+        for group in tuple(self._family):
+            if group._failure is None:
+                group._end(failure)
+
+    def _end(self, failure: Failure) -> None:
+        self._failure = failure
+        for meeting in self._meetings.values():
+            if meeting.timer is not None:
+                meeting.timer.cancel()
+        self._meetings.clear()
+        for member in self.members:
+            member._end(failure)
+
+    def _check_left(self, call: Call) -> None:
+        left = sorted(rank for rank, count in self._left.items() if count <= call.number)
+        gone = tuple(self.ranks[rank] for rank in left)
+        if gone:
+            self.end(Failure(LOST, closed_text(gone, call), gone))
+
+    def _time_is_up(self, number: int) -> None:
+        present = self._meetings[number].calls
+        missing = tuple(each for rank, each in enumerate(self.ranks) if rank not in present)
+        what = next((call.describe() for call in present.values()), f"call #{number}")
+        text = stall_text(missing, what, self.timeout)
+        self.end(Failure(STALLED, text, missing, self.timeout))
+
+
+def stall_text(missing: tuple[int, ...], what: str, timeout: float | None) -> str:
+    """Say who did not come to a call before the timeout."""
+    who = workers_in_words(missing) if missing else "Some worker"
+    return (
+        f"{who} did not come to {what} within {timeout:g} s. Look what that worker does (it may "
+        "have ended its step early), or raise the timeout."
+    )
+
+
+def closed_text(gone: tuple[int, ...], call: Call) -> str:
+    """Say who has closed its communicator while others wait for it."""
+    has = "have" if len(gone) > 1 else "has"
+    return (
+        f"{workers_in_words(gone)} {has} closed the communicator before {call.describe()}, which "
+        "others wait in. Every worker must make the same calls."
+    )
+
+
+def workers_in_words(ranks: tuple[int, ...]) -> str:
+    """Return, for example, "Worker 1" or "Workers 1 and 3"."""
+    if len(ranks) == 1:
+        return f"Worker {ranks[0]}"
+    return f"Workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _difference(calls: list[Call]) -> str | None:
+    first = _signature(calls[0])
+    for rank, call in enumerate(calls):
+        other = _signature(call)
+        if other != first:
+            return (
+                f"Worker {rank} called {other} where worker 0 called {first}, as call "
+                f"#{call.number}. Every worker must make the same calls."
+            )
+    return None
+
+
+def _signature(call: Call) -> str:
+    options = f", {call.op.name}" if call.op is not None else ""
+    if call.kind == BROADCAST:
+        options = f", root={call.root}"
+    return f"{call.kind}({call.array.dtype}{list(call.array.shape)}{options})"
+
+
+def _results(calls: list[Call]) -> list[Any]:
+    """Compute what each worker gets; read-only arrays, shared where they are the same."""
+    first, size = calls[0], len(calls)
+    arrays = [call.array for call in calls]
+    if first.kind == BROADCAST:
+        return [_frozen(arrays[first.root].copy())] * size
+    if first.kind == ALL_GATHER:
+        return [_frozen(np.stack(arrays))] * size
+    if first.kind in (ALL_REDUCE, REDUCE_SCATTER) and first.op is not None:
+        total = _frozen(reduce_arrays(first.op, arrays))
+        if first.kind == ALL_REDUCE:
+            return [total] * size
+        return np.array_split(total, size)
+    return [None] * size
+
+
+def _frozen(array: Any) -> Any:
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,419 @@
+"""MPI, through mpi4py: started, used and ended on one thread of the process.
+
+mpi4py starts MPI at its import, so that happens at the first connection only, and with our
+options. MPI calls have no timeouts and cannot be cancelled: nothing here blocks in one, but for
+the start and the end of MPI and `shrink`.
+
+mpi4py does not keep the arrays of a non-blocking call alive: each poll function does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import re
+import sys
+import zlib
+from pathlib import Path
+from time import sleep
+from typing import Any, Self, final
+
+import numpy as np
+
+from ..context import REGISTRY
+from ..devices import CompletionQueue, Lane, Op, new_gate
+from ..errors import ContextError, StallError, WorkerLostError
+from ._communicator import ENDED, LOST, Failure, require_timeout
+from ._engine import NOTE_BYTES, Engine, EngineCommunicator, Link, Note, has_ended
+from ._exchange import Exchange, Poll
+from ._local import workers_in_words
+
+EXIT_S = 1.0  # for the others to hear why a group has ended, before this process goes
+PAIRS = 8  # workers that exchange with each other directly: measured to be faster than MPI's own
+MAX_TAG = 30_000  # every MPI has at least 32,767
+
+
+@final
+class MpiCommunicator(EngineCommunicator):
+    """A worker of all those that `mpirun` has started; made by `connect`.
+
+    Any MPI that mpi4py finds; `pip install "aioreplica[mpi]"` brings Open MPI. One thread makes
+    every call of MPI. If a worker dies, MPI's launcher ends the others as well. Started as
+    `mpirun --with-ft ulfm` (Open MPI), they live on: each raises a `WorkerLostError`, and
+    `shrink` makes a group of those that are left.
+    """
+
+    @classmethod
+    async def connect(cls, *, timeout: float | None = None) -> Self:
+        """Start MPI if need be, and meet all of its workers.
+
+        Args:
+            timeout: How long this, and each collective, may wait for the others, in seconds; None
+                waits for ever.
+
+        Raises:
+            ImportError: If mpi4py or an MPI is not installed.
+            ContextError: If the process was forked from one that uses MPI, or MPI was started
+                without support for threads.
+            StallError: If not all workers came before the timeout.
+            TypeError: If `timeout` is no number.
+            ValueError: If `timeout` is not above 0.
+
+        Cancellation:
+            What was begun goes on in the background; connect again only in a new process.
+        """
+        timeout = require_timeout(timeout)
+        runtime = REGISTRY.once("mpi", MpiRuntime)
+        runtime.check_process()
+        engine = await runtime.run("start MPI", timeout, runtime.new_engine)
+        return cls(Link(engine, runtime.lane), tuple(range(engine.size)), timeout)
+
+    async def shrink(self) -> MpiCommunicator:
+        """Make a communicator of the workers that are left; all of them must call this.
+
+        Only under `mpirun --with-ft ulfm`. Ranks keep their order and close ranks.
+
+        Raises:
+            ContextError: If this MPI cannot go on after the loss of a worker.
+            StallError: If not all of the others came before the timeout.
+            WorkerLostError: If another worker was lost meanwhile; call it again.
+
+        Cancellation:
+            As for `connect`.
+        """
+        runtime = REGISTRY.once("mpi", MpiRuntime)
+        runtime.check_process()
+        engine = self._link.engine
+        assert isinstance(engine, MpiEngine)  # made by `connect`
+        smaller = await runtime.run("shrink the group", self.timeout, engine.shrunk)
+        link = Link(smaller, runtime.lane)
+        return MpiCommunicator(link, tuple(range(smaller.size)), self.timeout)
+
+
+@final
+class MpiRuntime:
+    """MPI in this process: its thread, its start and its end.
+
+    Attributes:
+        lane: Makes every call of MPI.
+    """
+
+    def __init__(self) -> None:
+        self.lane = Lane("mpi", nice=0)
+        self.mpi: Any = None  # the module; Any: mpi4py is optional
+        self.failed = False  # what was begun has not come to its end, or a group has failed
+        self._pid = os.getpid()
+        self._is_ours = False
+        self._completions: CompletionQueue | None = None
+
+    def check_process(self) -> None:
+        """Check that this is the process that has MPI.
+
+        Raises:
+            ContextError: If it is a fork of it, or something was left hanging in it.
+        """
+        if self._pid != os.getpid():
+            raise ContextError(
+                f"Process {self._pid} uses MPI, and this one was forked from it: it cannot use "
+                "MPI. Fork before connecting, or start processes with the 'spawn' method."
+            )
+
+    async def run(self, what: str, timeout: float | None, fn: Any, *args: Any) -> Any:
+        """Run a call of MPI that blocks until the others have made it too.
+
+        Raises:
+            StallError: If that took too long.
+        """
+        self._completions = completions = CompletionQueue.of_running_loop()
+        op: Op[Any] = Op(completions, fn, args, {}, self.lane)
+        op.put()
+        was_failed, self.failed = self.failed, True
+        if not await has_ended(op, timeout):
+            raise StallError(
+                f"Not all workers came to {what} within {timeout:g} s. Look whether each of them "
+                "gets as far as ar.cluster.connect(), or raise the timeout.",
+                timeout_s=timeout,
+            )
+        self.failed = was_failed
+        return op.result()
+
+    # ---- on the lane's thread ------------------------------------------------------------
+
+    def new_engine(self) -> MpiEngine:
+        """Start MPI if that was not done, and take a communicator of its own."""
+        if self.mpi is None:
+            self._start()
+        return MpiEngine(self.mpi, self.mpi.COMM_WORLD.Dup(), self)
+
+    def _start(self) -> None:
+        mpi = import_mpi()
+        if not mpi.Is_initialized():
+            init_mpi(mpi)
+            self._is_ours = True
+        if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+            raise ContextError(
+                "MPI was started without support for threads. Connect before mpi4py.MPI is "
+                "imported, or set mpi4py.rc.thread_level = 'serialized' before that."
+            )
+        self.mpi = mpi
+        if self._is_ours:
+            atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        """End MPI, which waits for the others; or leave that to the launcher after a failure."""
+        if self._pid != os.getpid() or self._completions is None:
+            return
+        if self.failed:
+            sleep(EXIT_S)
+            return
+        gate = new_gate(None)
+
+        def finalize() -> None:
+            self.mpi.Finalize()
+            gate.open()
+
+        self.lane.put(Op(self._completions, finalize, (), {}))
+        while not gate.wait(1.0):
+            pass
+
+
+def import_mpi() -> Any:
+    """Return the module mpi4py.MPI, which is not to start MPI by itself.
+
+    Raises:
+        ImportError: If it is not installed, or finds no MPI; says what to install.
+    """
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: no library of MPI
+        raise ImportError(
+            f'MPI needs mpi4py and an MPI: pip install "aioreplica[mpi]". ({error})'
+        ) from error
+    return MPI
+
+
+def init_mpi(mpi: Any) -> None:
+    """Start MPI, which waits for the other workers; lets other threads run meanwhile.
+
+    mpi4py's own function keeps the interpreter's lock while it waits, so that no timeout could
+    ever be told. Where the library cannot be found it is called all the same.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        (library,) = set(re.findall(r"(/\S*/libmpi(?:_abi)?\.so[.0-9]*)$", maps, re.MULTILINE))
+        init = ctypes.CDLL(library).MPI_Init_thread
+    except (OSError, ValueError, AttributeError):
+        mpi.Init_thread(mpi.THREAD_SERIALIZED)
+        return
+    if init(None, None, mpi.THREAD_SERIALIZED, ctypes.byref(ctypes.c_int())):
+        raise ContextError("MPI could not be started; see what it has printed.")
+    for each in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        each.Set_errhandler(mpi.ERRORS_RETURN)
+
+
+@final
+class MpiEngine(Engine):
+    """One communicator of MPI for exchanges, and one for notes.
+
+    Args:
+        mpi: The module.
+        comm: For this engine alone.
+        runtime: Told when the group has failed.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, runtime: MpiRuntime) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._mpi = mpi
+        self._comm = comm
+        self._runtime = runtime
+        self._notes = comm.Dup()
+        for each in (self._comm, self._notes):
+            each.Set_errhandler(mpi.ERRORS_RETURN)
+        self._pairs: Exchange | None = None
+        if self.size <= PAIRS:
+            self._pairs = MpiMessages(mpi, comm, tuple(range(self.size)), 0)
+        self._sent: list[Any] = []  # requests, and what they send
+        self._buffer = np.zeros(NOTE_BYTES, np.uint8)
+        self._receive = self._next_note()
+
+    # ---- exchanges -----------------------------------------------------------------------
+
+    def all_gather(self, send: Any, recv: Any) -> Poll:
+        if self._pairs is not None:
+            return self._pairs.all_gather(send, recv)
+        own = recv.reshape(self.size, -1)[self.rank]
+        mine = self._mpi.IN_PLACE if np.may_share_memory(send, own) else self._of(send)
+        return poll_of(self._comm.Iallgather(mine, self._of(recv)).Test, send, recv)
+
+    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
+        if self._pairs is not None:
+            return self._pairs.all_to_all(send, recv, counts)
+        own = [counts[self.rank]] * self.size
+        send_spec = [send, counts, _starts(counts), self._mpi.BYTE]
+        recv_spec = [recv, own, _starts(own), self._mpi.BYTE]
+        return poll_of(self._comm.Ialltoallv(send_spec, recv_spec).Test, send, recv)
+
+    def broadcast(self, buffer: Any, root: int) -> Poll:
+        return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
+
+    def barrier(self) -> Poll:
+        return poll_of(self._comm.Ibarrier().Test)
+
+    def add(self, source: Any, target: Any) -> Poll | None:
+        return None
+
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
+        return MpiMessages(self._mpi, self._comm, ranks, 1 + zlib.crc32(name.encode()) % MAX_TAG)
+
+    def _of(self, array: Any) -> Any:
+        return [array, self._mpi.BYTE]
+
+    # ---- notes ---------------------------------------------------------------------------
+
+    def tell(self, note: Note) -> None:
+        data = np.zeros(NOTE_BYTES, np.uint8)
+        encoded = note.encode()
+        data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+        if note.kind not in ("waiting", "left"):
+            self._runtime.failed = True
+        for rank in range(self.size):
+            if rank != self.rank:
+                try:
+                    request = self._notes.Isend(self._of(data), rank)
+                except self._mpi.Exception:
+                    continue  # it is gone
+                self._sent.append((request, data))
+
+    def notes(self) -> list[Note]:
+        found = []
+        while self.size > 1 and self._receive.Test():
+            found.append(Note.decode(self._buffer.tobytes().rstrip(b"\0")))
+            self._receive = self._next_note()
+        return found
+
+    def _next_note(self) -> Any:
+        self._buffer[:] = 0
+        return self._notes.Irecv(self._of(self._buffer), self._mpi.ANY_SOURCE)
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def explain(self, error: Exception, what: str) -> Failure | None:
+        mpi = self._mpi
+        if not isinstance(error, mpi.Exception):
+            return None
+        code = error.Get_error_class()
+        if code not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+            text = f"MPI failed in {what} on worker {self.rank}: {error}"
+            return Failure(ENDED, text, (self.rank,))
+        ranks = self._lost()
+        who = f"{workers_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'}" if ranks else "?"
+        text = f"{who} gone, as MPI says in {what}. Restart from the newest checkpoint."
+        return Failure(LOST, text, ranks)
+
+    def _lost(self) -> tuple[int, ...]:
+        mpi = self._mpi
+        failed, everyone = self._notes.Get_failed(), self._notes.Get_group()
+        ranks = mpi.Group.Translate_ranks(failed, list(range(failed.Get_size())), everyone)
+        return tuple(sorted(ranks))
+
+    def end(self) -> None:
+        self._runtime.failed = True
+
+    def close(self) -> None:
+        self._receive.Cancel()
+
+    def shrunk(self) -> MpiEngine:
+        """Return an engine of the workers that are left."""
+        mpi = self._mpi
+        try:
+            smaller = self._comm.Shrink()
+            engine = MpiEngine(mpi, smaller, self._runtime)
+        except NotImplementedError:
+            raise ContextError(
+                "This MPI cannot go on after the loss of a worker. Start the workers with "
+                "`mpirun --with-ft ulfm` of Open MPI, or restart all of them."
+            ) from None
+        except mpi.Exception as error:
+            raise WorkerLostError(f"MPI could not shrink the group: {error}") from error
+        self._runtime.failed = False
+        return engine
+
+
+@final
+class MpiMessages(Exchange):
+    """Exchanges by messages between each two workers.
+
+    For few workers, and for parts of a group: to make a communicator of MPI would block.
+
+    Args:
+        mpi: The module.
+        comm: The communicator of all.
+        ranks: The members, by their ranks in `comm`.
+        tag: Of the messages. They arrive in order, and workers agree in the order of calls.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, ranks: tuple[int, ...], tag: int) -> None:
+        self.rank, self.size = ranks.index(comm.Get_rank()), len(ranks)
+        self._mpi, self._comm, self._ranks, self._tag = mpi, comm, ranks, tag
+
+    def all_gather(self, send: Any, recv: Any) -> Poll:
+        return self._exchange([send] * self.size, recv.reshape(self.size, -1))
+
+    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
+        parts = np.split(send, np.cumsum(counts)[:-1])
+        return self._exchange(parts, recv.reshape(self.size, counts[self.rank]))
+
+    def broadcast(self, buffer: Any, root: int) -> Poll:
+        others = [rank for rank in range(self.size) if rank != root]
+        if self.rank == root:
+            requests = [self._send(buffer, rank) for rank in others]
+        else:
+            requests = [self._receive(buffer, root)]
+        return self._poll(requests, buffer)
+
+    def barrier(self) -> Poll:
+        return self.all_gather(np.zeros(1, np.uint8), np.empty(self.size, np.uint8))
+
+    def add(self, source: Any, target: Any) -> Poll | None:
+        return None
+
+    def _exchange(self, parts: Any, rows: Any) -> Poll:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        requests = [self._receive(rows[rank], rank) for rank in others]
+        requests += [self._send(parts[rank], rank) for rank in others]
+        return self._poll(requests, parts, rows)
+
+    def _send(self, array: Any, rank: int) -> Any:
+        return self._comm.Isend([array, self._mpi.BYTE], self._ranks[rank], self._tag)
+
+    def _receive(self, array: Any, rank: int) -> Any:
+        return self._comm.Irecv([array, self._mpi.BYTE], self._ranks[rank], self._tag)
+
+    def _poll(self, requests: list[Any], *held: Any) -> Poll:
+        test = self._mpi.Request.Testall
+        return poll_of(lambda: test(requests), *held)
+
+
+def poll_of(test: Any, *held: Any) -> Poll:
+    """Return a poll function that holds what MPI may still use."""
+
+    def poll(pause_s: float, _held: tuple[Any, ...] = held) -> bool:
+        if test():
+            return True
+        if pause_s:
+            sleep(pause_s)
+        else:
+            os.sched_yield()  # workers may be more than cores
+        return False
+
+    return poll
+
+
+def _starts(counts: list[int]) -> list[int]:
+    return [sum(counts[:rank]) for rank in range(len(counts))]

@@ -1,0 +1,391 @@
+"""Collectives across workers: what each has made of its own replicas' values is brought together.
+
+A worker combines the values of its replicas first. What is left is one value per worker, and a
+`Turn` carries it: a frame of fixed size goes to every worker first, with a slot for small data;
+only if all frames agree larger data follow. So whatever is small enough travels in the slot, and
+is combined here, in rank order.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import device as device_of
+
+from ..devices.backends import backend_of, join_arrays
+from ..typing import ReduceOp
+from ..values import IndexedSlices
+from ._kind import array_like
+from ._reduce import reduce_leaves
+
+Array = npt.NDArray[Any]
+T = TypeVar("T")
+
+SLOT_BYTES = 384
+"""What a frame has room for."""
+
+PACKED_BYTES = 256 * 1024
+"""Arrays up to this size are sent together; joining larger ones would cost more than it saves."""
+
+_NUMBERS = (bool, int, float, complex)
+_CELL = struct.Struct("<c16s")
+_NUMBER_BYTES = 16
+
+
+class Wire(Protocol):
+    """What carries arrays between workers; every worker makes the same calls in the same order."""
+
+    def all_reduce(self, x: Array, op: Any) -> Awaitable[Array]:
+        """Combine an array over all workers."""
+
+    def all_gather(self, x: Array) -> Awaitable[Array]:
+        """Return the arrays of all workers, in rank order along a new first axis."""
+
+    def broadcast(self, x: Array, root: int) -> Awaitable[Array]:
+        """Return the array of one worker."""
+
+
+class Turn(ABC):
+    """The time in which one collective of a worker meets the same one of all other workers.
+
+    Turns are taken in the order of the collectives, whatever their local parts take.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The number of this worker, from 0."""
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """How many workers meet."""
+
+    @property
+    @abstractmethod
+    def num_local_replicas(self) -> int:
+        """How many replicas each of them has."""
+
+    @abstractmethod
+    async def exchange(
+        self,
+        slot: bytes,
+        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
+        *,
+        what: str = "",
+        signature: str = "",
+    ) -> T:
+        """Send a frame to all workers; if all agree, carry larger data and return what came.
+
+        Args:
+            slot: Small data, at most `SLOT_BYTES`.
+            carry: Called with the slots of all workers, in rank order.
+            what: Names a further exchange in the same turn.
+            signature: What has to be the same on all workers, besides what the turn says.
+
+        Raises:
+            MergeMismatchError: If the workers are not in the same collective.
+            WorkerLostError: If a worker has failed, closed, or is gone.
+            StallError: If a worker does not come in time.
+
+        Cancellation:
+            What was begun goes on without the caller: the other workers need it.
+        """
+
+    @abstractmethod
+    def merging(self) -> AbstractContextManager[None]:
+        """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
+
+
+async def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
+    """Carry nothing but the slots, which are returned."""
+    return slots
+
+
+# ---- reducing ------------------------------------------------------------------------------------
+
+
+async def reduce_across(
+    turn: Turn, op: ReduceOp, leaves: Sequence[Any], *, what: str = "", signature: str = ""
+) -> list[Any]:
+    """Combine leaves over all workers, which have combined those of their own replicas.
+
+    Args:
+        turn: Of the collective.
+        op: The operator. For MEAN each worker brings its mean, and all have as many replicas.
+        leaves: Numbers, arrays and IndexedSlices, of the same kinds, dtypes and shapes everywhere.
+        what: As for `Turn.exchange`.
+        signature: As for `Turn.exchange`.
+
+    Returns:
+        One result per leaf, on every worker the same; read-only where it is a NumPy array.
+
+    Determinism:
+        In rank order, element by element.
+    """
+    sent = [_sent_form(leaf) for leaf in leaves]
+    small = _packed(sent)
+
+    async def carry(wire: Wire, slots: list[bytes]) -> list[Any]:
+        if small is not None:
+            rows = [_unpacked(slot, sent) for slot in slots]
+            columns = zip(*rows, strict=True)
+            return [_combine(op, column) for column in columns]
+        return await _reduce_large(wire, op, sent)
+
+    found = await turn.exchange(small or b"", carry, what=what, signature=signature)
+    return [_as_before(new, leaf) for new, leaf in zip(found, leaves, strict=True)]
+
+
+def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
+    first = column[0]
+    if isinstance(first, bool) and op is ReduceOp.SUM:
+        column = [int(each) for each in column]
+    return reduce_leaves(op, column)
+
+
+async def _reduce_large(wire: Wire, op: ReduceOp, sent: Sequence[Any]) -> list[Any]:
+    results: list[Any] = [None] * len(sent)
+    numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS)]
+    sparse = [i for i, leaf in enumerate(sent) if isinstance(leaf, IndexedSlices)]
+    arrays = [(i, leaf) for i, leaf in enumerate(sent) if type(leaf) is np.ndarray]
+    waiting = []
+    for indices in _groups(arrays):
+        if len(indices) == 1:
+            flat = np.ascontiguousarray(sent[indices[0]])
+        else:
+            flat = np.concatenate([sent[i].reshape(-1) for i in indices])
+        waiting.append((indices, wire.all_reduce(flat, op)))
+    if numbers:
+        cells = np.frombuffer(b"".join(_cell(sent[i]) for i in numbers), np.uint8)
+        rows = await wire.all_gather(cells)
+        for place, i in enumerate(numbers):
+            start = place * _CELL.size
+            column = [_number(row[start : start + _CELL.size].tobytes()) for row in rows]
+            results[i] = _combine(op, column)
+    for i in sparse:
+        results[i] = reduce_leaves(op, await _gather_slices(wire, sent[i]))
+    for indices, pending in waiting:
+        total = await pending
+        _cut(total.reshape(-1), [(i, sent[i].shape) for i in indices], results)
+    return results
+
+
+def _groups(leaves: Sequence[tuple[int, Array]]) -> list[list[int]]:
+    """Put small arrays of one dtype together, in their order; large ones stay alone."""
+    groups: list[list[int]] = []
+    together: dict[str, list[int]] = {}
+    for index, leaf in leaves:
+        if leaf.nbytes > PACKED_BYTES:
+            groups.append([index])
+        elif leaf.dtype.char in together:
+            together[leaf.dtype.char].append(index)
+        else:
+            groups.append(together.setdefault(leaf.dtype.char, [index]))
+    return groups
+
+
+def _cut(flat: Array, shapes: Sequence[tuple[int, tuple[int, ...]]], results: list[Any]) -> None:
+    start = 0
+    for index, shape in shapes:
+        stop = start + int(np.prod(shape, dtype=np.int64))
+        part = flat[start:stop].reshape(shape)
+        if part.flags.writeable:
+            part.flags.writeable = False
+        results[index], start = part, stop
+
+
+async def _gather_slices(wire: Wire, slices: IndexedSlices) -> list[IndexedSlices]:
+    """Return the rows of all workers, who have different numbers of them."""
+    values, indices = np.asarray(slices.values), np.asarray(slices.indices, np.int64)
+    rows = await gather_bytes(wire, indices.tobytes() + values.tobytes())
+    shape = values.shape[1:]
+    width = 8 + int(np.prod(shape, dtype=np.int64)) * values.dtype.itemsize
+    found = []
+    for row in rows:
+        count = len(row) // width
+        their_indices = np.frombuffer(row[: 8 * count], np.int64)
+        their_values = np.frombuffer(row[8 * count :], values.dtype).reshape(count, *shape)
+        found.append(IndexedSlices(their_values, their_indices, slices.dense_shape))
+    return found
+
+
+# ---- gathering -----------------------------------------------------------------------------------
+
+
+async def gather_across(
+    turn: Turn, leaves: Sequence[Any], axis: int, *, what: str = "", signature: str = ""
+) -> list[list[Any]]:
+    """Return the leaves of every worker, in rank order; sizes along `axis` may differ.
+
+    Args:
+        turn: Of the collective.
+        leaves: Arrays, of the same dtypes everywhere and the same shapes outside `axis`.
+        axis: The axis along which sizes may differ.
+        what: As for `Turn.exchange`.
+        signature: As for `Turn.exchange`.
+
+    Returns:
+        One list per leaf, of one array per worker.
+    """
+    arrays = [_host_array(leaf) for leaf in leaves]
+
+    async def carry(wire: Wire, _slots: list[bytes]) -> list[list[Any]]:
+        return [await _gather_one(wire, array, axis) for array in arrays]
+
+    found = await turn.exchange(b"", carry, what=what, signature=signature)
+    return [
+        [_as_before(array, leaf) for array in row] for row, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+async def _gather_one(wire: Wire, array: Array, axis: int) -> list[Array]:
+    along = axis % array.ndim
+    others = array.shape[:along] + array.shape[along + 1 :]
+    rows = await gather_bytes(wire, np.ascontiguousarray(np.moveaxis(array, along, 0)).tobytes())
+    width = int(np.prod(others, dtype=np.int64)) * array.dtype.itemsize
+    sizes = [len(row) // width if width else 0 for row in rows]
+    parts = [
+        np.frombuffer(row, array.dtype).reshape(size, *others)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+    return [np.moveaxis(part, 0, along) for part in parts]
+
+
+def join_across(parts: Sequence[Any], axis: int) -> Any:
+    """Join what `gather_across` gave of one leaf; read-only where it is a NumPy array."""
+    joined = join_arrays([array_like(part) for part in parts], axis)
+    if type(joined) is np.ndarray:
+        joined.flags.writeable = False
+    return joined
+
+
+async def gather_bytes(wire: Wire, data: bytes) -> list[bytes]:
+    """Return bytes of every worker, as many as each has."""
+    sizes = (await wire.all_gather(np.array([len(data)], np.int64))).reshape(-1)
+    longest = int(sizes.max())
+    if not longest:
+        return [b""] * len(sizes)
+    padded = np.zeros(longest, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = await wire.all_gather(padded)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+async def broadcast_bytes(wire: Wire, data: bytes, size: int, root: int) -> bytes:
+    """Return the bytes of one worker, of a size that all know."""
+    if not size:
+        return b""
+    sent = np.frombuffer(data, np.uint8).copy() if data else np.zeros(size, np.uint8)
+    return (await wire.broadcast(sent, root)).tobytes()
+
+
+async def broadcast_arrays(
+    turn: Turn, arrays: Sequence[Array], root: int = 0, *, what: str = "", signature: str = ""
+) -> list[Array]:
+    """Return the arrays of one worker; all have the same dtypes and shapes."""
+
+    async def carry(wire: Wire, _slots: list[bytes]) -> list[Array]:
+        found = []
+        for array in arrays:
+            data = await wire.broadcast(_bytes_of(array), root)
+            whole = np.frombuffer(data.tobytes(), array.dtype).reshape(array.shape)
+            found.append(whole)
+        return found
+
+    return await turn.exchange(b"", carry, what=what, signature=signature)
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+def _sent_form(leaf: Any) -> Any:
+    """Return a leaf as it is sent: a number, a NumPy array or an IndexedSlices."""
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    if isinstance(leaf, (*_NUMBERS, IndexedSlices)):
+        return leaf
+    return _host_array(leaf)
+
+
+def _host_array(leaf: Any) -> Array:
+    if is_array_api_obj(leaf) and not isinstance(leaf, (np.ndarray, np.generic)):
+        return np.asarray(backend_of(leaf).get(leaf))
+    return np.asarray(leaf)
+
+
+def _as_before(new: Any, leaf: Any) -> Any:
+    """Return a result in the library, and on the device, of what was sent."""
+    if isinstance(leaf, np.generic):
+        return new[()]
+    if type(new) is not np.ndarray or not is_array_api_obj(leaf) or isinstance(leaf, np.ndarray):
+        return new
+    return array_namespace(leaf).asarray(new.copy(), device=device_of(leaf))
+
+
+def _bytes_of(array: Array) -> Array:
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+
+
+def _packed(sent: Sequence[Any]) -> bytes | None:
+    """Return leaves as bytes if a slot has room for them."""
+    size = 0
+    for leaf in sent:
+        if type(leaf) is np.ndarray:
+            size += leaf.nbytes
+        elif isinstance(leaf, IndexedSlices):
+            return None
+        else:
+            size += _CELL.size
+        if size > SLOT_BYTES:
+            return None
+    return b"".join(leaf.tobytes() if type(leaf) is np.ndarray else _cell(leaf) for leaf in sent)
+
+
+def _unpacked(slot: bytes, like: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    start = 0
+    for leaf in like:
+        if type(leaf) is np.ndarray:
+            stop = start + leaf.nbytes
+            found.append(np.frombuffer(slot[start:stop], leaf.dtype).reshape(leaf.shape))
+        else:
+            stop = start + _CELL.size
+            found.append(_number(slot[start:stop]))
+        start = stop
+    return found
+
+
+def _cell(number: Any) -> bytes:
+    """Return a Python number with its kind in a few bytes."""
+    if isinstance(number, bool):
+        return _CELL.pack(b"b", bytes([number]))
+    if isinstance(number, int):
+        try:
+            return _CELL.pack(b"i", number.to_bytes(_NUMBER_BYTES, "little", signed=True))
+        except OverflowError:
+            raise OverflowError(
+                f"{number} has more than {8 * _NUMBER_BYTES} bits, which do not go to other "
+                "workers. Pass a float."
+            ) from None
+    if isinstance(number, float):
+        return _CELL.pack(b"f", struct.pack("<d", number))
+    return _CELL.pack(b"c", struct.pack("<dd", number.real, number.imag))
+
+
+def _number(cell: bytes) -> Any:
+    kind, data = _CELL.unpack(cell)
+    if kind == b"b":
+        return bool(data[0])
+    if kind == b"i":
+        return int.from_bytes(data, "little", signed=True)
+    if kind == b"f":
+        return struct.unpack("<d", data[:8])[0]
+    return complex(*struct.unpack("<dd", data))

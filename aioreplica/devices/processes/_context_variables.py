@@ -1,0 +1,173 @@
+"""Context variables that ops in a worker process see: how they are found there, and what travels.
+
+A `ContextVar` cannot be pickled. One that is a global of an importable module is the same global in
+the worker; of any other one the worker has a twin, known by number.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import Context, ContextVar
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias, final
+
+import cloudpickle
+import numpy as np
+
+from ...context import CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, OVERRIDES, PLACE, REGISTRY
+
+MAINS = {"__main__", "__mp_main__"}
+OWN = frozenset({CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, OVERRIDES, PLACE})
+IMMUTABLE = frozenset({bool, bytes, float, int, str, type(None)})
+NUMPY_ERRORS = "numpy.ufunc.extobj"  # travels as what `np.geterr` gives
+DECIMAL = "decimal_context"  # no module has the variable, only functions that read and set it
+
+AnyVar: TypeAlias = "ContextVar[Any]"
+
+
+@final
+class VarName(NamedTuple):
+    """How another process finds a context variable.
+
+    Attributes:
+        module: The module that it is a global of; None for a twin.
+        name: Its name there, or what it was made with.
+        number: Tells twins apart.
+        default: Of a twin, pickled; None if it has none, or one that cannot be.
+    """
+
+    module: str | None
+    name: str
+    number: int = 0
+    default: bytes | None = None
+
+
+@final
+class VarNames:
+    """The names of context variables, each searched for once."""
+
+    def __init__(self) -> None:
+        self._names: dict[AnyVar, VarName] = {}
+
+    def name_of(self, var: AnyVar) -> VarName:
+        """Return how a worker finds a variable."""
+        found = self._names.get(var)
+        if found is None:
+            found = self._names[var] = _search(var) or self._twin(var)
+        return found
+
+    def _twin(self, var: AnyVar) -> VarName:
+        try:
+            default: bytes | None = cloudpickle.dumps(Context().run(var.get))
+        except Exception:  # noqa: BLE001 - it has none, or one whose `__reduce__` raises
+            default = None
+        return VarName(None, var.name, len(self._names) + 1, default)
+
+
+def var_names() -> VarNames:
+    """Return the names of the process."""
+    return REGISTRY.once("context_variable_names", VarNames)
+
+
+def find_var(name: VarName) -> AnyVar:
+    """Return the variable of a name, in the worker; a twin is made once."""
+    if name.module is not None:
+        found: AnyVar = getattr(import_module(name.module), name.name)
+        return found
+    twins = REGISTRY.once("context_variable_twins", dict[int, AnyVar])
+    if name.number not in twins:
+        default = name.default
+        options = {} if default is None else {"default": cloudpickle.loads(default)}
+        twins[name.number] = ContextVar(name.name, **options)
+    return twins[name.number]
+
+
+@final
+class ContextSender:
+    """Sends the context variables of ops; says once of each that it cannot.
+
+    Args:
+        device_name: Names the device in warnings.
+    """
+
+    def __init__(self, device_name: str) -> None:
+        self._device_name = device_name
+        self._sent: dict[AnyVar, tuple[object, bytes]] = {}
+        self._refused: set[AnyVar] = set()
+
+    def pack(self, context: Context) -> list[tuple[VarName, bytes]]:
+        """Return the variables of a context that can be pickled, with their values.
+
+        Warns:
+            RuntimeWarning: For each of the others, at its first op.
+        """
+        packed = []
+        for var, value in context.items():
+            if var in OWN or var.name == NUMPY_ERRORS:
+                continue
+            before = self._sent.get(var)
+            if before is not None and before[0] is value:
+                packed.append((var_names().name_of(var), before[1]))
+                continue
+            try:
+                data = cloudpickle.dumps(value)
+            except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
+                self._refuse(var, value, error)
+                continue
+            if type(value) in IMMUTABLE:
+                self._sent[var] = value, data
+            packed.append((var_names().name_of(var), data))
+        return packed
+
+    def _refuse(self, var: AnyVar, value: object, error: Exception) -> None:
+        if var in self._refused:
+            return
+        self._refused.add(var)
+        warnings.warn(
+            f"Context variable {var.name!r} does not reach ops on {self._device_name}, whose lane "
+            f"is a worker process: its value (a {type(value).__qualname__}) cannot be pickled: "
+            f"{error}. There it has its default.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def set_vars(packed: Sequence[tuple[VarName, bytes]]) -> None:
+    """Set what `ContextSender.pack` gave, in the current context of the worker."""
+    for name, data in packed:
+        value = cloudpickle.loads(data)
+        if name.module is None and name.name == DECIMAL:
+            import_module("decimal").setcontext(value)
+        else:
+            find_var(name).set(value)
+
+
+def numpy_errors(context: Context) -> bytes | None:
+    """Return how NumPy treats floating-point errors in a context, pickled; None for its default."""
+    found: dict[str, Any] = dict(context.run(np.geterr))
+    if found == _DEFAULT_ERRORS:
+        return None
+    if {"call", "log"} & set(found.values()):
+        found["call"] = context.run(np.geterrcall)
+    data: bytes = cloudpickle.dumps(found)
+    return data
+
+
+_DEFAULT_ERRORS: Any = Context().run(np.geterr)
+
+
+def _search(var: AnyVar) -> VarName | None:
+    for module_name, module in tuple(sys.modules.items()):
+        if module_name in MAINS:
+            continue
+        for name, thing in tuple(getattr(module, "__dict__", {}).items()):
+            if thing is var:
+                return VarName(module_name, name)
+    return None
+
+
+def reduce_var(var: AnyVar) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what a pickler does with a context variable that an op refers to."""
+    return find_var, (var_names().name_of(var),)

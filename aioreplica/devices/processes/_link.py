@@ -1,0 +1,261 @@
+"""The link to one worker process: the executor that it belongs to, and the memory they share."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import pickle
+import signal
+import socket
+import threading
+import weakref
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, final
+
+import cloudpickle
+
+from ...context import REGISTRY, Place
+from .._logical import list_devices
+from ._messages import Memory, Setup, Value
+from ._parcel import Parcel, Reduced, named
+from ._publications import Published, publications
+from ._segments import Arena, Block, Bytes, Mappings
+from ._worker import REPLICA, ready, send_segments, start
+
+
+@final
+class Link:
+    """One worker process: its executor, and the memory shared with it.
+
+    Args:
+        device_name: Name of its device.
+
+    Attributes:
+        executor: Carries messages to it.
+        process: The process.
+        is_ready: Done when it takes ops.
+        socket: Where descriptors come and go.
+        arena: Memory for what it reads.
+        announced: The segments of it that the worker knows.
+        results: Its memory.
+        reader: What it knows of publications.
+        exit: Tells whether the program ends.
+        names: What an op refers to by name, while it is under way.
+        place: Where the op was made.
+    """
+
+    def __init__(self, device_name: str) -> None:
+        self.names: dict[int | str, Any] = {}
+        self.place = Place()
+        self.exit = REGISTRY.once("program_exit", _ProgramExit)
+        self.arena = Arena()
+        self.announced: set[int] = set()
+        self.results = Mappings(is_readonly=False)
+        self._forks = REGISTRY.once("forks_of_links", _Forks)
+        self._forks.results.add(self.results)
+        self._public_announced: set[int] = set()
+        self._publications = publications()
+        self.reader = self._publications.new_reader()
+        context = _Context(f"aioreplica {device_name}")
+        setup = Setup(device_name, len(list_devices("cpu")), _log_levels())
+        self.socket, theirs = socket.socketpair()
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker inherits it
+        try:
+            with self._forks.lock:
+                self.executor = ProcessPoolExecutor(
+                    1, mp_context=context, initializer=start, initargs=(setup, theirs)
+                )
+                self.is_ready: Future[Any] = self.executor.submit(ready)
+        except BaseException:
+            self.socket.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+            theirs.close()
+        self.process = context.made[0]
+
+    def close(self) -> None:
+        """End the process, and let go of its memory."""
+        with self._forks.lock:
+            self.executor.shutdown(cancel_futures=True)  # an idle worker ends within seconds
+        self.reader.close()
+        self.arena.close()
+        self.socket.close()
+
+    # ---- names ---------------------------------------------------------------------------
+
+    def refer(self, thing: Published) -> Reduced:
+        """Name a variable, or what else is published."""
+        number = self._publications.number_of(thing)
+        self.names[number] = thing
+        return named, (number,)
+
+    def reduced(self, thing: Any) -> Reduced | None:
+        """Name the replica context and the strategy."""
+        place = self.place
+        if thing is place.replica:
+            self.names[REPLICA] = thing
+            return named, (REPLICA,)
+        if thing is place.strategy:
+            return named, (self.number_of_strategy(place),)
+        return None
+
+    def number_of_strategy(self, place: Place) -> int | None:
+        """Return the name of the strategy at a place."""
+        strategy = place.strategy
+        return None if strategy is None else self._publications.number_of(strategy)
+
+    def stand_ins(self, place: Place) -> list[tuple[int, bytes]]:
+        """Return what names stand for that the worker does not know yet."""
+        new = []
+        for number, thing in self.names.items():
+            if isinstance(number, int) and not self.reader.knows(number):
+                new.append((number, pickle.dumps(thing.stand_in())))
+        strategy = self.number_of_strategy(place)
+        if strategy is not None:
+            if not self.reader.knows(strategy):
+                new.append((strategy, _packed_strategy(place.strategy)))
+            self.names[strategy] = place.strategy
+        for number, _ in new:
+            self.reader.was_told(number)
+        return new
+
+    def find_values(self, values: list[Value]) -> None:
+        """Add the values that the worker has not got."""
+        for number, thing in self.names.items():
+            if not isinstance(number, int) or thing is self.place.strategy:
+                continue
+            value = self.reader.value(number, thing.publication(self.place))
+            if value is not None:
+                values.append(value)
+
+    def undo(self, parcel: Parcel, values: list[Value]) -> None:
+        """Take back what was made for an op that is not sent."""
+        blocks = [*parcel.buffers]
+        if isinstance(parcel.payload, Block):
+            blocks.append(parcel.payload)
+        for block in blocks:
+            self.arena.free(block)
+        for value in values:
+            self.reader.take_back(value)
+
+    def public_memory(self) -> Memory:
+        """Return what is new of the memory that all workers read."""
+        with self._publications.lock:
+            return send_segments(self.socket, self._publications.arena, self._public_announced)
+
+    def view(self, block: Block) -> Bytes:
+        """Return a block of a result."""
+        return self.results.view(block)
+
+    def find(self, name: int | str) -> Any:
+        """Return what a name stands for here."""
+        return self.names[name]
+
+
+@final
+class _ProgramExit:
+    """Knows when the interpreter begins to exit.
+
+    Executors wait for what runs in their processes before `atexit` functions are called, so an op
+    that nobody waits for has to be ended earlier. No public function tells of that moment; this one
+    exists in CPython 3.9 to 3.14, and where it does not the exit waits for such an op.
+
+    Attributes:
+        has_begun: Whether it has.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None:
+            register(self._begin)  # called before those that were registered earlier
+
+    def _begin(self) -> None:
+        self.has_begun = True
+
+
+@final
+class _Process(SpawnProcess):
+    """A process that a fork of the program can forget: there its exit would fail to join it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._made_by = os.getpid()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the process, in the program that has started it; at once elsewhere."""
+        if self._made_by == os.getpid():
+            super().join(timeout)
+
+
+@final
+class _Context(SpawnContext):
+    """Spawns processes under a name, and remembers them.
+
+    Args:
+        name: Theirs.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.made: list[SpawnProcess] = []
+        self._process_name = name
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        """Make a process, as the context's attribute of that name does."""
+        process = _Process(*args, name=self._process_name, **kwargs)
+        self.made.append(process)
+        return process
+
+
+def _packed_strategy(strategy: Any) -> bytes:
+    """Return what makes an unopened equal of a strategy in a worker; nothing of one without."""
+    data: bytes
+    try:
+        data = cloudpickle.dumps((_same, (strategy,)))
+    except Exception:  # noqa: BLE001 - one of a user may not be made to be pickled
+        data = cloudpickle.dumps((_same, (None,)))
+    return data
+
+
+def _same(thing: Any) -> Any:
+    return thing
+
+
+def _log_levels() -> dict[str, int]:
+    levels = {"": logging.getLogger().level}
+    for name, logger in tuple(logging.getLogger().manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and logger.level:
+            levels[name] = logger.level
+    return levels
+
+
+@final
+class _Forks:
+    """Keeps forks and the end of the program apart from the starts and ends of its workers.
+
+    A child that finds a thread of an executor half started or half ended would wait for it when it
+    exits; and it goes on reading results, which are therefore not written again. The interpreter's
+    exit would stop the thread of a lane between the removal of a semaphore and the word of it to
+    the process that tracks semaphores, which then complains.
+
+    Attributes:
+        lock: Held while an executor starts or ends, while the program forks, and once it ends.
+        results: The results of all workers.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a program may fork at its end
+        atexit.register(self.lock.acquire)  # never released: `multiprocessing` ends the rest
+        self.results: weakref.WeakSet[Mappings] = weakref.WeakSet()
+        os.register_at_fork(
+            before=self._begin, after_in_parent=self.lock.release, after_in_child=self.lock.release
+        )
+
+    def _begin(self) -> None:
+        self.lock.acquire()
+        for each in tuple(self.results):
+            each.pin()

@@ -1,0 +1,233 @@
+"""Parcels: pickled objects whose large buffers lie in shared memory, and whose parts may be names.
+
+A parcel is made by cloudpickle with protocol 5. Buffers that pickle finds on its own (those of
+NumPy arrays among them) are copied once, into blocks of the sender's arena; the receiver's arrays
+lie in these blocks. What an object refers to by name (`Carrier.refer`) is not copied at all.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from types import CodeType
+from typing import Any, NamedTuple, Protocol, final
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from ...context import CARRIER
+from ._context_variables import reduce_var
+from ._segments import SHARED_BYTES, Arena, Block, Bytes
+
+Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@final
+class Parcel(NamedTuple):
+    """What was pickled.
+
+    Attributes:
+        payload: The pickle, or where it lies if it is large.
+        buffers: Where its buffers lie, in order.
+    """
+
+    payload: bytes | Block
+    buffers: tuple[Block, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How much was copied."""
+        payload = self.payload
+        first = len(payload) if isinstance(payload, bytes) else payload.num_bytes
+        return first + sum(block.num_bytes for block in self.buffers)
+
+
+class Side(Protocol):
+    """One side of the way between a device and its worker process."""
+
+    def view(self, block: Block) -> Bytes:
+        """Return a block that the other side has written as an array."""
+
+    def refer(self, thing: Any) -> Reduced:
+        """Name an object that asks for it; `named` gives what has that name on the other side."""
+
+    def reduced(self, thing: Any) -> Reduced | None:
+        """Name an object that does not ask; None if it is to be copied."""
+
+    def find(self, name: int | str) -> Any:
+        """Return what a name stands for on this side."""
+
+
+def pack(thing: Any, arena: Arena, side: Side) -> Parcel:
+    """Pickle an object into a parcel; on failure nothing stays in the arena.
+
+    Raises:
+        OSError: If there is no shared memory for it.
+        Exception: Whatever pickling raises.
+    """
+    blocks: list[Block] = []
+
+    def put(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < SHARED_BYTES:
+            return True  # goes with the pickle
+        blocks.append(arena.put(raw))
+        return False
+
+    try:
+        data = dumps(thing, side, put)
+        if len(data) < SHARED_BYTES:
+            return Parcel(data, tuple(blocks))
+        payload = arena.put(data)
+        return Parcel(payload, tuple(blocks))
+    except BaseException:
+        for block in blocks:
+            arena.free(block)
+        raise
+
+
+def unpack(parcel: Parcel, side: Side) -> Any:
+    """Build the objects of a parcel anew."""
+    payload = parcel.payload
+    data: Any = payload if isinstance(payload, bytes) else side.view(payload)
+    token = CARRIER.set(side)
+    try:
+        return pickle.loads(data, buffers=[side.view(block) for block in parcel.buffers])
+    finally:
+        CARRIER.reset(token)
+
+
+def named(name: int | str) -> Any:
+    """Return what a name in a parcel stands for, on the side that unpacks it."""
+    side: Any = CARRIER.get()
+    return side.find(name)
+
+
+def dumps(
+    thing: Any, side: Side, put: Callable[[pickle.PickleBuffer], bool] | None = None
+) -> bytes:
+    """Pickle an object; without `put` buffers are left out, which tells whether it can be."""
+    file = io.BytesIO()
+    token = CARRIER.set(side)
+    try:
+        _Pickler(file, put or (lambda _buffer: False), side).dump(thing)
+    finally:
+        CARRIER.reset(token)
+    return file.getvalue()
+
+
+@final
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Pickles functions by value where their module cannot be imported, and some things by name."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        put: Callable[[pickle.PickleBuffer], bool],
+        side: Side,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=put)
+        self._reduced = side.reduced
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled, where that is not the usual way."""
+        reduced = self._reduced(obj)
+        if reduced is not None:
+            return reduced
+        kind = type(obj)
+        if kind is np.ndarray:
+            flags = obj.flags
+            if flags.c_contiguous or flags.f_contiguous or obj.dtype.hasobject:
+                return NotImplemented
+            return _reduce_strided(obj)
+        if kind is ContextVar:
+            return reduce_var(obj)
+        return super().reducer_override(obj)
+
+
+def _reduce_strided(array: npt.NDArray[Any]) -> Reduced:
+    """Send an array with gaps as one without, in the order in which its elements lie.
+
+    That order is the one in which NumPy adds them up, so results stay the same bit by bit.
+    """
+    forward = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)
+    packed = np.copy(array[forward], order="K")
+    order = tuple(sorted(range(array.ndim), key=lambda axis: -packed.strides[axis]))
+    flat = np.ascontiguousarray(packed.transpose(order))
+    flat.flags.writeable = array.flags.writeable
+    steps = tuple(each.step for each in forward)
+    return _restore_order, (flat, tuple(np.argsort(order).tolist()), steps)
+
+
+def _restore_order(
+    flat: npt.NDArray[Any], order: tuple[int, ...], steps: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    return flat.transpose(order)[tuple(slice(None, None, step) for step in steps)]
+
+
+def find_obstacle(
+    things: Mapping[str, Any], side: Side, depth: int = 6
+) -> tuple[str, Any, Exception] | None:
+    """Find what cannot be pickled among some objects; None if all can.
+
+    Args:
+        things: The objects, by what they are called.
+        side: Names objects, as it would in the real pickle.
+        depth: How many containers and closures are looked into.
+
+    Returns:
+        Where it is, in words; the innermost object; and what pickling it raised.
+    """
+    for name, thing in things.items():
+        try:
+            dumps(thing, side)
+        except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
+            inner = find_obstacle(_parts(name, thing), side, depth - 1) if depth else None
+            return inner or (name, thing, error)
+    return None
+
+
+def _parts(name: str, thing: Any) -> dict[str, Any]:
+    """Return what an object holds, by what a person would call it."""
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        return _captured(thing, code)
+    if isinstance(thing, Mapping):
+        return {f"{name}[{key!r}]": value for key, value in thing.items()}
+    if isinstance(thing, Sequence) and not isinstance(thing, (str, bytes)):
+        return {f"{name}[{i}]": value for i, value in enumerate(thing)}
+    function = getattr(thing, "__func__", getattr(thing, "func", None))
+    parts = {} if function is None else {f"the function of {name}": function}
+    owner = getattr(thing, "__self__", None)
+    if owner is not None:
+        parts[f"the object of {name}"] = owner
+    for attribute, value in getattr(thing, "__dict__", {}).items():
+        parts[f"{name}.{attribute}"] = value
+    return parts
+
+
+def _captured(function: Any, code: CodeType) -> dict[str, Any]:
+    parts = {}
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            parts[f"captured variable {variable!r}"] = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+    space = function.__globals__
+    for variable in sorted(_global_names(code)):
+        if variable in space:
+            parts[f"global variable {variable!r}"] = space[variable]
+    for i, default in enumerate(function.__defaults__ or ()):
+        parts[f"default argument {i}"] = default
+    return parts
+
+
+def _global_names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _global_names(constant)
+    return names

@@ -1,0 +1,247 @@
+"""What all worker processes read: the newest values of variables, one copy for each version.
+
+Things that ops refer to by name are numbered here, once in a process. A value is copied into shared
+memory when the first op that reads it is sent; every worker maps that copy.
+
+Invariants:
+    * A block is in use while its value is the newest of its thing, or a worker holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from itertools import count
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...context import REGISTRY, Place
+from ._messages import Value
+from ._parcel import Reduced
+from ._segments import SHARED_BYTES, Arena, Block
+
+Array = npt.NDArray[Any]
+
+
+@final
+class Publication(NamedTuple):
+    """A value of something that ops read by name.
+
+    Attributes:
+        key: Tells it from all other values of the thing.
+        num_writes: How many writes it has seen.
+        array: The value, read-only.
+    """
+
+    key: tuple[int, Hashable]
+    num_writes: int
+    array: Array
+
+
+class Published(Protocol):
+    """Something that ops read by name, such as a variable."""
+
+    def stand_in(self) -> Reduced:
+        """Return what stands for it in a worker: a call, and its arguments."""
+
+    def publication(self, place: Place) -> Publication:
+        """Return the value that is read at a place; its key begins with the number of a write."""
+
+
+@final
+class Publications:
+    """The names of the process, and the values that its workers share.
+
+    Attributes:
+        arena: Where the values are; under `lock`.
+        lock: Held while the arena is used.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.lock = threading.Lock()
+        self._numbers = count(1)
+        self._names: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._dead: deque[int] = deque()  # of things that are gone; a finaliser takes no lock
+        self._newest: dict[int, dict[Hashable, Block]] = {}
+        self._writes: dict[int, int] = {}
+        self._holders: dict[Block, int] = {}
+        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+    def new_reader(self) -> Reader:
+        """Return the accounts of a new worker."""
+        reader = Reader(self)
+        with self.lock:
+            self._readers.add(reader)
+        return reader
+
+    def number_of(self, thing: Any) -> int:
+        """Return the name of a thing, for as long as it lives."""
+        entry = self._names.get(id(thing))
+        if entry is not None and entry[0]() is thing:
+            return entry[1]
+        with self.lock:
+            entry = self._names.get(id(thing))
+            if entry is not None and entry[0]() is thing:
+                return entry[1]
+            key, number = id(thing), next(self._numbers)
+            names, dead = self._names, self._dead
+
+            def forget(reference: weakref.ref[Any]) -> None:
+                if names.get(key, (None,))[0] is reference:
+                    del names[key]
+                dead.append(number)
+
+            names[key] = weakref.ref(thing, forget), number
+        return number
+
+    def publish(self, number: int, found: Publication) -> tuple[Value, Block | None]:
+        """Return a value as messages have it, copied if no worker has asked for it yet.
+
+        Returns:
+            The value, and its block, which the caller then holds; None for a small one.
+
+        Raises:
+            OSError: If there is no shared memory for it.
+        """
+        array = found.array
+        strides = None if array.flags.c_contiguous else np.empty_like(array).strides
+        if array.nbytes < SHARED_BYTES:
+            packed = array if strides is None else np.copy(array, order="K")
+            data = packed.ravel(order="K").tobytes()
+            value = Value(number, found.num_writes, data, array.dtype, array.shape, strides)
+            return value, None
+        with self.lock:
+            self._collect()
+            block = self._block(number, found, strides)
+            self._holders[block] = self._holders.get(block, 0) + 1
+        return Value(number, found.num_writes, block, array.dtype, array.shape, strides), block
+
+    def release(self, block: Block) -> None:
+        """Let go of a block that `publish` gave; under the lock."""
+        left = self._holders[block] - 1
+        if left:
+            self._holders[block] = left
+            return
+        del self._holders[block]
+        self.arena.free(block)
+
+    def forget_reader(self, reader: Reader) -> None:
+        """Tell a worker that has ended nothing more; under the lock."""
+        self._readers.discard(reader)
+
+    def _block(self, number: int, found: Publication, strides: tuple[int, ...] | None) -> Block:
+        newest = self._newest.setdefault(number, {})
+        block = newest.get(found.key)
+        if block is not None:
+            return block
+        array = found.array
+        block, memory = self.arena.take(array.nbytes)
+        np.copyto(np.ndarray(array.shape, array.dtype, memory.data, strides=strides), array)
+        if found.key[0] < self._writes.get(number, 0):
+            return block  # an older value, for this one op
+        if found.key[0] > self._writes.get(number, 0):
+            self._writes[number] = found.key[0]
+            self._retire(number)
+            self._newest[number] = newest = {}
+        newest[found.key] = block
+        self._holders[block] = 1
+        return block
+
+    def _retire(self, number: int) -> None:
+        for block in self._newest.pop(number, {}).values():
+            self.release(block)
+
+    def _collect(self) -> None:
+        """Forget what is gone; under the lock."""
+        while self._dead:
+            number = self._dead.popleft()
+            self._retire(number)
+            self._writes.pop(number, None)
+            for reader in self._readers:
+                reader.forgotten.append(number)
+
+
+@final
+class Reader:
+    """What one worker knows and holds of the publications.
+
+    Attributes:
+        forgotten: Names of things that are gone, to be told.
+    """
+
+    def __init__(self, publications: Publications) -> None:
+        self._publications = publications
+        self._known: set[int] = set()
+        self._has: dict[int, Hashable] = {}
+        self._held: list[Block] = []
+        self.forgotten: deque[int] = deque()
+
+    def knows(self, number: int) -> bool:
+        """Tell whether the worker was told what a name stands for."""
+        return number in self._known
+
+    def was_told(self, number: int) -> None:
+        """Learn that it was."""
+        self._known.add(number)
+
+    def value(self, number: int, found: Publication) -> Value | None:
+        """Return a value that the worker has not got; None if it has.
+
+        Raises:
+            OSError: If there is no shared memory for it.
+        """
+        if self._has.get(number) == found.key:
+            return None
+        value, block = self._publications.publish(number, found)
+        self._has[number] = found.key
+        if block is not None:
+            self._held.append(block)
+        return value
+
+    def take_back(self, value: Value) -> None:
+        """Learn that a value was not sent after all."""
+        self._has.pop(value.number, None)
+        if isinstance(value.data, Block):
+            self.released([value.data])
+
+    def released(self, blocks: Sequence[Block]) -> None:
+        """Learn which blocks the worker holds no longer."""
+        if not blocks:
+            return
+        with self._publications.lock:
+            for block in blocks:
+                self._held.remove(block)
+                self._publications.release(block)
+
+    def take_forgotten(self) -> list[int]:
+        """Return the names to forget."""
+        taken = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
+        for number in taken:
+            self._known.discard(number)
+            self._has.pop(number, None)
+        return taken
+
+    def close(self) -> None:
+        """Let go of everything: the worker has ended."""
+        with self._publications.lock:
+            for block in self._held:
+                self._publications.release(block)
+            self._held.clear()
+            self._publications.forget_reader(self)
+
+
+def publications() -> Publications:
+    """Return the publications of the process."""
+    return REGISTRY.once("publications", _new_publications)
+
+
+def _new_publications() -> Publications:
+    # The child of a fork must not write into what the workers of its parent read.
+    os.register_at_fork(after_in_child=lambda: REGISTRY.replace("publications", None) and None)
+    return Publications()

@@ -1,0 +1,340 @@
+"""The worker process of a device: what runs in it, from its start to its end.
+
+It is a process of a `concurrent.futures.ProcessPoolExecutor`, which calls `start` once and `serve`
+for every op, in the main thread. It ends when the executor does, when the process that made it has
+gone, and at the latest `END_S` after its main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextvars import Context
+from logging.handlers import QueueHandler
+from multiprocessing.connection import wait
+from typing import Any, TextIO, final
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
+
+from ...context import PLACE, REGISTRY, Place
+from .._logical import set_logical_devices
+from ._context_variables import set_vars
+from ._messages import Failure, Memory, NewSegment, Reply, Request, Setup, Value, Where
+from ._parcel import Parcel, Reduced, find_obstacle, named, pack, unpack
+from ._segments import Arena, Block, Mappings
+
+LOOK_S = 1.0  # how often a worker looks whether its parent and its main thread live
+END_S = 1.0
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+REPLICA = "replica"
+
+
+def start(setup: Setup, descriptors: socket.socket) -> None:
+    """Make this process a worker; the first thing that the executor calls."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program to judge
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A thread of its own: the main thread belongs to ops.
+    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    set_logical_devices("cpu", setup.num_devices)
+    worker = _Worker(setup, descriptors)
+    REGISTRY.replace("device_worker", worker)
+
+
+def ready() -> int:
+    """Return the id of this process, once it has started."""
+    return os.getpid()
+
+
+def serve(message: bytes) -> bytes:
+    """Carry out one op."""
+    return _worker().serve(message)
+
+
+def _worker() -> _Worker:
+    return REGISTRY.once("device_worker", _no_worker)
+
+
+def _no_worker() -> _Worker:
+    raise LookupError("This process is no worker of a device.")
+
+
+def _watch(parent_id: int) -> None:
+    """End the process when its parent has gone, or its main thread cannot end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # an executor made this process
+    main = threading.main_thread()
+    while main.is_alive():
+        # A fork of the parent may hold the sentinel open; then the parent's id tells.
+        if wait([parent.sentinel], LOOK_S) or os.getppid() != parent_id:
+            os._exit(1)
+    time.sleep(END_S)  # for `atexit`; threads of ops that never end are not waited for
+    os._exit(0)
+
+
+@final
+class _Worker:
+    """Carries out ops, and keeps what they refer to by name.
+
+    Args:
+        setup: What the device has told.
+        descriptors: Where the descriptors of new segments come and go.
+
+    """
+
+    def __init__(self, setup: Setup, descriptors: socket.socket) -> None:
+        self._known: dict[int | str, Any] = {}
+        self._names: dict[int, int | str] = {}  # by the id of what they stand for
+        self._device_name = setup.device_name
+        self._socket = descriptors
+        self._arena = Arena()
+        self._announced: set[int] = set()
+        self._own = Mappings(is_readonly=False)
+        self._public = Mappings(is_readonly=True)
+        self._blas_threads: int | None = None
+        self._told = _Told(setup.log_levels)
+
+    def serve(self, message: bytes) -> bytes:
+        request: Request = pickle.loads(message)
+        self._attach(self._own, request.own)
+        self._attach(self._public, request.public)
+        for block in request.released:
+            self._arena.free(block)
+        for number in request.forgotten:
+            self._forget(number)
+        self._budget(request.blas_threads)
+        parcel, failure = Context().run(self._call, request)
+        recorded = self._recorded()
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
+        told = self._told
+        reply = Reply(
+            self._new_memory(), self._own.take_released(), self._public.take_released(),
+            parcel, failure, told.take_warnings(), told.take_records(), recorded,
+        )  # fmt: skip
+        return pickle.dumps(reply, protocol=5)
+
+    def _call(self, request: Request) -> tuple[Parcel | None, Failure | None]:
+        try:
+            for number, data in request.stand_ins:
+                make, args = pickle.loads(data)
+                self._know(number, make(*args))
+            for value in request.values:
+                self._known[value.number].take_value(value.num_writes, self._array(value))
+            self._enter(request)
+            fn, args, kwargs = unpack(request.parcel, self)
+        except BaseException as error:  # noqa: BLE001 - the op's awaiter is told
+            return None, Failure(_traceback(error), "rebuilt", _words(error))
+        errors = {} if request.numpy_errors is None else cloudpickle.loads(request.numpy_errors)
+        try:
+            with np.errstate(**errors):
+                result = fn(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - the op's awaiter gets it
+            text = _traceback(error)
+            traceback.clear_frames(error.__traceback__)
+            return self._pack_error(error), Failure(text, "raised", _words(error))
+        del args, kwargs, fn  # what is not in the result is released with this reply
+        return self._pack_result(result)
+
+    def _enter(self, request: Request) -> None:
+        """Set the context variables, in a context of the op's own."""
+        set_vars(request.context)
+        strategy = replica = None
+        if request.strategy is not None:
+            strategy = self._known[request.strategy]
+        if request.replica is not None:
+            make, args = pickle.loads(request.replica)
+            replica = make(*args, strategy)
+            self._know(REPLICA, replica)
+        PLACE.set(Place(strategy, replica))
+
+    def _pack_result(self, result: Any) -> tuple[Parcel | None, Failure | None]:
+        try:
+            return pack(result, self._arena, self), None
+        except (OSError, MemoryError) as error:
+            return None, Failure(_traceback(error), "memory", _words(error))
+        except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
+            found = find_obstacle({"its result": result}, self)
+            where, thing, reason = found or ("its result", result, error)
+            words = f"{where} (a {kind_of(thing)}) cannot be pickled: {reason}"
+            return None, Failure("", "returned", words)
+
+    def _pack_error(self, error: BaseException) -> Parcel | None:
+        try:
+            parcel = pack(error, self._arena, self)
+        except Exception:  # noqa: BLE001 - then its text has to do
+            return None
+        return parcel
+
+    def _recorded(self) -> Sequence[tuple[str, float | str]]:
+        replica = self._forget(REPLICA)
+        return () if replica is None else replica.take_recorded()
+
+    def _know(self, name: int | str, thing: Any) -> None:
+        self._known[name] = thing
+        self._names[id(thing)] = name
+
+    def _forget(self, name: int | str) -> Any:
+        thing = self._known.pop(name, None)
+        self._names.pop(id(thing), None)
+        return thing
+
+    # ---- names and memory ----------------------------------------------------------------
+
+    def view(self, block: Block) -> npt.NDArray[np.uint8]:
+        return self._own.view(block)
+
+    def find(self, name: int | str) -> Any:
+        return self._known[name]
+
+    def refer(self, thing: Any) -> Reduced:
+        name = self._names.get(id(thing))
+        if name is not None:
+            return named, (name,)
+        raise TypeError(f"{thing!r} was made in the worker process and is of no use outside it.")
+
+    def reduced(self, thing: Any) -> Reduced | None:
+        place = PLACE.get()
+        is_here = thing is place.strategy or thing is place.replica
+        return self.refer(thing) if is_here else None
+
+    def _array(self, value: Value) -> npt.NDArray[Any]:
+        data = value.data
+        source: Any = data if isinstance(data, bytes) else self._public.view(data)
+        return np.ndarray(value.shape, value.dtype, source, strides=value.strides)
+
+    def _attach(self, mappings: Mappings, memory: Memory) -> None:
+        receive_segments(self._socket, mappings, memory)
+
+    def _new_memory(self) -> Memory:
+        return send_segments(self._socket, self._arena, self._announced)
+
+    def _budget(self, threads: int | None) -> None:
+        """Give BLAS as many threads as the device's lane would leave it."""
+        if threads is None or threads == self._blas_threads:
+            return
+        self._blas_threads = threads
+        for name in THREAD_VARIABLES:  # for libraries that are loaded later
+            os.environ[name] = str(threads)
+        ThreadpoolController().limit(limits=threads, user_api="blas")
+
+
+@final
+class _Told:
+    """What ops tell on the side: warnings and log records, until the next reply.
+
+    Args:
+        log_levels: The levels that loggers have in the program.
+    """
+
+    def __init__(self, log_levels: dict[str, int]) -> None:
+        self._warnings: list[tuple[bytes, Where]] = []
+        self._handler = _Records()
+        for name, level in log_levels.items():
+            logging.getLogger(name or None).setLevel(level)
+        logging.getLogger().addHandler(self._handler)
+        warnings.simplefilter("always")  # the program's own filters decide
+        warnings.showwarning = self._show
+
+    def take_warnings(self) -> list[tuple[bytes, Where]]:
+        taken, self._warnings = self._warnings, []
+        return taken
+
+    def take_records(self) -> list[bytes]:
+        taken, self._handler.records = self._handler.records, []
+        return taken
+
+    def _show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        data: bytes
+        try:
+            data = cloudpickle.dumps(message)
+        except Exception:  # noqa: BLE001 - its words can be sent in any case
+            data = cloudpickle.dumps(RuntimeWarning(f"{category.__qualname__}: {message}"))
+        self._warnings.append((data, (filename, lineno, category.__module__)))
+
+
+@final
+class _Records(QueueHandler):
+    """Keeps log records in a form that can be sent."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]  # there is no queue: see `enqueue`
+        self.records: list[bytes] = []
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Keep a record; one that cannot be sent goes to `handleError`, as from any handler."""
+        self.records.append(cloudpickle.dumps(record))
+
+
+def send_segments(descriptors: socket.socket, arena: Arena, announced: set[int]) -> Memory:
+    """Tell of segments that are new to the other side, or gone; and send the new ones.
+
+    Args:
+        descriptors: Where they are sent.
+        arena: Whose segments.
+        announced: Those that the other side knows; it is brought up to date.
+    """
+    if announced == arena.segments.keys():
+        return _UNCHANGED
+    new = [each for each in arena.segments.values() if each.segment_id not in announced]
+    dropped = tuple(sorted(announced - arena.segments.keys()))
+    for segment in new:
+        socket.send_fds(descriptors, [b"s"], [segment.descriptor])
+    announced.difference_update(dropped)
+    announced.update(each.segment_id for each in new)
+    return Memory(tuple(NewSegment(each.segment_id, each.size) for each in new), dropped)
+
+
+def receive_segments(descriptors: socket.socket, mappings: Mappings, memory: Memory) -> None:
+    """Map the segments that the other side has told of."""
+    for segment in memory.new:
+        _, received, _, _ = socket.recv_fds(descriptors, 1, 1)
+        mappings.add(segment.segment_id, received[0], segment.size)
+    for segment_id in memory.dropped:
+        mappings.drop(segment_id)
+
+
+_UNCHANGED = Memory()
+
+
+def _traceback(error: BaseException) -> str:
+    trace = error.__traceback__
+    own = trace.tb_next if trace is not None else None  # without this module's own frame
+    lines = traceback.format_exception(type(error), error, own)
+    return "".join(lines)
+
+
+def _words(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def kind_of(thing: object) -> str:
+    kind = type(thing)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
+
+
+def _flush(stream: Any) -> None:
+    with contextlib.suppress(Exception):  # it may be closed, or None
+        stream.flush()

@@ -1,0 +1,32 @@
+"""Online learning: examples queued and journalled, learned as they come, snapshots served."""
+
+from .._export import export_public
+from ._example import ExampleSpec as ExampleSpec
+from ._journal import Journal as Journal
+from ._learner import OnlineLearner as OnlineLearner
+from ._published import PublishedSnapshot as PublishedSnapshot
+from ._published import SnapshotReader as SnapshotReader
+from ._published import publish_snapshot as publish_snapshot
+from ._records import DeadLetter as DeadLetter
+from ._records import LearnerStatistics as LearnerStatistics
+from ._records import ReplicaTiming as ReplicaTiming
+from ._records import StepRecord as StepRecord
+from ._stream import RecordStream as RecordStream
+from ._ticket import Ticket as Ticket
+
+__all__ = [
+    "DeadLetter",
+    "ExampleSpec",
+    "Journal",
+    "LearnerStatistics",
+    "OnlineLearner",
+    "PublishedSnapshot",
+    "RecordStream",
+    "ReplicaTiming",
+    "SnapshotReader",
+    "StepRecord",
+    "Ticket",
+    "publish_snapshot",
+]
+
+export_public(__name__, __all__, globals())

@@ -1,0 +1,290 @@
+"""Examples: what they are made of, how they are checked, stacked and stored."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..tree import flatten, unflatten
+from ._tensors import can_store, dump_tensors, load_tensors
+
+Array = npt.NDArray[Any]
+
+_NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
+_MAX_INT = 2**63
+MAX_DEPTH = 32
+
+
+@final
+class ExampleSpec:
+    """Checks and converts what clients send, by an example of how it should look.
+
+    Calling it gives the example with the template's structure, shapes and dtypes: lists of numbers
+    become arrays. Use it as `validate` of an OnlineLearner, and for inputs of predictions.
+
+    Args:
+        template: Dicts, lists and tuples of arrays and numbers. Values do not matter.
+        finite: Whether NaN and infinity are refused.
+
+    Raises:
+        TypeError: If the template has something else in it.
+        ValueError: If it has nothing in it.
+
+    Example:
+        >>> import numpy as np
+        >>> spec = ExampleSpec({"x": np.zeros(2, np.float32), "y": 0})
+        >>> spec({"x": [0.5, 2], "y": 1})
+        {'x': array([0.5, 2. ], dtype=float32), 'y': 1}
+        >>> spec({"x": [0.5], "y": 1})
+        Traceback (most recent call last):
+            ...
+        ValueError: ['x'] has shape (1,), expected (2,).
+    """
+
+    __slots__ = ("_finite", "_template")
+
+    def __init__(self, template: Any, *, finite: bool = True) -> None:
+        self._template = as_example(template)
+        self._finite = finite
+
+    def __call__(self, example: Any) -> Any:
+        """Return the example as the template has it.
+
+        Raises:
+            ValueError: If it does not fit; says where and why.
+        """
+        return self._fit(self._template, example, "")
+
+    def _fit(self, wanted: Any, given: Any, where: str) -> Any:
+        if isinstance(wanted, dict):
+            if not isinstance(given, Mapping):
+                raise ValueError(f"{_place(where)} is {_kind(given)}, expected an object.")
+            if given.keys() != wanted.keys():
+                raise ValueError(
+                    f"{_place(where)} has the keys {sorted(map(str, given))}, expected "
+                    f"{sorted(wanted)}."
+                )
+            return {
+                name: self._fit(part, given[name], f"{where}[{name!r}]")
+                for name, part in wanted.items()
+            }
+        if isinstance(wanted, (list, tuple)):
+            if not isinstance(given, (list, tuple)) or len(given) != len(wanted):
+                raise ValueError(
+                    f"{_place(where)} is {_kind(given)}, expected {len(wanted)} entries."
+                )
+            parts = [self._fit(part, given[i], f"{where}[{i}]") for i, part in enumerate(wanted)]
+            return tuple(parts) if isinstance(wanted, tuple) else parts
+        if isinstance(wanted, np.ndarray):
+            return self._fit_array(wanted, given, where)
+        return self._fit_number(type(wanted), given, where)
+
+    def _fit_array(self, wanted: Array, given: Any, where: str) -> Array:
+        try:
+            array = np.asarray(given)
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            raise ValueError(
+                f"{_place(where)} is no array of shape {wanted.shape}: its rows differ in length "
+                "or it holds something else than numbers."
+            ) from None
+        if array.dtype.kind not in "biufc" and can_store(array.dtype) is False:
+            raise ValueError(f"{_place(where)} holds something else than numbers.")
+        if array.shape != wanted.shape:
+            raise ValueError(f"{_place(where)} has shape {array.shape}, expected {wanted.shape}.")
+        dtype = wanted.dtype
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ValueError(f"{_place(where)} holds {array.dtype}, expected {dtype}.")
+        with np.errstate(over="ignore"):
+            made: Array = array.astype(dtype)
+        if dtype.kind in "iu" and not np.array_equal(made, array):
+            limits = np.iinfo(dtype)
+            raise ValueError(
+                f"{_place(where)} holds numbers outside {limits.min} to {limits.max} of {dtype}."
+            )
+        if self._finite and dtype.kind in "fc" and not np.isfinite(made).all():
+            raise ValueError(f"{_place(where)} holds NaN, infinity or numbers beyond {dtype}.")
+        made.flags.writeable = False
+        return made
+
+    def _fit_number(self, wanted: Any, given: Any, where: str) -> Any:
+        value: Any = given.item() if isinstance(given, np.generic) else given
+        if wanted is float and type(value) is int and abs(value) < _MAX_INT:
+            value = float(value)
+        if type(value) is not wanted:
+            raise ValueError(f"{_place(where)} is {_kind(given)}, expected {wanted.__name__}.")
+        if wanted is int and not -_MAX_INT <= value < _MAX_INT:
+            raise ValueError(f"{_place(where)} is {_kind(given)}, which no int64 can hold.")
+        if self._finite and wanted is float and not math.isfinite(value):
+            raise ValueError(f"{_place(where)} is {value}, expected a finite number.")
+        return value
+
+    def __repr__(self) -> str:
+        return f"<ExampleSpec {_described(self._template)}>"
+
+
+def _place(where: str) -> str:
+    return where or "The example"
+
+
+def _kind(given: Any) -> str:
+    text = repr(given)
+    return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(given).__name__})"
+
+
+def _described(template: Any) -> str:
+    leaves, spec = flatten(template)
+    named = [
+        f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else type(x).__name__
+        for x in leaves
+    ]
+    return str(unflatten(spec, named)).replace("'", "")
+
+
+def as_example(given: Any) -> Any:
+    """Return an example as the learner keeps it: plain containers, read-only arrays, numbers.
+
+    It is the same whether it stays in memory or comes back from the journal. Arrays are copied,
+    unless they are read-only and own their memory.
+
+    Raises:
+        TypeError: If there is something else in it.
+        ValueError: If there is nothing in it, it is nested too deeply, or a number is too large.
+    """
+    found = _plain(given, 0)
+    if not flatten(found)[0]:
+        raise ValueError(f"An example needs at least one array or number, got {given!r}.")
+    return found
+
+
+def _plain(node: Any, depth: int) -> Any:
+    kind = type(node)
+    if kind in _NUMBERS:
+        if kind is int and not -_MAX_INT <= node < _MAX_INT:
+            raise ValueError(f"An example holds the number {node}, which no int64 can hold.")
+        return node
+    if depth > MAX_DEPTH:
+        raise ValueError(f"An example is nested at most {MAX_DEPTH} levels deep.")
+    if kind is list or kind is tuple:
+        return kind(_plain(child, depth + 1) for child in node)
+    if isinstance(node, (np.ndarray, np.generic)):
+        array = None if isinstance(node, np.ma.MaskedArray) else _plain_array(np.asarray(node))
+        if array is not None:
+            return array
+    elif kind is dict or isinstance(node, Mapping):
+        for name in node:
+            if not isinstance(name, str) or name.startswith("$"):
+                raise TypeError(
+                    f"Keys in an example are text that does not begin with $, got {name!r}."
+                )
+        return {str(name): _plain(node[name], depth + 1) for name in sorted(node)}
+    raise TypeError(
+        f"An example is made of dicts, lists and tuples of NumPy arrays and numbers, got "
+        f"{_kind(node)}. Convert it in `validate`, see ar.online.ExampleSpec."
+    )
+
+
+def _plain_array(array: Array) -> Array | None:
+    """Return a read-only array in C order and native bytes; None if it cannot be stored."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not can_store(array.dtype):
+        return None
+    flags = array.flags
+    if flags.writeable or not flags.owndata or not flags.c_contiguous:
+        array = np.array(array, order="C")
+        array.flags.writeable = False
+    return array
+
+
+# ---- storing -----------------------------------------------------------------------------
+
+
+def pack_example(example: Any) -> bytes:
+    """Return an example (of `as_example`) as bytes; equal examples give equal bytes."""
+    arrays: dict[str, Array] = {}
+    tree = json.dumps(_encode(example, arrays), separators=(",", ":"))
+    return b"".join(dump_tensors({"tree": tree}, arrays))
+
+
+def _encode(node: Any, arrays: dict[str, Array]) -> Any:
+    if isinstance(node, dict):
+        return {name: _encode(child, arrays) for name, child in node.items()}
+    if isinstance(node, list):
+        return [_encode(child, arrays) for child in node]
+    if isinstance(node, tuple):
+        return {"$tuple": [_encode(child, arrays) for child in node]}
+    if isinstance(node, np.ndarray):
+        name = str(len(arrays))
+        arrays[name] = node
+        return {"$array": name}
+    if isinstance(node, float) and not math.isfinite(node):
+        return {"$float": repr(node)}
+    return node
+
+
+def unpack_example(data: bytes) -> Any:
+    """Return the example that was packed.
+
+    Raises:
+        ValueError: If the bytes are no packed example.
+    """
+    metadata, arrays, _ = load_tensors(memoryview(data))
+    try:
+        return _decode(json.loads(metadata["tree"]), arrays)
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"the row is none: {type(error).__name__}: {error}") from None
+
+
+def _decode(node: Any, arrays: Mapping[str, Array]) -> Any:
+    if isinstance(node, list):
+        return [_decode(child, arrays) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if "$tuple" in node:
+        return tuple(_decode(child, arrays) for child in node["$tuple"])
+    if "$array" in node:
+        return arrays[node["$array"]]
+    if "$float" in node:
+        return float(node["$float"])
+    return {name: _decode(child, arrays) for name, child in node.items()}
+
+
+# ---- stacking ----------------------------------------------------------------------------
+
+
+def stack_examples(examples: Sequence[Any]) -> Any:
+    """Stack examples into a batch, leaf by leaf.
+
+    Raises:
+        ValueError: If their structures or shapes differ.
+
+    Shapes:
+        A leaf of shape (*dims) becomes (num_examples, *dims); of a number, (num_examples,).
+
+    Example:
+        >>> stack_examples([{"x": 1.0}, {"x": 2.0}])
+        {'x': array([1., 2.])}
+    """
+    first, spec = flatten(examples[0])
+    columns: list[list[Any]] = [[leaf] for leaf in first]
+    for example in examples[1:]:
+        leaves, own = flatten(example)
+        if own != spec:
+            raise ValueError(
+                f"An example has the structure {own}, another one of its batch {spec}. Refuse "
+                "what does not fit with `validate`."
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    return unflatten(spec, [_stacked(column) for column in columns])
+
+
+def _stacked(column: list[Any]) -> Array:
+    if any(isinstance(leaf, np.ndarray) for leaf in column):
+        return np.stack(column)
+    return np.array(column, np.result_type(*{_NUMBERS[type(leaf)] for leaf in column}))

@@ -1,0 +1,351 @@
+"""Taking examples: room in the queue, first come first served, and one commit for all who wait.
+
+Invariants:
+    * `depth` counts the examples that hold a place: not saved yet, queued, or in a step. It is at
+      most the size of the queue.
+    * The queue is in the order of the numbers; with a journal, of its rows.
+    * With a journal a ticket is saved after the commit that has its example, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple, final
+
+import anyio
+
+from ..errors import ContextError, JournalError, PoisonedExampleError
+from ._example import pack_example, unpack_example
+from ._journal import OpenJournal
+from ._journal_file import Entry
+from ._signal import Signal
+from ._ticket import Ticket
+
+MAX_COMMIT = 4096
+"""Most submissions of one transaction."""
+
+
+class Taken(NamedTuple):
+    """An example that waits to be learned.
+
+    Attributes:
+        number: Its number.
+        example: Itself.
+        ticket: That of its submission; None if it comes from the journal.
+        since: When it was queued, by the loop's clock.
+    """
+
+    number: int
+    example: Any
+    ticket: Ticket | None
+    since: float
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Submission:
+    """Examples that are taken all or none.
+
+    Attributes:
+        examples: As `as_example` gives them.
+        tickets: One for each.
+        entry: What the journal is given; None without one.
+    """
+
+    examples: Sequence[Any]
+    tickets: tuple[Ticket, ...]
+    entry: Entry | None
+
+    @staticmethod
+    def of(
+        examples: Sequence[Any],
+        key: str | None,
+        is_journalled: bool,
+        *,
+        revived: int | None = None,
+    ) -> Submission:
+        """Make the submission of some examples."""
+        entry = None
+        if is_journalled:
+            bodies = [pack_example(example) for example in examples]
+            digest = b""
+            if key is not None:
+                made = hashlib.sha256()
+                for body in bodies:
+                    made.update(len(body).to_bytes(8, "little") + body)
+                digest = made.digest()
+            entry = Entry(bodies, key, digest, revived)
+        return Submission(examples, tuple(Ticket() for _ in examples), entry)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell all tickets that nothing is taken."""
+        for ticket in self.tickets:
+            ticket.refuse(error)
+
+
+@final
+class Intake:
+    """Takes submissions and queues their examples.
+
+    Args:
+        queue_size: How many examples may be taken and not learned.
+        journal: Where they are kept; None for nowhere.
+        last_number: The newest number that was given before.
+        changed: Given when the queue has grown.
+
+    Attributes:
+        queue: The examples that are saved and not taken out yet.
+        depth: How many places are held.
+
+    The other ones are as in `LearnerStatistics`.
+    """
+
+    def __init__(
+        self,
+        queue_size: int,
+        journal: OpenJournal | None,
+        last_number: int,
+        changed: Signal,
+    ) -> None:
+        self.queue: deque[Taken] = deque()
+        self.depth = 0
+        self.num_taken = 0
+        self.num_duplicates = 0
+        self.num_refused = 0
+        self.num_commits = 0
+        self.commit_s = 0.0
+        self.journal_error = ""
+        self.last_number = last_number
+        self._queue_size = queue_size
+        self._journal = journal
+        self._changed = changed
+        self._pending: deque[Submission] = deque()  # not saved yet
+        self._room: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._has_pending = Signal()
+        self._followers: dict[int, list[Ticket]] = {}  # of keys that were known
+        self._closed_because: str | None = None
+
+    # ---- room ----------------------------------------------------------------------------
+
+    def take_nowait(self, submission: Submission) -> None:
+        """Take a submission if there is room and nobody waits before it.
+
+        Raises:
+            anyio.WouldBlock: If there is none.
+            ContextError: If it is closed.
+        """
+        size = len(submission.examples)
+        self._require_open()
+        if self._room or self.depth + size > self._queue_size:
+            self.num_refused += size
+            raise anyio.WouldBlock
+        self.depth += size
+        self._accept(submission)
+
+    async def take(self, submission: Submission) -> None:
+        """Take a submission as soon as there is room and it is its turn.
+
+        Raises:
+            ContextError: If it is closed.
+
+        Cancellation:
+            While it waits, nothing is taken.
+        """
+        size = len(submission.examples)
+        self._require_open()
+        if self._room or self.depth + size > self._queue_size:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._room.append((size, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._release(size)  # the place was given when the wait was cancelled
+                else:
+                    with suppress(ValueError):  # closing has emptied the list
+                        self._room.remove((size, turn))
+                    self._admit()
+                raise
+        else:
+            self.depth += size
+        self._accept(submission)
+
+    def _require_open(self) -> None:
+        if self._closed_because is not None:
+            raise ContextError(self._closed_because)
+
+    def _release(self, size: int) -> None:
+        self.depth -= size
+        self._admit()
+
+    def _admit(self) -> None:
+        """Give places to those who wait, in their order."""
+        while self._room:
+            size, turn = self._room[0]
+            if turn.done():  # cancelled: it takes itself off the list
+                return
+            if self.depth + size > self._queue_size:
+                return
+            self._room.popleft()
+            self.depth += size
+            turn.set_result(None)
+
+    # ---- saving --------------------------------------------------------------------------
+
+    def _accept(self, submission: Submission) -> None:
+        if self._closed_because is not None:  # closed while it was its turn
+            self._release(len(submission.examples))
+            raise ContextError(self._closed_because)
+        if self._journal is None:
+            self._enqueue(submission, self.last_number + 1)
+        else:
+            self._pending.append(submission)
+            self._has_pending.give()
+
+    def _enqueue(self, submission: Submission, first: int) -> None:
+        now = asyncio.get_running_loop().time()
+        for number, (example, ticket) in enumerate(
+            zip(submission.examples, submission.tickets, strict=True), first
+        ):
+            ticket.save(number)
+            self.queue.append(Taken(number, example, ticket, now))
+        self.last_number = first + len(submission.examples) - 1
+        self.num_taken += len(submission.examples)
+        self._changed.give()
+
+    async def commit_forever(self) -> None:
+        """Save what comes, as long as it is not closed; all that waits shares a commit."""
+        while self._pending or self._closed_because is None:
+            if not self._pending:
+                await self._has_pending.wait()
+                continue
+            group = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_COMMIT))]
+            try:
+                await self._commit(group)
+            except BaseException:
+                for submission in group:  # some may be told already
+                    submission.refuse(_interrupted_error())
+                raise
+
+    async def _commit(self, group: list[Submission]) -> None:
+        journal = self._journal
+        assert journal is not None  # or there is nothing to commit
+        began = perf_counter()
+        try:
+            appended = await journal.append([each.entry for each in group if each.entry])
+        except JournalError as error:
+            self.journal_error = str(error)
+            for submission in group:
+                self._refuse(submission, JournalError(str(error)))
+            return
+        self.num_commits += 1
+        self.commit_s += perf_counter() - began
+        self.journal_error = ""
+        now = asyncio.get_running_loop().time()
+        for number, body in appended.strays:
+            self.depth += 1
+            self.queue.append(Taken(number, unpack_example(body), None, now))
+        known: list[tuple[Submission, int]] = []
+        for submission, result in zip(group, appended.results, strict=True):
+            if isinstance(result, Exception):
+                self._refuse(submission, result)
+            elif result[1]:
+                known.append((submission, result[0]))
+            else:
+                self._enqueue(submission, result[0])
+        for submission, first in known:
+            await self._follow(submission, first)
+
+    def _refuse(self, submission: Submission, error: Exception) -> None:
+        self.num_refused += len(submission.tickets)
+        submission.refuse(error)
+        self._release(len(submission.tickets))
+
+    # ---- what becomes of them ------------------------------------------------------------
+
+    async def _follow(self, submission: Submission, first: int) -> None:
+        """Give tickets of a known key the numbers, and the fate, of the first submission."""
+        numbers = range(first, first + len(submission.tickets))
+        assert self._journal is not None  # it knew the key
+        try:
+            dead = await self._journal.dead_numbers(numbers)
+        except JournalError as error:
+            self._refuse(submission, error)
+            return
+        self.num_duplicates += len(submission.tickets)
+        self._release(len(submission.tickets))
+        for number, ticket in zip(numbers, submission.tickets, strict=True):
+            ticket.save(number, is_duplicate=True)
+            if number in dead:
+                ticket.settle(dead_error(number, dead[number]))
+            else:
+                self._followers.setdefault(number, []).append(ticket)
+        self._changed.give()
+
+    def settle(self, taken: Taken, outcome: int | ContextError | PoisonedExampleError) -> None:
+        """Tell those who wait what became of an example, and free its place if it holds one."""
+        tickets = self._followers.pop(taken.number, [])
+        if taken.ticket is not None:
+            tickets.append(taken.ticket)
+        for ticket in tickets:
+            ticket.settle(outcome)
+
+    def settle_followers(self, learned_number: int, version: int) -> None:
+        """Tell those who follow examples that were learned before they asked."""
+        for number in [number for number in self._followers if number <= learned_number]:
+            for ticket in self._followers.pop(number):
+                ticket.settle(version)
+
+    def next_batch(self, size: int) -> list[Taken]:
+        """Take the first examples out of the queue; they keep their places."""
+        return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
+
+    def free(self, size: int) -> None:
+        """Free the places of examples that were learned or set aside."""
+        self._release(size)
+
+    # ---- closing -------------------------------------------------------------------------
+
+    def close(self, because: str) -> None:
+        """Take nothing more; what is pending is still saved."""
+        self._closed_because = because
+        room, self._room = self._room, deque()
+        for _, turn in room:
+            if not turn.done():
+                turn.set_exception(ContextError(because))
+        self._has_pending.give()
+
+    def abandon(self, because: str) -> None:
+        """Tell all tickets that are left that this learner will not learn their examples."""
+        for submission in self._pending:
+            submission.refuse(ContextError(because))
+        self._pending.clear()
+        for taken in self.queue:
+            self.settle(taken, ContextError(because))
+        self.queue.clear()
+        for tickets in self._followers.values():
+            for ticket in tickets:
+                ticket.settle(ContextError(because))
+        self._followers.clear()
+
+
+def dead_error(number: int, error: str) -> PoisonedExampleError:
+    """Return what the ticket of a dead letter raises."""
+    return PoisonedExampleError(
+        f"Example {number} was set aside: {error}. Look at learner.dead_letters(); after a change "
+        "of the step function, `await learner.retry(number)` takes it again.",
+        number=number,
+    )
+
+
+def _interrupted_error() -> ContextError:
+    return ContextError(
+        "The learner was closed while the example was written, so it may be in the journal or "
+        "not. Submit it again with its idempotency key."
+    )

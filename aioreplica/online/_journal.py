@@ -1,0 +1,143 @@
+"""The journal as a program names it, and open: its calls are made on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from ..devices import wait_shielded
+from ..input import SourceLane
+from ._arguments import checked_seconds
+from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Row
+from ._records import DeadLetter
+
+
+@final
+class Journal:
+    """Where examples are kept that were taken and may have to be learned again.
+
+    One learner at a time has it open; any other program may read it meanwhile, and copy it with
+    SQLite's own backup.
+
+    Args:
+        path: An SQLite file, made if it is not there. Beside it are `-wal`, `-shm` and `.lock`.
+        keep_keys_s: How long idempotency keys are remembered, in seconds in which a learner has the
+            journal open: no clock of the machine is asked.
+        busy_timeout_s: How long to wait for other programs that have locked it.
+        connect: What stands for `sqlite3.connect` in a test.
+
+    Raises:
+        ValueError: If a number is negative or not finite.
+        TypeError: If an argument is of the wrong type.
+    """
+
+    __slots__ = ("_busy_timeout_s", "_connect", "_keep_keys_s", "path")
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep_keys_s: float = 86400.0,
+        busy_timeout_s: float = 5.0,
+        connect: Callable[..., Any] = sqlite3.connect,
+    ) -> None:
+        self.path = Path(path)
+        """Where it is."""
+        self._keep_keys_s = checked_seconds("keep_keys_s", keep_keys_s)
+        self._busy_timeout_s = checked_seconds("busy_timeout_s", busy_timeout_s)
+        self._connect = connect
+
+    def file(self) -> JournalFile:
+        """Return its file, not open yet; for the learner."""
+        return JournalFile(self.path, self._keep_keys_s, self._busy_timeout_s, self._connect)
+
+    def __repr__(self) -> str:
+        return f"<Journal {self.path}>"
+
+
+@final
+class OpenJournal:
+    """The calls of a journal, awaitable. Each one raises what the journal raises.
+
+    Cancellation:
+        A call that has begun is waited for.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._path = journal.path
+        self._file = journal.file()
+        self._lane = SourceLane()
+        self._facts: JournalFacts | None = None
+        self._opened_at = 0.0
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._path
+
+    @property
+    def facts(self) -> JournalFacts:
+        """What it said of itself when it was opened."""
+        assert self._facts is not None  # it is opened first
+        return self._facts
+
+    @property
+    def clock_s(self) -> float:
+        """How many seconds learners have had the journal open, this one included."""
+        return self.facts.clock_s + asyncio.get_running_loop().time() - self._opened_at
+
+    async def open(self) -> None:
+        """Open it; closed again if that fails."""
+        try:
+            self._facts = await self._lane.run(self._file.open)
+        except BaseException:
+            await self.aclose()
+            raise
+        self._opened_at = asyncio.get_running_loop().time()
+
+    async def append(self, entries: Sequence[Entry]) -> Appended:
+        return await self._lane.run(self._file.append, entries, self.clock_s)
+
+    async def rows(self, after: int, limit: int) -> list[Row]:
+        return await self._lane.run(self._file.rows, after, limit)
+
+    async def set_aside(self, letters: Sequence[Dead]) -> None:
+        await self._lane.run(self._file.set_aside, letters)
+
+    async def discard(self, number: int) -> bool:
+        return await self._lane.run(self._file.discard, number)
+
+    async def compact(self, number: int) -> None:
+        await self._lane.run(self._file.compact, number, self.clock_s)
+
+    async def dead_letters(self, after: int, limit: int) -> list[DeadLetter]:
+        return await self._lane.run(self._file.dead_letters, after, limit)
+
+    async def dead_numbers(self, numbers: Sequence[int]) -> dict[int, str]:
+        return await self._lane.run(self._file.dead_numbers, numbers)
+
+    async def aclose(self) -> None:
+        """Close the file and end the thread, through every cancellation."""
+        clock_s = None if self._facts is None else self.clock_s
+        op = self._lane.run(self._file.close, clock_s)
+        op.put()
+
+        def waiter() -> asyncio.Future[None]:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def wake(_op: object) -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            op.add_done_callback(wake)
+            return future
+
+        try:
+            if await wait_shielded(op.done, waiter):
+                op.result()
+        finally:
+            self._lane.close()

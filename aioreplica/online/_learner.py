@@ -1,0 +1,422 @@
+"""The learner: examples are taken, learned in micro-batches, and served as snapshots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from ..checkpoint import CheckpointManager, Savepoint
+from ..errors import ContextError
+from ..optimizers import Optimizer
+from ..replica import ReplicaContext
+from ..strategies import Strategy
+from ..tree import leaves
+from ..values import Snapshot
+from ._arguments import checked_count, checked_seconds
+from ._engine import CLOSED, Engine, Settings
+from ._example import as_example
+from ._intake import Submission
+from ._journal import Journal
+from ._records import DeadLetter, LearnerStatistics
+from ._stream import RecordStream
+from ._ticket import Ticket
+
+StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
+Validation = Callable[[Any], Any]
+MAX_KEY = 200
+
+
+@final
+class OnlineLearner:
+    """Learns examples as they come, in steps of a strategy, while others read whole snapshots.
+
+    Use it in `async with`. Entering restores the newest good checkpoint and goes on with the
+    journal; leaving takes no more examples, learns those that were taken, saves a checkpoint and
+    closes the journal. The learner saves the checkpoints itself, and nothing else may write its
+    variables while it is open.
+
+    A batch is what was taken in the order of the journal: up to `max_batch` examples, or fewer once
+    `max_delay_s` have passed since the first one. Its leaves are stacked and split over the
+    replicas, contiguous and balanced; a part may be empty.
+
+    A step that raises or writes numbers that are not finite is undone, all of it. Then its batch is
+    learned in halves, and what fails alone is set aside as a dead letter. Errors that no example
+    can be blamed for (a lost device, another event loop, no memory) put the learner into the state
+    "failed" instead: it keeps what it has, serves snapshots, and goes on after `resume`.
+
+    Args:
+        strategy: Runs the steps.
+        step_fn: Called on each replica as `step_fn(ctx, batch)`, in the way of `strategy.run`. It
+            returns None, a number (called "loss") or a dict of numbers, which are recorded.
+        variables: Everything that steps change, as for `CheckpointManager.save`: a dict or list of
+            variables, optimizers, metrics and so on. It is undone and saved as a whole.
+        max_batch: Most examples of a step.
+        max_delay_s: How long an example may wait for others, in seconds.
+        queue_size: How many examples may be taken and not learned.
+        journal: A path, or a `Journal`: examples are durable before they are acknowledged.
+        checkpoints: A `CheckpointManager` for this learner alone. The number of a checkpoint is
+            that of the last example that it has learned.
+        checkpoint_every_s: A checkpoint is saved behind the first step after so many seconds.
+        validate: Called with each example before it is taken; what it returns is taken in its
+            place, and what it raises is raised by the submission. See `ExampleSpec`.
+        publish_to: A path for each `SnapshotReader` of another process.
+
+    Raises:
+        ValueError: If a number is out of range, or `variables` is no container.
+        TypeError: If an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        step_fn: StepFunction,
+        variables: Any,
+        *,
+        max_batch: int,
+        max_delay_s: float,
+        queue_size: int,
+        journal: Journal | str | os.PathLike[str] | None = None,
+        checkpoints: CheckpointManager | None = None,
+        checkpoint_every_s: float = 60.0,
+        validate: Validation | None = None,
+        publish_to: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if not isinstance(strategy, Strategy):
+            raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
+        if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
+            raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
+        if validate is not None and not callable(validate):
+            raise TypeError(f"validate must be callable, got {validate!r}.")
+        Savepoint(variables)  # says what cannot be undone or saved
+        if isinstance(journal, (str, os.PathLike)):
+            journal = Journal(journal)
+        elif journal is not None and not isinstance(journal, Journal):
+            raise TypeError(f"journal must be a path or an ar.online.Journal, got {journal!r}.")
+        self._settings = Settings(
+            strategy,
+            variables,
+            checked_count("max_batch", max_batch),
+            checked_seconds("max_delay_s", max_delay_s),
+            checked_count("queue_size", queue_size),
+            journal,
+            checkpoints,
+            checked_seconds("checkpoint_every_s", checkpoint_every_s),
+            None if publish_to is None else Path(publish_to),
+        )
+        self._step_fn = _checked_step_fn(step_fn)
+        self._validate = validate
+        self._engine: Engine | None = None
+
+    # ---- examples in ---------------------------------------------------------------------
+
+    async def submit(self, example: Any, *, key: str | None = None) -> Ticket:
+        """Take an example; when it returns, the example is durable if there is a journal.
+
+        Waits for a place in the queue, first come first served.
+
+        Args:
+            example: Dicts (with text as keys), lists and tuples of NumPy arrays and numbers.
+            key: An idempotency key: a second submission with it and the same example gives the
+                first one's number and takes nothing. Needs a journal, which remembers keys for
+                its `keep_keys_s`.
+
+        Returns:
+            Its ticket; await that to wait until it was learned.
+
+        Raises:
+            TypeError: If it is not of these types.
+            ValueError: If `validate` refuses it, or there is a key and no journal.
+            KeyReusedError: If the key came with another example before.
+            JournalError: If the journal could not keep it.
+            ContextError: If the learner is not open.
+
+        Cancellation:
+            While it waits for a place, nothing is taken. Later the example may be taken.
+        """
+        submission = self._submission([example], key)
+        await self._open_engine().intake.take(submission)
+        return await submission.tickets[0].saved()
+
+    def submit_nowait(self, example: Any, *, key: str | None = None) -> Ticket:
+        """Take an example if there is room; `await ticket.saved()` until it is durable.
+
+        Raises:
+            anyio.WouldBlock: If the queue is full.
+            Exception: As `submit`; errors of the journal are raised by the ticket.
+        """
+        [ticket] = self.submit_many_nowait([example], key=key)
+        return ticket
+
+    async def submit_many(
+        self, examples: Sequence[Any], *, key: str | None = None
+    ) -> tuple[Ticket, ...]:
+        """Take several examples with consecutive numbers, all or none; otherwise as `submit`.
+
+        Raises:
+            ValueError: If there are more than the queue can ever hold.
+            Exception: As `submit`.
+        """
+        submission = self._submission(examples, key)
+        await self._open_engine().intake.take(submission)
+        await submission.tickets[0].saved()
+        return submission.tickets
+
+    def submit_many_nowait(
+        self, examples: Sequence[Any], *, key: str | None = None
+    ) -> tuple[Ticket, ...]:
+        """Take several examples if there is room for all; otherwise as `submit_nowait`."""
+        submission = self._submission(examples, key)
+        self._open_engine().intake.take_nowait(submission)
+        return submission.tickets
+
+    def _submission(self, examples: Sequence[Any], key: str | None) -> Submission:
+        self._open_engine()
+        return _checked_submission(self._settings, self._validate, examples, key)
+
+    # ---- what is served ------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Return the values after the last step that was kept, of all variables but slots.
+
+        Costs nothing; from any thread. Its `version` is that of the learner.
+
+        Raises:
+            ContextError: If the learner was never opened.
+        """
+        return _opened(self._engine).snapshot
+
+    @property
+    def version(self) -> int:
+        """Number of the published snapshot.
+
+        It grows with each step. With a journal and checkpoints no number is used twice, whatever
+        crashes happen.
+        """
+        return self.snapshot().version
+
+    @property
+    def state(self) -> str:
+        """Where it stands.
+
+        "new", "recovering" (learning what earlier learners left), "running", "paused", "failed",
+        "closing" or "closed".
+        """
+        engine = self._engine
+        if engine is None:
+            return "new"
+        if engine.is_closing:
+            return "closed" if engine.is_closed else "closing"
+        if engine.failure:
+            return "failed"
+        if engine.is_paused:
+            return "paused"
+        return "recovering" if engine.has_backlog else "running"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it learns or is paused, has caught up, and its journal takes examples."""
+        engine = self._engine
+        if engine is None or self.state not in {"running", "paused"}:
+            return False
+        return not engine.has_backlog and not engine.intake.journal_error
+
+    def records(self, *, buffer_size: int = 256) -> RecordStream:
+        """Return a stream of records, one per published step, from now on."""
+        stream = RecordStream(buffer_size)
+        self._open_engine().streams.add(stream)
+        return stream
+
+    def statistics(self) -> LearnerStatistics:
+        """Return what it has done and where it stands."""
+        return _opened(self._engine).statistics(self.state)
+
+    # ---- while it runs -------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Begin no more steps; return when none is under way. Examples are taken until it is full.
+
+        Cancellation:
+            Stops waiting; it is paused.
+        """
+        engine = self._open_engine()
+        engine.is_paused = True
+        await engine.idle()
+
+    def resume(self) -> None:
+        """Go on after `pause`, or after a failure."""
+        engine = self._open_engine()
+        engine.is_paused, engine.failure = False, ""
+        engine.changed.give()
+
+    @property
+    def step_fn(self) -> StepFunction:
+        """The step function; the next step uses a new one."""
+        return self._step_fn
+
+    @step_fn.setter
+    def step_fn(self, value: StepFunction) -> None:
+        self._step_fn = _checked_step_fn(value)
+        if self._engine is not None:
+            self._engine.step_fn = value
+
+    @property
+    def learning_rate(self) -> Any:
+        """That of all optimizers in `variables`; the next step uses a new one.
+
+        It is a setting of the program: no checkpoint has it.
+
+        Raises:
+            ValueError: If there is no optimizer in `variables`, or the rate is none.
+        """
+        return _optimizers(self._settings.variables)[0].learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        for optimizer in _optimizers(self._settings.variables):
+            optimizer.learning_rate = value
+
+    async def checkpoint(self) -> int:
+        """Save a checkpoint now, behind the step under way; return when it is durable.
+
+        Returns:
+            The number of the last example that it has learned.
+
+        Raises:
+            CheckpointError: If it could not be saved.
+            ContextError: If the learner is not open, or has no `checkpoints`.
+
+        Cancellation:
+            Stops waiting; it is saved.
+        """
+        engine = self._open_engine()
+        if self._settings.checkpoints is None:
+            raise ContextError("The learner has no checkpoints. Pass checkpoints=manager.")
+        return await engine.saving.request()
+
+    # ---- dead letters --------------------------------------------------------------------
+
+    async def dead_letters(self, *, after: int = 0, limit: int = 100) -> tuple[DeadLetter, ...]:
+        """Return examples that were set aside, by number; without a journal the newest 1,000.
+
+        Args:
+            after: Leaves out those up to this number.
+            limit: Returns so many at most.
+        """
+        return await self._open_engine().dead.list(after, limit)
+
+    async def retry(self, number: int) -> Ticket:
+        """Take a dead letter again, as a new example with a new number.
+
+        Without a journal it does not wait for a place in the queue.
+
+        Raises:
+            KeyError: If there is no dead letter of that number.
+            anyio.WouldBlock: If the queue is full, without a journal.
+            Exception: As `submit`.
+        """
+        engine = self._open_engine()
+        letter = await engine.dead.find(number)
+        is_journalled = engine.journal is not None
+        submission = Submission.of([letter.example], None, is_journalled, revived=number)
+        if is_journalled:
+            await engine.intake.take(submission)
+        else:
+            engine.intake.take_nowait(submission)
+            await engine.dead.discard(number)
+        return await submission.tickets[0].saved()
+
+    async def discard(self, number: int) -> None:
+        """Delete a dead letter for good.
+
+        Raises:
+            KeyError: If there is no dead letter of that number.
+            JournalError: If the journal could not be written.
+        """
+        await self._open_engine().dead.discard(number)
+
+    # ---- closing -------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Take no more examples, learn those taken, save a checkpoint, close the journal.
+
+        Idempotent. Also learns while it is paused.
+
+        Raises:
+            CheckpointError: If the checkpoint could not be saved.
+
+        Cancellation:
+            The step under way is ended and undone, what is left stays in the journal, no
+            checkpoint is saved; then it goes on.
+        """
+        if self._engine is not None:
+            await self._engine.aclose()
+
+    async def __aenter__(self) -> Self:
+        if self._engine is not None and not self._engine.is_closed:
+            raise ContextError("The learner is open already. Enter it once.")
+        engine = Engine(self._settings, self._step_fn)
+        await engine.open()
+        self._engine = engine
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def _open_engine(self) -> Engine:
+        engine = self._engine
+        if engine is None or engine.is_closing:
+            raise ContextError(CLOSED)
+        return engine
+
+    def __repr__(self) -> str:
+        engine = self._engine
+        about = "" if engine is None else f", version {self.version}, {engine.intake.depth} queued"
+        return f"<OnlineLearner | {self.state}{about}>"
+
+
+def _opened(engine: Engine | None) -> Engine:
+    if engine is None:
+        raise ContextError("The learner was never opened. Use it in `async with`.")
+    return engine
+
+
+def _checked_step_fn(value: Any) -> StepFunction:
+    if not callable(value):
+        raise TypeError(f"step_fn must be a function of ctx and a batch, got {value!r}.")
+    return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
+
+
+def _checked_submission(
+    settings: Settings, validate: Validation | None, examples: Sequence[Any], key: str | None
+) -> Submission:
+    """Check what is to be taken, before anything is."""
+    if key is not None:
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY:
+            raise ValueError(f"key must be text of 1 to {MAX_KEY} characters, got {key!r}.")
+        if settings.journal is None:
+            raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
+    if not 0 < len(examples) <= settings.queue_size:
+        raise ValueError(
+            f"The queue has {settings.queue_size} places, so {len(examples)} examples cannot be "
+            "taken at once. Submit at least one and at most that many."
+        )
+    kept = [as_example(each if validate is None else validate(each)) for each in examples]
+    return Submission.of(kept, key, settings.journal is not None)
+
+
+def _optimizers(variables: Any) -> list[Optimizer]:
+    found = [each for each in leaves(variables) if isinstance(each, Optimizer)]
+    if not found:
+        raise ValueError(
+            "There is no optimizer in `variables`, so no learning rate. Put it there: it belongs "
+            "to what a step changes."
+        )
+    return found

@@ -1,0 +1,213 @@
+"""One step over some examples: stacked, split, run, checked, and undone if it went wrong."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter, time
+from typing import Any, final
+
+import numpy as np
+
+from ..checkpoint import Savepoint
+from ..devices import INLINE_BYTES, run_on_host
+from ..errors import ContextError, DeviceError, LoopMismatchError, NonFiniteError
+from ..input import split_batch
+from ..replica import ReplicaContext
+from ..strategies import Strategy, get_replica_context
+from ..tree import leaves
+from ..values import PerReplica
+from ._example import stack_examples
+from ._records import ReplicaTiming
+
+BLAMELESS = (DeviceError, LoopMismatchError, MemoryError)
+"""Errors that no example is to blame for."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step that was kept has told.
+
+    Attributes:
+        scalars: As in `StepRecord`, like the following.
+        began: When it began.
+        step_s: How long it took.
+        replicas: One timing per replica.
+    """
+
+    scalars: Mapping[str, float]
+    began: float
+    step_s: float
+    replicas: tuple[ReplicaTiming, ...]
+
+
+@final
+class BlamelessError(Exception):
+    """Raised inside the package when a step was undone and its examples are not to blame."""
+
+
+async def learn(
+    strategy: Strategy, step_fn: Callable[..., Any], variables: Any, examples: Sequence[Any]
+) -> StepResult:
+    """Run a step over examples; if anything is wrong with it, nothing of it is left.
+
+    Raises:
+        BlamelessError: If it failed for a reason that has nothing to do with the examples, which is
+            the cause.
+        NonFiniteError: If it wrote what is not finite.
+        Exception: What it raised.
+
+    Cancellation:
+        Undoes the step, then goes on.
+    """
+    savepoint = Savepoint(variables)
+    try:
+        result = await _run(strategy, step_fn, examples)
+        await _require_finite(savepoint)
+    except BaseException as error:
+        savepoint.put_back()
+        if isinstance(error, Exception):
+            _require_blame(strategy, error)
+        raise
+    return result
+
+
+async def _run(
+    strategy: Strategy, step_fn: Callable[..., Any], examples: Sequence[Any]
+) -> StepResult:
+    size = sum(getattr(leaf, "nbytes", 8) for leaf in leaves(examples[0])) * len(examples)
+    on_host = size > INLINE_BYTES
+    batch = await run_on_host(stack_examples, examples) if on_host else stack_examples(examples)
+    parts = split_batch(batch, strategy.num_replicas_in_sync)
+    report = _Report(step_fn, [len(leaves(part)[0]) for part in parts])
+    arg = parts[0] if strategy.has_plain_values else PerReplica(parts)
+    await strategy.run(report.step_function(), args=(arg,))
+    return report.result(strategy.device_names)
+
+
+async def _require_finite(savepoint: Savepoint) -> None:
+    """Check what a step has written.
+
+    Raises:
+        NonFiniteError: If it is not finite; names the entry of the state.
+    """
+    arrays = [(key, array) for key, array in savepoint.written() if array.dtype.kind in "fcV"]
+    size = sum(array.nbytes for _, array in arrays)
+    find = _first_non_finite
+    found = await run_on_host(find, arrays) if size > INLINE_BYTES else find(arrays)
+    if found is not None:
+        key, index, value = found
+        raise NonFiniteError(
+            f"The step wrote {value} to {key!r} at {index}.", variable=key, index=index
+        )
+
+
+def _first_non_finite(
+    arrays: Sequence[tuple[str, Any]],
+) -> tuple[str, tuple[int, ...], Any] | None:
+    for key, array in arrays:
+        is_finite = np.isfinite(array)
+        if not is_finite.all():
+            index = tuple(int(i) for i in np.argwhere(~is_finite)[0])
+            return key, index, array[index]
+    return None
+
+
+def _require_blame(strategy: Strategy, error: Exception) -> None:
+    """Check that the examples may be to blame for an error.
+
+    Raises:
+        BlamelessError: If they are not.
+    """
+    group = error if isinstance(error, ExceptionGroup) else None
+    if isinstance(error, BLAMELESS) or (group and group.split(BLAMELESS)[0]):
+        raise BlamelessError from error
+    try:
+        strategy.open()
+    except (ContextError, LoopMismatchError) as closed:
+        raise BlamelessError from closed
+
+
+@final
+class _Report:
+    """What the replicas of a step tell while they run it."""
+
+    def __init__(self, step_fn: Callable[..., Any], sizes: Sequence[int]) -> None:
+        self._step_fn = step_fn
+        self._sizes = sizes
+        self._told: list[tuple[float, float, Mapping[str, float]]] = [(0.0, 0.0, {})] * len(sizes)
+        self._began = time()
+        self._start = perf_counter()
+
+    def step_function(self) -> Callable[[Any], Any]:
+        """Return what the strategy runs on each replica: it calls the step function and listens."""
+        step_fn = self._step_fn
+
+        async def step_on_loop(batch: Any) -> None:
+            ctx, began = _current_replica(), perf_counter()
+            self._hear(ctx, began, await step_fn(ctx, batch))
+
+        def step_on_device(batch: Any) -> None:
+            ctx, began = _current_replica(), perf_counter()
+            self._hear(ctx, began, step_fn(ctx, batch))
+
+        chosen: Callable[[Any], Any] = step_on_loop if is_async(step_fn) else step_on_device
+        chosen.__qualname__ = getattr(step_fn, "__qualname__", chosen.__qualname__)
+        return chosen
+
+    def _hear(self, ctx: ReplicaContext, began: float, returned: Any) -> None:
+        scalars = _scalars(returned)
+        self._told[ctx.replica_id_in_sync_group] = (
+            began - self._start, perf_counter() - self._start, scalars
+        )  # fmt: skip
+
+    def result(self, device_names: Sequence[str]) -> StepResult:
+        """Return what they told; scalars averaged over the examples."""
+        totals: dict[str, list[float]] = {}
+        for size, (_, _, scalars) in zip(self._sizes, self._told, strict=True):
+            for name, value in scalars.items():
+                if size:  # a mean over no examples is no number
+                    total = totals.setdefault(name, [0.0, 0])
+                    total[0] += value * size
+                    total[1] += size
+        rows = zip(device_names, self._sizes, self._told, strict=True)
+        return StepResult(
+            {name: total / count for name, (total, count) in totals.items()},
+            self._began,
+            perf_counter() - self._start,
+            tuple(
+                ReplicaTiming(number, device, size, began, ended)
+                for number, (device, size, (began, ended, _)) in enumerate(rows)
+            ),
+        )
+
+
+def _current_replica() -> ReplicaContext:
+    ctx = get_replica_context()
+    assert ctx is not None  # a step runs on a replica
+    return ctx
+
+
+def is_async(fn: Any) -> bool:
+    """Tell whether a step function is a coroutine function, or an object that is called as one."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
+        getattr(type(fn), "__call__", None)  # noqa: B004 - a callable object with an async __call__
+    )
+
+
+def _scalars(returned: Any) -> Mapping[str, float]:
+    if returned is None:
+        return {}
+    found = returned if isinstance(returned, Mapping) else {"loss": returned}
+    for name, value in found.items():
+        is_scalar = isinstance(value, np.ndarray) and value.ndim == 0
+        is_number = is_scalar or isinstance(value, numbers.Real)
+        if not is_number or not isinstance(name, str):
+            raise TypeError(
+                f"A step function returns None, a number or a dict of numbers by name, got "
+                f"{name!r}: {value!r} ({type(value).__name__})."
+            )
+    return {name: float(value) for name, value in found.items()}

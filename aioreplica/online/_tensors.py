@@ -1,0 +1,102 @@
+"""Arrays and a little text as bytes: rows of the journal, snapshots for other processes.
+
+The bytes are those of a safetensors file: the length of the header as eight little-endian bytes,
+the header as JSON, padded to a multiple of 64 so that arrays in a mapped file are aligned, and the
+arrays one after the other, largest items first. Whatever is read is distrusted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 64 * 1024 * 1024
+_NAMES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
+    "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
+}  # fmt: skip
+_DTYPES = {label: name for name, label in _NAMES.items()}
+
+
+@lru_cache(maxsize=256)
+def can_store(dtype: np.dtype[Any]) -> bool:
+    """Tell whether arrays of a dtype can be stored."""
+    return dtype.name in _NAMES and dtype.isnative
+
+
+def dump_tensors(
+    metadata: Mapping[str, str], arrays: Mapping[str, Array]
+) -> list[bytes | memoryview]:
+    """Return the parts of a file: the header, then C-contiguous arrays in the order they follow.
+
+    Raises:
+        TypeError: If a dtype cannot be stored.
+    """
+    for name, array in arrays.items():
+        if not can_store(array.dtype):
+            raise TypeError(f"{name!r} has dtype {array.dtype}, stored are {', '.join(_NAMES)}.")
+    ordered = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    parts: list[bytes | memoryview] = []
+    for name in ordered:
+        array = np.ascontiguousarray(arrays[name])
+        entries[name] = {
+            "dtype": _NAMES[array.dtype.name],
+            "shape": arrays[name].shape,
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+        parts.append(array.reshape(-1).view(np.uint8).data)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def load_tensors(data: memoryview) -> tuple[dict[str, str], dict[str, Array], int]:
+    """Return metadata, read-only views of the arrays, and where the arrays begin.
+
+    Raises:
+        ValueError: If the bytes are not those of `dump_tensors`; says what is wrong.
+    """
+    size = int.from_bytes(data[:8], "little")
+    begin = 8 + size
+    if len(data) < 8 or size > MAX_HEADER_BYTES or begin > len(data):
+        raise ValueError(f"{len(data)} bytes cannot hold a header of {size}")
+    try:
+        entries = json.loads(bytes(data[8:begin]))
+        metadata = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
+        arrays = {str(name): _view(data, begin, entry) for name, entry in entries.items()}
+    except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(f"the header is none: {type(error).__name__}: {error}") from None
+    return metadata, arrays, begin
+
+
+def _view(data: memoryview, begin: int, entry: Mapping[str, Any]) -> Array:
+    name, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+    start, end = entry["data_offsets"]
+    if name == "bfloat16":
+        import ml_dtypes
+
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    else:
+        dtype = np.dtype(name)
+    numbers = (*shape, start, end)
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    if math.prod(shape) * dtype.itemsize != end - start or begin + end > len(data):
+        raise ValueError(f"an array of shape {shape} and {dtype} is not at {start} to {end}")
+    found: Array = np.frombuffer(data[begin + start : begin + end], dtype).reshape(shape)
+    if found.flags.writeable:
+        found.flags.writeable = False
+    return found

@@ -1,0 +1,110 @@
+"""Tickets: what a submitted example becomes, and who waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import final
+
+from ..errors import AioReplicaError
+from ._signal import Signal
+
+
+@final
+class Ticket:
+    """The receipt for one example; `await ticket` gives the first version that has learned it.
+
+    Awaiting it raises PoisonedExampleError if the example was set aside, and ContextError if the
+    learner was closed before its turn came; a journalled example is then learned by the next
+    learner on the journal. Any number of tasks may wait, cancelling one leaves the example alone,
+    and a ticket that is not awaited costs nothing.
+    """
+
+    __slots__ = ("_failure", "_is_saved", "_outcome", "_signal", "is_duplicate", "number")
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The place of the example in the order of learning, from 1; None until it is saved."""
+        self.is_duplicate = False
+        """Whether its idempotency key was known, so that nothing new was taken."""
+        self._is_saved = False
+        self._failure: Exception | None = None  # of taking it
+        self._outcome: int | AioReplicaError | None = None
+        self._signal: Signal | None = None  # made when someone waits
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the example is durable; without a journal, whether it was taken."""
+        return self._is_saved
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the example was learned or set aside, or never will be."""
+        return self._outcome is not None or self._failure is not None
+
+    async def saved(self) -> Ticket:
+        """Wait until the example is durable; return the ticket.
+
+        Raises:
+            JournalError: If the journal could not keep it: it is not taken.
+            KeyReusedError: If the key was given for another body before.
+            ContextError: If the learner was closed meanwhile.
+
+        Cancellation:
+            Stops waiting. The example may be taken all the same: give it a key to ask again.
+        """
+        while not self._is_saved and self._failure is None:
+            await self._changed()
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __await__(self) -> Generator[object, None, int]:
+        """Wait until the example was learned; return the first version that has it."""
+        return self._learned().__await__()
+
+    async def _learned(self) -> int:
+        await self.saved()
+        while self._outcome is None:
+            await self._changed()
+        if isinstance(self._outcome, AioReplicaError):
+            raise self._outcome
+        return self._outcome
+
+    # ---- for the learner -----------------------------------------------------------------
+
+    def save(self, number: int, *, is_duplicate: bool = False) -> None:
+        """Note that the example is durable, and its number."""
+        self.number, self.is_duplicate, self._is_saved = number, is_duplicate, True
+        self._wake()
+
+    def refuse(self, error: Exception) -> None:
+        """Note that the example is not taken."""
+        if not self._is_saved and self._failure is None:
+            self._failure = error
+            self._wake()
+
+    def settle(self, outcome: int | AioReplicaError) -> None:
+        """Note the version that has learned it, or why none will."""
+        if self._outcome is None:
+            self._outcome = outcome
+            self._wake()
+
+    async def _changed(self) -> None:
+        if self._signal is None:
+            self._signal = Signal()
+        await self._signal.wait()
+
+    def _wake(self) -> None:
+        if self._signal is not None:
+            self._signal.give()
+
+    def __repr__(self) -> str:
+        if self._failure is not None:
+            state = "refused"
+        elif self._outcome is None:
+            state = "saved" if self._is_saved else "not saved yet"
+        elif isinstance(self._outcome, AioReplicaError):
+            state = "not learned"
+        else:
+            state = f"in version {self._outcome}"
+        return f"<Ticket {'-' if self.number is None else self.number} | {state}>"

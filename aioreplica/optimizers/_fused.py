@@ -1,0 +1,108 @@
+"""Rules compiled to one pass over memory, by numba where it is installed (the extra `fast`).
+
+A rule goes over its arrays up to a dozen times in NumPy; compiled, it goes over them once. Nothing
+else changes: results have the same bits, blocks and threads are the same, and the interpreter's
+lock is free meanwhile. A kernel is compiled in the first step that can use it, never on the event
+loop, and kept on disk for the next program.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from typing import Any, TypeAlias, final
+
+import numpy as np
+
+from ..context import REGISTRY
+from ._blocks import Block
+from ._kernels import Kernel
+
+Compiled: TypeAlias = Callable[..., None]
+DType: TypeAlias = np.dtype[Any]
+
+FUSED_RULES = "fused_rules"
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+@final
+class FusedRules:
+    """Compiles kernels, each once for a dtype, and finds the one for a block.
+
+    Where numba is installed, `SGD`, `Adam`, `AdamW` and `Adagrad` find the process's by themselves.
+    NUMBA_DISABLE_JIT=1 in the environment leaves every rule in NumPy.
+
+    Args:
+        is_on: Whether to compile; by default where numba is installed.
+    """
+
+    def __init__(self, is_on: bool | None = None) -> None:
+        self._lock = threading.Lock()
+        self._is_on = find_spec("numba") is not None if is_on is None else is_on
+        self._compiled: dict[tuple[Kernel, DType], Compiled | None] = {}
+
+    def find(self, kernel: Kernel, block: Block) -> Compiled | None:
+        """Return what runs a kernel over a block; None if NumPy has to."""
+        dtype, gradient = block.scratch.dtype, block.gradient
+        if gradient.dtype is not dtype or not gradient.flags.aligned:
+            return None
+        return self._compiled.get((kernel, dtype))
+
+    def missing(self, kernel: Kernel, dtypes: Iterable[DType]) -> list[DType]:
+        """Return the dtypes for which a kernel has to be compiled."""
+        if not self._is_on:
+            return []
+        return [each for each in dict.fromkeys(dtypes) if (kernel, each) not in self._compiled]
+
+    def compile(self, kernel: Kernel, dtypes: Iterable[DType]) -> None:
+        """Compile a kernel: takes some seconds, or a tenth of one where it is on disk.
+
+        If it fails, the rule stays in NumPy, and a RuntimeWarning says why.
+        """
+        with self._lock:
+            for dtype in self.missing(kernel, dtypes):
+                made = None
+                if dtype in FLOATS:
+                    try:
+                        made = _compiled(kernel, dtype)
+                    except Exception as error:  # noqa: BLE001 - NumPy may be too new for it
+                        self._give_up(error)
+                self._compiled[kernel, dtype] = made
+
+    def _give_up(self, error: Exception) -> None:
+        self._is_on = False
+        warnings.warn(
+            f"numba cannot compile the update rules ({type(error).__name__}: {error}), so they run "
+            "in NumPy, with the same results. Update numba, or uninstall it.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def __repr__(self) -> str:
+        return f"<FusedRules | {'on' if self._is_on else 'off'}, {len(self._compiled)} compiled>"
+
+
+def fused_rules() -> FusedRules:
+    """Return those of the process."""
+    return REGISTRY.once(FUSED_RULES, FusedRules)
+
+
+def _compiled(kernel: Kernel, dtype: DType) -> Compiled | None:
+    from numba import config, from_dtype, njit, types
+
+    if config.DISABLE_JIT:
+        return None
+    number = from_dtype(dtype)
+    read = types.Array(number, 1, "C", readonly=True)
+    written = types.Array(number, 1, "C")
+    signature = types.void(
+        *[read] * kernel.num_read, *[written] * kernel.num_written, *[number] * kernel.num_numbers
+    )
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        made: Compiled = njit(signature, cache=True, **options)(kernel.function)
+    except RuntimeError:  # neither this folder nor the user's cache can be written
+        made = njit(signature, **options)(kernel.function)
+    return made

@@ -1,0 +1,170 @@
+"""What a strategy does with the same strategy of other workers, beside running steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..cluster import Workers, WorkersRun
+from ..collectives import (
+    broadcast_arrays,
+    gather_across,
+    join_across,
+    no_data,
+    reduce_across,
+    reduce_over_axis,
+)
+from ..replica import joined_text, payload_signature, summand_text
+from ..tree import LEAF_SPEC, flatten
+from ..typing import ReduceOp, VariableAggregation
+from ..values import Variable, VariableStore, aggregate
+from ._variable_owner import VariableTable
+
+
+class HasVariables(Protocol):
+    """A strategy as `equalize` sees it."""
+
+    @property
+    def variable_table(self) -> VariableTable:
+        """The variables it has made."""
+
+    @property
+    def store(self) -> VariableStore:
+        """Where their writes are published."""
+
+
+def function_name(fn: Any) -> str:
+    """Return the name of a step function."""
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+async def equalize(strategy: HasVariables, across: WorkersRun) -> None:
+    """Give variables that were made since the last run the values of worker 0.
+
+    Raises:
+        MergeMismatchError: If workers have made different variables.
+    """
+    table = strategy.variable_table
+    number, made = table.made_since_last()
+    if not made:
+        return
+    kinds = [(each, "" if each.is_mirrored else " on read") for each in made]
+    text = "; ".join(f"{v.name!r}: {v.dtype}{list(v.shape)}{kind}" for v, kind in kinds)
+    mirrored = [variable for variable in made if variable.is_mirrored]
+    with across.turn("new variables", text, 0) as turn:
+        arrays = await broadcast_arrays(turn, [variable.components[0] for variable in mirrored])
+    changes = {}
+    for variable, array in zip(mirrored, arrays, strict=True):
+        if array.tobytes() != variable.components[0].tobytes():
+            changes[variable] = (array,) * len(variable.components)
+    if changes:
+        strategy.store.write(changes)
+    table.are_equal_up_to(number)
+
+
+async def reduce_leaves_across(
+    workers: Workers, op: ReduceOp, name: str, local: Callable[[], Any]
+) -> list[Any]:
+    """Reduce here, in the turn of the operation, then over the workers.
+
+    Args:
+        workers: The other workers.
+        op: The operator.
+        name: Of the operation.
+        local: Reduces the values of this worker's replicas: leaves, or what to await for them.
+    """
+    async with workers.operation(name, op.name) as turn:
+        leaves = await local()
+        text = ", ".join(map(summand_text, leaves))
+        return await reduce_across(turn, op, leaves, signature=text)
+
+
+async def reduce_axis_across(
+    workers: Workers, op: ReduceOp, column: Sequence[Any], axis: int | tuple[int, ...]
+) -> Any:
+    """Reduce one leaf over axes of each component and over the replicas of all workers."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if op is not ReduceOp.MEAN:
+        local = reduce_over_axis(op, column, axis)
+        async with workers.operation("reduce", f"{op.name} {axes}: {summand_text(local)}") as turn:
+            return (await reduce_across(turn, op, [local]))[0]
+    wide = [np.asarray(part) for part in column]
+    dtype = wide[0].dtype
+    if dtype.kind in "iub" or dtype.itemsize < 4:
+        wide = [part.astype(np.float64) for part in wide]
+    total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axis))
+    count = sum(int(np.prod([part.shape[one] for one in axes], dtype=np.int64)) for part in wide)
+    async with workers.operation("reduce", f"MEAN {axes}: {summand_text(total)}") as turn:
+        total, count = await reduce_across(turn, ReduceOp.SUM, [total, count])
+    if not count:
+        raise ValueError(f"MEAN over axis {axis!r} of empty components is undefined.")
+    mean = np.asarray(total / count)
+    mean = mean if dtype.kind in "iub" else mean.astype(dtype, copy=False)
+    mean.flags.writeable = False
+    return mean[()] if mean.ndim == 0 else mean
+
+
+async def read_variable(workers: Workers | None, variable: Variable, what: str) -> Any:
+    """Return what a reader outside the replicas sees of a variable of all workers."""
+    how = variable.aggregation
+    if workers is None or variable.is_mirrored or how is VariableAggregation.NONE:
+        return variable.value  # or an error that says why it has none
+    local = aggregate(how, variable.components)
+    return await workers.aggregate(what, variable.name, how, local)
+
+
+class Spread(ABC):
+    """Where the replicas of a strategy are: here, or on other workers too.
+
+    Only `Strategy` inherits it.
+    """
+
+    _workers: Workers | None
+
+    @property
+    @abstractmethod
+    def device_names(self) -> tuple[str, ...]:
+        """One device name per replica of this process; "-" under the default strategy."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas a run has."""
+        return self.num_local_replicas if self._workers is None else self._workers.num_replicas
+
+    @property
+    def num_local_replicas(self) -> int:
+        """How many of them are in this process: as many as values have components."""
+        return len(self.device_names)
+
+    @property
+    def workers(self) -> Workers | None:
+        """The same strategy on other workers; None if there are none."""
+        return self._workers
+
+
+async def close_workers(workers: Workers | None) -> None:
+    """Tell the other workers that this one leaves, if there are some."""
+    if workers is not None:
+        await workers.aclose()
+
+
+async def all_go_on(workers: Workers, has_batch: bool) -> bool:
+    """Tell whether every worker has a batch: a loop ends on all of them together."""
+    async with workers.operation("next batch", "") as turn:
+        slots = await turn.exchange(bytes([has_batch]), no_data)
+    return all(slot == b"\1" for slot in slots)
+
+
+async def gather_leaves_across(workers: Workers, tree: Any, axis: int) -> list[Any]:
+    """Join the leaves that each worker has joined."""
+    leaves, spec = flatten(tree)
+    text = payload_signature(leaves, spec if leaves else LEAF_SPEC, _joined(axis)) if leaves else ""
+    async with workers.operation("gather", f"axis {axis}: {text}") as turn:
+        return [join_across(parts, axis) for parts in await gather_across(turn, leaves, axis)]
+
+
+def _joined(axis: int) -> Callable[[Any], str]:
+    return lambda leaf: joined_text(leaf, axis)

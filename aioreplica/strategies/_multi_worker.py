@@ -1,0 +1,149 @@
+"""Synchronous data parallelism over several workers, each with the devices of its host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, final
+
+from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
+from ..collectives import CommunicationOptions, require_options
+from ..devices import Device
+from ..values import Variable, VariableOptions
+from ._mirrored import chosen_devices
+from ._one_device import new_mirrored
+from ._strategy import Strategy
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Runs one replica per device of every worker and keeps variables equal on all of them.
+
+    Every worker runs the same program. Collectives combine the values of a worker's own replicas
+    first, then what the workers have, in rank order. Variables take the values of worker 0 before
+    the first step that follows their making. Merge functions run once per worker, over the values
+    of its replicas. `num_replicas_in_sync` and replica ids are global; `local_results` and
+    components of values are this worker's.
+
+    Args:
+        resolver: Says which of how many workers this is; None asks the launcher's environment, see
+            `ar.cluster.resolve`. Or a `Communicator`, which then belongs to the strategy.
+        options: How collectives are carried out unless a call says otherwise.
+
+    Raises:
+        ValueError: If this process is not a worker, the launcher's variables are malformed, or
+            compression is asked for.
+        TypeError: If `resolver` is neither a ClusterResolver nor a Communicator, or `options` is
+            neither None nor a CommunicationOptions.
+
+    Example:
+        >>> import asyncio
+        >>> from aioreplica import get_replica_context
+        >>> from aioreplica.cluster import LocalCommunicator
+        >>> async def step():
+        ...     ctx = get_replica_context()
+        ...     return await ctx.all_reduce("sum", ctx.replica_id_in_sync_group)
+        >>> async def worker(communicator):
+        ...     async with MultiWorkerMirroredStrategy(communicator) as strategy:
+        ...         result = await strategy.run(step)
+        ...         return strategy.local_results(result)[0] == sum(
+        ...             range(strategy.num_replicas_in_sync)
+        ...         )
+        >>> async def main():
+        ...     return await asyncio.gather(*map(worker, LocalCommunicator.group(2)))
+        >>> asyncio.run(main())
+        [True, True]
+
+    Source:
+        tf.distribute.MultiWorkerMirroredStrategy.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver | Communicator | None = None,
+        *,
+        options: CommunicationOptions | None = None,
+    ) -> None:
+        require_options(options, "MultiWorkerMirroredStrategy")
+        if options is not None and options.compression is not None:
+            raise ValueError(
+                "MultiWorkerMirroredStrategy got options with compression, which works between the "
+                "replicas of one worker only. Leave compression out."
+            )
+        chosen = resolve() if resolver is None else resolver
+        devices = chosen_devices("MultiWorkerMirroredStrategy", None)
+        if isinstance(chosen, LocalCommunicator):
+            devices = _share(devices, chosen.rank, chosen.size)
+        rank, size = _place(chosen)
+        workers = Workers(
+            partial(_connect, chosen, options),
+            rank, size, len(devices), "MultiWorkerMirroredStrategy",
+        )  # fmt: skip
+        super().__init__(devices, options, resolver=chosen, workers=workers)
+
+    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
+        """Make a mirrored variable."""
+        return new_mirrored(self, value, options)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> MultiWorkerMirroredStrategy:
+        if isinstance(self.cluster_resolver, Communicator):
+            _refuse_copy()
+        return MultiWorkerMirroredStrategy(self.cluster_resolver, options=self.reducer.options)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if isinstance(self.cluster_resolver, Communicator):
+            _refuse_copy()
+        make = partial(MultiWorkerMirroredStrategy, options=self.reducer.options)
+        return make, (self.cluster_resolver,)
+
+
+def _place(resolver: object) -> tuple[int, int]:
+    """Return the rank of this worker and how many there are."""
+    if isinstance(resolver, Communicator):
+        return resolver.rank, resolver.size
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            "MultiWorkerMirroredStrategy takes an ar.cluster.ClusterResolver, a Communicator or "
+            f"None, got {resolver!r} ({type(resolver).__name__})."
+        )
+    if resolver.rank is None:
+        raise ValueError(
+            f"This process is {resolver.task_type} {resolver.task_id} of the cluster, and no "
+            f"worker. Make the strategy in the processes of the workers. ({resolver.source})"
+        )
+    return resolver.rank, resolver.num_workers
+
+
+def _share(devices: tuple[Device, ...], rank: int, size: int) -> tuple[Device, ...]:
+    """Return the devices of one of the workers that share a process: as many for each.
+
+    Raises:
+        ValueError: If there are fewer devices than workers.
+    """
+    share = len(devices) // size
+    if not share:
+        raise ValueError(
+            f"{size} workers in one process need a device each, but there are {len(devices)}. Call "
+            f"ar.set_logical_devices('cpu', {size}) at program start."
+        )
+    return devices[rank * share : (rank + 1) * share]
+
+
+async def _connect(
+    resolver: ClusterResolver | Communicator, options: CommunicationOptions | None
+) -> Communicator:
+    if isinstance(resolver, Communicator):
+        return resolver
+    implementation = "auto" if options is None else options.implementation
+    return await connect(
+        resolver,
+        engine=None if implementation == "auto" else implementation,
+        timeout=None if options is None else options.timeout_seconds,
+    )
+
+
+def _refuse_copy() -> NoReturn:
+    raise TypeError(
+        "A MultiWorkerMirroredStrategy that was given a Communicator cannot be copied: the "
+        "communicator is its own. Make it from a ClusterResolver."
+    )

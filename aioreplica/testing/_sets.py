@@ -1,0 +1,144 @@
+"""Sets of a program's own objects: found in a run, and given an order that every run repeats.
+
+Objects without a `__hash__` of their own hash by their address, so a set of them is walked in an
+order that no two runs share. Tasks, futures of the network and scopes of anyio hash by number
+from the start. Classes of a program do only once schedules have been seen to differ, because
+objects that are older than the run must keep the hash that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ._cancel import Canceller
+from ._forbidden import is_foreign
+from ._loop import SimLoop
+from ._participants import Participant, SimTask
+from ._points import frames_of
+from ._pools import PoolTable
+
+if TYPE_CHECKING:
+    from ._simulation import Simulation
+
+MAX_LOOKED_AT: Final = 500
+"""How many objects of a frame are looked into, for the sets in their attributes."""
+MAX_STEPS: Final = 2_000
+DEPTH: Final = 2
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PlainSet:
+    """A set whose order is that of addresses.
+
+    Attributes:
+        name: What the program calls it: a variable, or a class and an attribute.
+        classes: Those of its members that hash by address.
+    """
+
+    name: str
+    classes: tuple[type, ...]
+
+    def describe(self) -> str:
+        """Return such as "Scheduler._jobs, a set of Job"."""
+        return f"{self.name}, a set of {', '.join(each.__qualname__ for each in self.classes)}"
+
+
+@final
+class SetFinder:
+    """Observes a run, and finds the sets that tasks can see between their steps.
+
+    Args:
+        canceller: Told of every step too; None where nothing is cancelled.
+
+    Attributes:
+        found: Those with two members or more that hash by address, by name.
+    """
+
+    def __init__(self, canceller: Canceller | None) -> None:
+        self.found: dict[str, PlainSet] = {}
+        self._canceller = canceller
+        self._num_steps = 0
+
+    def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
+        """Start to observe, before the first step."""
+        if self._canceller is not None:
+            self._canceller.begin(loop, pools, main)
+
+    def before(self, chosen: Participant, options: list[Participant]) -> None:
+        """Note who takes the next step."""
+
+    def after(self, chosen: Participant) -> None:
+        """Look at what the task that went can see."""
+        if self._canceller is not None:
+            self._canceller.after(chosen)
+        self._num_steps += 1
+        if isinstance(chosen, SimTask) and self._num_steps <= MAX_STEPS:
+            for frame in frames_of(chosen):
+                if not is_foreign(frame.f_code.co_filename):
+                    for name, held in _sets_in(frame.f_locals):
+                        self._note(name, held)
+
+    def end(self, kind: str) -> None:
+        """Nothing is left to do."""
+
+    def _note(self, name: str, held: Any) -> None:
+        classes = {type(each): None for each in held if _hashes_by_address(type(each))}
+        if len(held) > 1 and classes:
+            self.found[name] = PlainSet(name, tuple(classes))
+
+
+def _hashes_by_address(cls: type) -> bool:
+    real: Any = object.__hash__
+    return cls.__hash__ is real and cls is not type
+
+
+def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the sets among some variables, and in the attributes of what they hold, with names."""
+    todo = [(name, value, 0) for name, value in variables.items()]
+    seen: set[int] = set()
+    while todo and len(seen) < MAX_LOOKED_AT:
+        name, value, depth = todo.pop(0)
+        if isinstance(value, (set, frozenset)):
+            yield name, value
+        elif depth < DEPTH and id(value) not in seen:
+            seen.add(id(value))
+            owner = type(value).__qualname__.rpartition(".")[2]
+            todo += [(f"{owner}.{key}", held, depth + 1) for key, held in _attributes_of(value)]
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (ModuleType, FunctionType, type)):
+        return
+    yield from tuple(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{cls.__name__}{name}" if name[:2] == "__" != name[-2:] else name
+            descriptor = vars(cls).get(mangled)
+            try:
+                yield mangled, descriptor.__get__(value, cls)  # type: ignore[union-attr]
+            except AttributeError:  # it was not set
+                continue
+
+
+def numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return what to replace in a class, so that those that a run makes hash by a number."""
+    real_init, numbers = cls.__init__, simulation.numbers
+
+    @wraps(real_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it replaces one
+        if simulation.is_here():
+            simulation.number(self)
+        if real_init is not object.__init__:  # it may refuse what is for a `__new__`
+            real_init(self, *args, **kwargs)
+
+    def __hash__(self: Any) -> int:  # noqa: N807 - it replaces one
+        number = numbers.get(id(self)) if simulation.is_here() else None
+        return object.__hash__(self) if number is None else number
+
+    return [(cls, "__init__", __init__), (cls, "__hash__", __hash__)]

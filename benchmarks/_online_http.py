@@ -1,0 +1,89 @@
+"""Predictions over HTTP while the same process trains, beside other ways of training there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from ._row import Row, Target, compared_row
+
+OURS = "array steps"
+WAYS = (
+    OURS, "autograd steps", "pure Python steps", "step in the handler", "asyncio.to_thread",
+    "torch in a thread",
+)  # fmt: skip
+P99_RATIO = 1.5  # promised, times the ratio of idle windows to idle windows
+P50_RATIO = 1.3
+MAX_LAG_MS = 10.0
+RATE = 100.0
+
+
+def measure_http(*, is_quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """Measure each way; return rows, and how many steps each took per second of training."""
+    rows: list[Row] = []
+    counts: dict[str, Any] = {}
+    for name in WAYS:
+        num_rounds = 1 if is_quick else 20 if name == OURS else 7
+        rounds = run_way(name, num_rounds, seconds=0.5 if is_quick else 3.0)
+        steps = median(training["num_steps"] for _, training, _ in rounds)
+        counts[name] = {"steps_per_window": steps}
+        rows += rows_of(name, rounds)
+    return rows, counts
+
+
+def rows_of(name: str, rounds: Sequence[Any]) -> list[Row]:
+    """Compare training windows with the idle ones before them, and these with the next idle ones.
+
+    The target of a ratio is the promised one times that of idle to idle.
+    """
+    rows = []
+    for key, limit in (("p50", P50_RATIO), ("p99", P99_RATIO)):
+        idle, training, again = ([each[kind][key] for each in rounds] for kind in range(3))
+        calm = compared_row(
+            f"/predict {key}, idle ({name})", "asyncio", 2, "ms", ours=again, against="idle",
+            floor=idle,
+        )  # fmt: skip
+        target = Target("ratio", limit * calm.ratio) if name == OURS else None
+        rows += [
+            calm,
+            compared_row(
+                f"/predict {key}, {name}", "asyncio", 2, "ms", ours=training, against="idle",
+                floor=idle, target=target,
+            ),
+        ]  # fmt: skip
+    lags = [[each[kind]["lag_p99"] for each in rounds] for kind in range(2)]
+    rows.append(
+        compared_row(
+            f"loop lag p99, {name}", "asyncio", 2, "ms", ours=lags[1], against="idle",
+            floor=lags[0], target=Target("ours", MAX_LAG_MS) if name == OURS else None,
+        )
+    )  # fmt: skip
+    return rows
+
+
+def run_way(name: str, num_rounds: int, *, seconds: float) -> list[Any]:
+    """Run a server, and a client in another process; return the windows of each round."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks._online_server", name],
+        stdout=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip()
+            if not port:
+                raise RuntimeError(f"The server that trains by {name} did not start.")
+            command = [sys.executable, "-m", "benchmarks._online_load", port]
+            done = subprocess.run(
+                [*command, str(num_rounds), str(seconds), str(RATE)],
+                stdout=subprocess.PIPE, text=True, check=True, timeout=1200,
+            )  # fmt: skip
+        finally:
+            server.kill()
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    if not all(window["is_ordered"] for each in rounds for window in each):
+        raise RuntimeError("A prediction came from an older version than the one before.")
+    return rounds

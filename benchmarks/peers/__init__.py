@@ -1,0 +1,138 @@
+"""The same work in TensorFlow, JAX, torch and aioreplica, in turns, with the same numbers checked.
+
+Each peer gets an environment of its own, made once in the user's cache folder; one that cannot be
+installed is left out, and a line says so. For each number of replicas every peer's program runs
+once and waits while the others are measured; the samples of a round are taken one behind the other,
+so a ratio compares two programs in the same second. Losses have to agree before a time is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from .._environments import Environments
+from ._cases import PEERS, Case, Peer, all_cases, named
+from ._program import Program
+from ._results import Contender, Measured, Result, format_results, write_results
+
+TOLERANCE = 1e-4  # of losses, relative
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the tables, write JSON and charts."""
+    options = _parse(arguments)
+    rounds, seconds = (2, 0.05) if options.quick else (options.rounds, options.seconds)
+    interpreters = dict(_installed(named(PEERS, options.peers.split(","))))
+    cases = [case for case in all_cases(is_quick=options.quick) if _is_chosen(case, options)]
+    result = Result(is_quick=options.quick)
+    for size, group in groupby(cases, key=lambda case: case.num_replicas):
+        with ExitStack() as stack:
+            programs = {
+                peer.name: stack.enter_context(Program(peer.name, interpreter, size))
+                for peer, interpreter in interpreters.items()
+                if size <= peer.max_replicas
+            }
+            for name, program in programs.items():
+                result.starts.setdefault(name, {})[size] = program.start_s
+            for case in group:
+                measured = measure(case, list(interpreters), programs, rounds, seconds)
+                result.measured.append(measured)
+                print(measured.summary(), flush=True)
+            for name, program in programs.items():
+                result.memory.setdefault(name, {})[size] = program.memory()
+    print(format_results(result))
+    write_results(options.output, result)
+    print(f"Written to {options.output}.")
+    if options.charts is not None:
+        from ._charts import draw_charts
+
+        for path in draw_charts(result, options.charts):
+            print(f"Drawn: {path}")
+
+
+def measure(
+    case: Case,
+    peers: Sequence[Peer],
+    programs: dict[str, Program],
+    rounds: int,
+    seconds: float,
+) -> Measured:
+    """Measure one case: every way of every peer once per round, behind one another.
+
+    Raises:
+        SystemExit: If the losses of two peers differ.
+    """
+    measured = Measured(case)
+    task = "train" if case.task == "small" else case.task
+    ways = [
+        (Contender(peer.name, mode), programs[peer.name])
+        for peer in peers
+        if peer.name in programs
+        for mode in peer.modes.get(case.task, ())
+    ]
+    for way, program in ways:
+        made = program.make(task, way.mode, case.settings)
+        _require_same(measured, way, made["checks"])
+        if made["report"]:
+            measured.reports[way] = made["report"]
+    for _ in range(rounds):
+        for way, program in ways:
+            measured.samples.setdefault(way, []).append(program.sample(way.mode, seconds))
+    for program in dict.fromkeys(program for _, program in ways):
+        program.drop()
+    return measured
+
+
+def _require_same(measured: Measured, way: Contender, losses: list[float]) -> None:
+    if not losses:
+        return
+    measured.losses[way] = losses
+    first = next(iter(measured.losses.values()))
+    if not np.allclose(losses, first, rtol=TOLERANCE, atol=0):
+        case = measured.case
+        raise SystemExit(
+            f"{case.title}, N = {case.num_replicas}: {way} has the losses {losses}, not {first}."
+        )
+
+
+def _installed(peers: Sequence[Peer]) -> Iterator[tuple[Peer, str]]:
+    environments = Environments("peers")
+    for peer in peers:
+        if not peer.package:
+            yield peer, sys.executable
+            continue
+        try:
+            interpreter = environments.make(peer.package, peer.version, peer.needs)
+        except RuntimeError as error:
+            print(f"{peer.name}: left out. {error}")
+        else:
+            if interpreter is not None:
+                yield peer, str(interpreter)
+
+
+def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
+    return (not options.tasks or case.task in options.tasks.split(",")) and (
+        not options.replicas or case.num_replicas in options.replicas
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="few cases, two short rounds: does it run")
+    add("--peers", default=",".join(peer.name for peer in PEERS), metavar="NAMES",
+        help="default: %(default)s")  # fmt: skip
+    add("--tasks", metavar="NAMES", help="some of merge,run,all_reduce,train,small,failure")
+    add("--replicas", type=int, action="append", metavar="N", help="only so many; repeatable")
+    add("--rounds", type=int, default=7, help="default: %(default)s")
+    add("--seconds", type=float, default=0.3, help="of one sample; default: %(default)s")
+    add("--charts", type=Path, metavar="FOLDER", help="draw PNG charts into this folder")
+    add("--output", type=Path, default=Path("benchmark-results-peers.json"), metavar="PATH")
+    return parser.parse_args(arguments)

@@ -1,0 +1,149 @@
+"""A service that learns while it predicts, and a client that replays a stream to it.
+
+    python -m examples.online_learning --data online_data
+
+Ctrl-C and SIGTERM let it learn what it has taken, and save. However it ended, the next one on the
+same folder has learned every example that was acknowledged, once.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import aioreplica as ar
+from aioreplica.checkpoint import EXIT_CODE
+
+try:
+    import uvicorn
+
+    from aioreplica.integrations import prometheus
+    from aioreplica.integrations.asgi import LOCAL_NAMES, OnlineService
+    from aioreplica.online import Journal, OnlineLearner
+
+    from .model import INPUT, TARGET, Model
+    from .progress import Progress
+    from .web import make_app
+except ModuleNotFoundError as missing:
+    if missing.name is None or missing.name.startswith("examples"):
+        raise
+    raise SystemExit(
+        f"The service needs {missing.name}. Install it with: pip install -e '.[web,checkpoint]'"
+    ) from missing
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: EXIT_CODE}
+
+
+class Server(uvicorn.Server):
+    """A server that leaves signals to the program: streams of events have to be ended, too."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
+    """Serve until a signal comes; return the exit status that belongs to it."""
+    ended_by: list[signal.Signals] = []
+    options.data.mkdir(parents=True, exist_ok=True)
+    host, port = listening.getsockname()[:2]
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        model, progress = Model(strategy), Progress()
+        learner = OnlineLearner(
+            strategy,
+            model.step,
+            model.state,
+            max_batch=32,
+            max_delay_s=0.02,
+            queue_size=1000,
+            journal=Journal(options.data / "journal.sqlite"),
+            checkpoints=ar.CheckpointManager(options.data / "checkpoints"),
+            checkpoint_every_s=options.save_every,
+            publish_to=options.data / "model",
+        )
+        service = OnlineService(
+            learner,
+            model.predict,
+            input_like=INPUT,
+            target_like=TARGET,
+            token=os.environ.get("ONLINE_LEARNING_TOKEN"),
+            hosts=[*LOCAL_NAMES, options.host, *options.name],
+            report=progress.report,
+        )
+        prometheus.export(strategy, registry=service.registry, name="learner")
+        app = make_app(service, learner, progress)
+        server = Server(
+            uvicorn.Config(
+                app, log_level="warning", lifespan="on", ws="none", timeout_graceful_shutdown=5
+            )
+        )
+
+        def leave(number: signal.Signals) -> None:
+            ended_by.append(number)
+            service.close()
+            server.should_exit = True
+
+        for number in EXIT_CODES:
+            asyncio.get_running_loop().add_signal_handler(number, leave, number)
+        print(f"Online learning at http://{host}:{port}, data in {options.data}", flush=True)
+        await server.serve([listening])
+    if not server.started:
+        return 1
+    return EXIT_CODES[ended_by[0]] if ended_by else 0
+
+
+@contextmanager
+def replaying(options: argparse.Namespace, port: int) -> Iterator[None]:
+    """Run the client in a process of its own for as long as the service runs."""
+    if options.no_replay:
+        yield
+        return
+    for name in ("httpx", "river"):
+        if find_spec(name) is None:
+            raise SystemExit(f"To replay needs {name}: pip install httpx river; or --no-replay")
+    command = [sys.executable, "-m", "examples.online_learning.replay"]
+    where = ["--url", f"http://127.0.0.1:{port}", "--rate", str(options.rate)]
+    with subprocess.Popen([*command, *where], cwd=Path(__file__).parents[2]) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.online_learning", description="Predict and learn over HTTP."
+    )
+    parser.add_argument("--data", type=Path, default=Path("online_data"), help="what it knows")
+    parser.add_argument("--host", default="127.0.0.1", help="set ONLINE_LEARNING_TOKEN, too")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
+    parser.add_argument("--no-replay", action="store_true", help="only serve")
+    parser.add_argument("--rate", type=float, default=50.0, help="examples replayed per second")
+    parser.add_argument("--save-every", type=float, default=10.0, help="seconds")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_options(arguments)
+    try:
+        ar.set_logical_devices("cpu", 2)
+        with socket.create_server((options.host, options.port)) as listening:
+            # Connections inherit it: an event must not wait for an acknowledgement of the last.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with replaying(options, listening.getsockname()[1]):
+                return asyncio.run(serve(options, listening))
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

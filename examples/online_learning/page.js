@@ -1,0 +1,214 @@
+"use strict";
+// Whatever comes from the service is shown as text, never as markup.
+const at = id => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+const RETRY_MS = 1000, MAX_POINTS = 240, SILENCE_MS = 40000;
+let points = [], told = null, numDead = -1, sent = null, token = "";
+
+function headers() {
+  return token ? {authorization: `Bearer ${token}`} : {};
+}
+
+async function ask(path, body, more = {}) {
+  const options = {headers: {...headers(), ...more}};
+  if (body !== undefined) {
+    Object.assign(options, {method: "POST", body: JSON.stringify(body)});
+    options.headers["content-type"] = "application/json";
+  }
+  const answer = await fetch(path, options), found = await answer.json();
+  if (answer.status === 401) at("access").hidden = false;
+  if (!answer.ok) {
+    throw new Error([found.error, ...(found.reasons ?? []).map(each => `${each.where} ${each.what}`)].join("\n"));
+  }
+  return found;
+}
+
+// ---- following: connect, read events, connect again --------------------------------------
+
+async function follow() {
+  for (;;) {
+    const stop = new AbortController();
+    let silence;
+    const heard = () => { clearTimeout(silence); silence = setTimeout(() => stop.abort(), SILENCE_MS); };
+    try {
+      await begin();
+      const answer = await fetch("events", {headers: headers(), signal: stop.signal});
+      if (!answer.ok) throw new Error(answer.statusText);
+      setStatus("live", true);
+      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+      heard();
+      for (let text = "";;) {
+        const {value, done} = await reader.read();
+        if (done) break;
+        heard();
+        const parts = (text + value).split("\n\n");
+        text = parts.pop();
+        for (const part of parts) {
+          const data = part.split("\n").find(line => line.startsWith("data: "));
+          if (data) show(JSON.parse(data.slice(6)));
+        }
+      }
+    } catch (error) {
+      if (error instanceof SyntaxError) console.warn(error.message);
+    }
+    clearTimeout(silence);
+    setStatus(at("access").hidden ? "not connected, trying again" : "a token is needed", false);
+    await new Promise(resume => setTimeout(resume, RETRY_MS));
+  }
+}
+
+async function begin() {
+  const found = await ask("history");
+  points = found.points;
+  at("access").hidden = true;
+  if (!at("features").querySelector("label")) found.features.forEach(addFeature);
+  numDead = -1;
+}
+
+function setStatus(text, isLive) {
+  at("status").textContent = text;
+  at("status").classList.toggle("live", isLive);
+}
+
+// ---- showing ------------------------------------------------------------------------------
+
+function show(state) {
+  const {point, replay} = state.report, now = state.statistics;
+  if (point && point.number !== points.at(-1)?.number) points = [...points, point].slice(-MAX_POINTS);
+  const percent = share => share == null ? "–" : `${(100 * share).toFixed(1)} %`;
+  const texts = {
+    accuracy: percent(point?.accuracy), river: percent(replay.river),
+    loss: point ? point.loss.toFixed(3) : "–", rate: point ? point.rate.toFixed(0) : "–",
+    queue: now.queue_depth + now.backlog, learned: now.learned_number, version: state.version,
+  };
+  for (const [id, text] of Object.entries(texts)) at(id).textContent = text;
+  const problem = now.failure || now.journal_error || now.checkpoint_error;
+  setStatus(problem ? `live, but ${problem}` : now.state === "running" ? "live" : `live, ${now.state}`, !problem);
+  showDrift(replay.drifts ?? []);
+  draw("accuracies", [["first", "accuracy"], ["second", "river"]], [0, 1], value => `${100 * value} %`);
+  draw("losses", [["first", "loss"]], [0, null], value => value.toFixed(2));
+  draw("rates", [["first", "rate"]], [0, null], value => value.toFixed(value < 10 ? 1 : 0));
+  if (state.steps.length) showReplicas(state.steps);
+  if (now.num_dead !== numDead) showLetters(numDead = now.num_dead);
+}
+
+function showDrift(drifts) {
+  at("drift").textContent = drifts.length
+    ? `drift seen ${drifts.length} times, last at replayed example ${drifts.at(-1)}` : "no drift seen";
+  at("drift").classList.toggle("has-drift", drifts.length > 0);
+  if (told !== null && drifts.length && drifts.at(-1) !== told && points.length) points.at(-1).drifted = true;
+  told = drifts.at(-1) ?? 0;
+}
+
+function element(parent, name, attributes, text) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== undefined) made.textContent = text;
+  parent.append(made);
+}
+
+function draw(id, curves, [low, high], label) {
+  const svg = at(id), width = svg.clientWidth, height = svg.clientHeight, left = 48, foot = 8;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  const known = curves.flatMap(([, key]) => points.map(point => point[key]).filter(value => value != null));
+  const top = high ?? (Math.max(...known, 0) * 1.1 || 1);
+  const x = i => left + (width - left - 4) * i / Math.max(points.length - 1, 1);
+  const y = value => foot + (height - 2 * foot) * (1 - (value - low) / (top - low));
+  for (const value of [low, (low + top) / 2, top]) {
+    element(svg, "line", {class: "grid", x1: left, x2: width, y1: y(value), y2: y(value)});
+    element(svg, "text", {x: 0, y: y(value) + 4}, label(value));
+  }
+  points.forEach((point, i) => {
+    if (point.drifted) element(svg, "line", {class: "drifted", x1: x(i), x2: x(i), y1: 0, y2: height});
+  });
+  for (const [kind, key] of curves) {
+    const line = points.map((point, i) => point[key] == null ? null : `${x(i)},${y(point[key])}`);
+    element(svg, "polyline", {class: kind, points: line.filter(Boolean).join(" ")});
+    const last = points.findLast(point => point[key] != null);
+    if (last) element(svg, "circle", {class: kind, cx: x(points.lastIndexOf(last)), cy: y(last[key]), r: 3});
+  }
+}
+
+function showReplicas(steps) {
+  const svg = at("replicas"), width = svg.clientWidth, height = svg.clientHeight, left = 64, gap = 6;
+  const newest = steps.slice(-8), last = newest.at(-1), count = last.replicas.length;
+  const total = newest.reduce((sum, step) => sum + step.step_s, 0);
+  const scale = (width - left - gap * newest.length) / total, lane = height / count;
+  svg.replaceChildren();
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
+  last.replicas.forEach(each => element(svg, "text", {x: 0, y: lane * (each.replica_id + .5) + 4}, each.device));
+  let start = left;
+  for (const step of newest) {
+    for (const each of step.replicas) {
+      const seconds = Math.max(each.ended_s - each.began_s, 0);
+      element(svg, "rect", {
+        x: start + each.began_s * scale, y: lane * each.replica_id + 4, height: lane - 8,
+        width: Math.max(seconds * scale, 1), opacity: each.num_examples ? 1 : .35,
+      });
+    }
+    start += step.step_s * scale + gap;
+  }
+  const parts = last.replicas.map(each => each.num_examples).join(" + ");
+  at("step").textContent = `version ${last.version}: ${parts} examples in ${(1e3 * last.step_s).toFixed(1)} ms`;
+}
+
+async function showLetters(count) {
+  if (!count) return;
+  try {
+    const found = (await ask("dead-letters")).dead_letters;
+    at("letters").replaceChildren();
+    for (const letter of found.slice(-50).reverse()) {
+      const row = at("letters").insertRow();
+      row.insertCell().textContent = `${letter.number}`;
+      row.insertCell().textContent = letter.error;
+      row.title = JSON.stringify(letter.example);
+    }
+  } catch (error) {
+    numDead = -1;
+  }
+}
+
+// ---- the form -------------------------------------------------------------------------------
+
+function addFeature(name) {
+  const label = document.createElement("label"), select = document.createElement("select");
+  for (const value of ["0", "0.5", "1"]) select.add(new Option(value));
+  label.append(name.replaceAll("_", " "), select);
+  at("features").append(label);
+}
+
+at("try").onsubmit = async event => {
+  event.preventDefault();
+  at("problem").textContent = "";
+  const input = [...at("features").querySelectorAll("select")].map(each => Number(each.value));
+  try {
+    const found = await ask("predict", {input}), likely = found.prediction.phishing;
+    at("prediction").textContent =
+      `${likely > .5 ? "Phishing" : "Honest"}, ${(100 * Math.max(likely, 1 - likely)).toFixed(0)} % sure (version ${found.version})`;
+    sent = input;
+    at("correct").disabled = false;
+  } catch (error) {
+    at("problem").textContent = error.message;
+  }
+};
+
+for (const button of at("correct").querySelectorAll("button")) {
+  button.onclick = async () => {
+    at("problem").textContent = "";
+    const key = [...crypto.getRandomValues(new Uint8Array(12))].map(each => each.toString(16).padStart(2, "0")).join("");
+    try {
+      const taken = await ask("learn", {input: sent, target: Number(button.dataset.target)}, {"idempotency-key": key});
+      at("prediction").textContent = `Taken as example ${taken.number}, thank you.`;
+    } catch (error) {
+      at("problem").textContent = error.message;
+    }
+  };
+}
+
+at("access").onsubmit = event => {
+  event.preventDefault();
+  token = at("token").value;
+};
+
+follow();

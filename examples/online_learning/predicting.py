@@ -1,0 +1,33 @@
+"""Processes that only predict, from what the learner's process publishes.
+
+    ONLINE_LEARNING_MODEL=online_data/model \\
+        uvicorn --factory examples.online_learning.predicting:make_app --workers 4 --port 8001
+
+Each worker maps the newest version read-only; nothing is sent between them and the learner.
+"""
+
+import os
+from typing import Any
+
+from fastapi import FastAPI
+
+from aioreplica.integrations.asgi import OnlineService
+from aioreplica.integrations.fastapi import lifespan, router
+from aioreplica.online import SnapshotReader
+
+from .model import INPUT, probability
+
+
+def predict(snapshot: Any, inputs: Any) -> dict[str, Any]:
+    values = {name: snapshot[f"variables/{name}"] for name in ("w1", "b1", "w2", "b2")}
+    return {"phishing": probability(values, inputs)[1]}
+
+
+def make_app() -> FastAPI:
+    """Return the application of one worker."""
+    reader = SnapshotReader(os.environ["ONLINE_LEARNING_MODEL"])
+    token = os.environ.get("ONLINE_LEARNING_TOKEN")
+    service = OnlineService(reader, predict, input_like=INPUT, token=token)
+    app = FastAPI(lifespan=lifespan(service), docs_url=None, redoc_url=None)
+    app.include_router(router(service))
+    return app

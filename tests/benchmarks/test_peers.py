@@ -1,0 +1,80 @@
+"""Peers: what the rounds say, and a whole run of this package beside its floor."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import main
+from benchmarks.peers._cases import PEERS, Case, all_cases, promised
+from benchmarks.peers._charts import draw_charts
+from benchmarks.peers._results import Contender, Measured, Result, format_results
+
+MERGE = Case("merge", 4, "merge", "us/replica")
+
+
+def measured() -> Measured:
+    found = Measured(MERGE)
+    found.samples = {
+        Contender("aioreplica", ""): [2.0, 4.0, 3.0],
+        Contender("tensorflow", "eager"): [40.0, 60.0, 30.0],
+        Contender("jax", "jit"): [1.0, 4.0, 1.5],
+        Contender("floor", ""): [1.0, 1.0, 1.0],
+    }
+    return found
+
+
+def test_ratios_are_taken_round_by_round_and_goals_are_marked() -> None:
+    rows = {row["peer"]: row for row in measured().rows()}
+    tensorflow, jax = rows["tensorflow"], rows["jax"]
+    assert (tensorflow["ratio"], tensorflow["lowest"], tensorflow["highest"]) == (15, 10, 20)
+    assert tensorflow["is_met"] is True
+    assert (jax["ratio"], jax["is_met"]) == (0.5, False)
+    assert rows["floor"]["goal"] is None
+    text = format_results(Result(is_quick=True, measured=[measured()]))
+    assert "1 of 2 goals met" in text
+
+
+def test_ratios_are_to_the_fastest_of_our_ways() -> None:
+    found = Measured(Case("train", 2, "MLP", "us/step", {"optimizer": "SGD", "batch": 32}))
+    found.samples = {
+        Contender("aioreplica", "run"): [9.0],
+        Contender("aioreplica", "run_steps"): [6.0],
+        Contender("torch", "gloo"): [12.0],
+    }
+    assert str(found.best) == "aioreplica run_steps"
+    assert [row["ratio"] for row in found.rows()] == [1.5, 1.0, 2.0]
+
+
+def test_every_task_of_a_peer_has_a_case() -> None:
+    cases = all_cases(is_quick=False)
+    assert {case.task for case in cases} == {task for peer in PEERS for task in peer.modes}
+    sixty_four = [case for case in cases if case.num_replicas == 64]
+    assert [case.title for case in sixty_four] == ["merge", "empty run"]
+    assert promised(MERGE, "tensorflow", "eager") == 10
+
+
+def test_charts_are_drawn(tmp_path: Path) -> None:
+    found = measured()
+    reduce = Measured(Case("all_reduce", 2, "all_reduce 1 KiB", "us", {"size": 1024}))
+    reduce.samples = {Contender("aioreplica", ""): [1.0], Contender("jax", "jit"): [2.0]}
+    train = Measured(Case("train", 2, "MLP", "us/step"))
+    train.samples = {Contender("aioreplica", "run"): [1.0], Contender("jax", "jit"): [2.0]}
+    drawn = list(draw_charts(Result(is_quick=True, measured=[found, reduce, train]), tmp_path))
+    assert [path.name for path in drawn] == [
+        "peers_merge.png", "peers_all_reduce.png", "peers_train.png"
+    ]  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+@pytest.mark.xslow
+def test_a_whole_run_without_other_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "peers.json"
+    main(["--quick", "--replicas", "2", "--peers", "aioreplica,floor", "--output", str(output)])
+    written = json.loads(output.read_text())
+    reports = {row["name"]: row["report"] for row in written["rows"] if row["report"]}
+    assert "Replica 0 returned" in reports["report of a mismatch"]
+    assert set(written["memory_bytes"]) == {"aioreplica", "floor"}
+    assert "start-up, aioreplica" in capsys.readouterr().out

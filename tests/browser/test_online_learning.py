@@ -1,0 +1,116 @@
+"""The page of the service that learns online, with the real service and the replaying client."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from .conftest import assert_fits
+
+ROOT = Path(__file__).resolve().parents[2]
+Until = Callable[[Callable[[], Any]], Any]
+
+
+@contextmanager
+def serving(data: Path, port: int = 0, *options: str) -> Iterator[str]:
+    """Run the service with its client; gives its address."""
+    command = [sys.executable, "-m", "examples.online_learning", "--port", str(port)]
+    with subprocess.Popen(
+        [*command, "--data", str(data), *options], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "http://" in line
+            yield line.partition(" at ")[2].partition(",")[0]
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+def text(driver: Any, name: str) -> str:
+    return str(driver.find_element(By.ID, name).text)
+
+
+def keep(driver: Any, folder: Path, name: str) -> None:
+    """Write the whole page as a picture, to look at."""
+    height = driver.execute_script("return document.documentElement.scrollHeight")
+    width = driver.execute_script("return document.documentElement.clientWidth")
+    size = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    options = {"clip": size, "captureBeyondViewport": True}
+    found = driver.execute_cdp_cmd("Page.captureScreenshot", options)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{driver.size_name}-{name}.png").write_bytes(base64.b64decode(found["data"]))
+
+
+@pytest.fixture
+def pictures(pytestconfig: pytest.Config) -> Path:
+    return Path(pytestconfig.rootpath) / ".pytest_cache" / "pictures"
+
+
+def test_the_page_shows_what_is_learned_and_comes_back_after_a_restart(
+    driver: Any, until: Until, tmp_path: Path, pictures: Path
+) -> None:
+    with serving(tmp_path, 0, "--rate", "100") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        until(lambda: text(driver, "river").endswith("%") and int(text(driver, "learned")) > 150)
+        until(lambda: driver.find_elements(By.CSS_SELECTOR, "#replicas rect"))
+        assert "examples in" in text(driver, "step")
+        assert float(text(driver, "accuracy").rstrip(" %")) > 50
+        assert_fits(driver)
+        keep(driver, pictures, "live")
+        learned = int(text(driver, "learned"))
+    until(lambda: "not connected" in text(driver, "status"))
+    with serving(tmp_path, int(url.rpartition(":")[2]), "--no-replay"):
+        until(lambda: text(driver, "status") == "live")
+        assert int(text(driver, "learned")) >= learned
+
+
+def test_the_form_predicts_and_takes_a_correction_by_keyboard_alone(
+    driver: Any, until: Until, tmp_path: Path, pictures: Path
+) -> None:
+    with serving(tmp_path, 0, "--no-replay") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        driver.switch_to.active_element.send_keys(Keys.TAB)
+        chosen = driver.switch_to.active_element
+        assert chosen.tag_name == "select"
+        chosen.send_keys("1")
+        for _ in range(9):
+            driver.switch_to.active_element.send_keys(Keys.TAB)
+        assert driver.switch_to.active_element.text == "Predict"
+        driver.switch_to.active_element.send_keys(Keys.ENTER)
+        until(lambda: "version 0" in text(driver, "prediction"))
+        driver.switch_to.active_element.send_keys(Keys.TAB)
+        assert driver.switch_to.active_element.text == "Phishing"
+        driver.switch_to.active_element.send_keys(Keys.ENTER)
+        until(lambda: "example 1" in text(driver, "prediction"))
+        until(lambda: text(driver, "learned") == "1")
+        assert_fits(driver)
+        keep(driver, pictures, "form")
+
+
+def test_what_comes_from_the_service_is_shown_as_text(
+    driver: Any, until: Until, tmp_path: Path
+) -> None:
+    letter = '{number: 7, error: "<img src=x onerror=document.title=1>", example: {}}'
+    with serving(tmp_path, 0, "--no-replay") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        driver.execute_script(f"ask = async () => ({{dead_letters: [{letter}]}}); showLetters(1);")
+        until(lambda: "<img src=x" in text(driver, "letters"))
+        assert driver.find_elements(By.CSS_SELECTOR, "#letters img") == []
+        assert driver.title == "Online learning"

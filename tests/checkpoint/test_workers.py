@@ -1,0 +1,104 @@
+"""Checkpoints of several workers: one writes, all restore, on any division into workers."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import CheckpointError, CheckpointNotCommittedError, MergeMismatchError
+from tests.strategies.workers import on_workers, outcomes, strategies
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+
+
+async def make(strategy: ar.Strategy) -> dict[str, Any]:
+    with strategy.scope():
+        w = ar.Variable(np.zeros(2), name="w")
+        adam = ar.optimizers.Adam(0.1)
+        total = ar.Variable(
+            0, name="total", synchronization="on_read", aggregation="sum", dtype="int64"
+        )
+
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        await adam.apply_gradients([(np.full(2, 1.0 + ctx.replica_id_in_sync_group), w)])
+        await total.assign_add(1 + ctx.replica_id_in_sync_group)
+
+    return {"step": step, "state": {"w": w, "adam": adam, "total": total, "epoch": 0}}
+
+
+async def total_of(strategy: ar.Strategy, made: dict[str, Any]) -> int:
+    return int(await strategy.extended.read_var(made["state"]["total"]))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+async def test_the_first_worker_saves_and_any_division_restores(tmp_path: Path, wait: bool) -> None:
+    async def save(strategy: ar.Strategy) -> Any:
+        made = await make(strategy)
+        await strategy.run(made["step"])
+        made["state"]["epoch"] = 7
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(3, made["state"], wait=wait)
+            await strategy.run(made["step"])
+            await manager.wait()
+        return made["state"]["w"].value.tolist()
+
+    async def restore(strategy: ar.Strategy) -> Any:
+        made = await make(strategy)
+        async with ar.CheckpointManager(tmp_path) as manager:
+            assert await manager.restore(made["state"]) == 3
+        assert made["state"]["epoch"] == 7
+        assert await total_of(strategy, made) == 10
+        components = [int(each) for each in made["state"]["total"].components]
+        await strategy.run(made["step"])
+        return made["state"]["w"].value.tolist(), components
+
+    saved = await on_workers(2, 2, save)
+    assert list(tmp_path.iterdir())
+
+    same = await on_workers(2, 2, restore)
+    assert [w for w, _ in same] == saved  # it went on as the ones that were not stopped
+    assert [components for _, components in same] == [[1, 2], [3, 4]]
+    assert [c for _, c in await on_workers(3, 1, restore)] == [[4], [3], [3]]
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]) as strategy:
+        assert (await restore(strategy))[1] == [1, 2, 3, 4]
+
+
+async def test_a_save_that_fails_is_raised_on_every_worker(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+
+    async def program(strategy: ar.Strategy) -> None:
+        made = await make(strategy)
+        async with ar.CheckpointManager(tmp_path / "file") as manager:
+            await manager.save(1, made["state"])
+
+    results = await outcomes(strategies(2, 1), [program] * 2)
+
+    assert isinstance(results[0], OSError)
+    assert isinstance(results[1], CheckpointNotCommittedError)
+    assert "Worker 0 could not save step 1" in str(results[1])
+
+
+async def test_workers_that_save_or_restore_different_steps_are_told(tmp_path: Path) -> None:
+    async def program(strategy: ar.Strategy) -> None:
+        made, rank = await make(strategy), strategy.workers.rank
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(rank, made["state"])
+
+    for result in await outcomes(strategies(2, 1), [program] * 2):
+        assert isinstance(result, MergeMismatchError)
+        assert "disagree in CheckpointManager.save" in result.reason
+
+    async def elsewhere(strategy: ar.Strategy) -> None:
+        made, rank = await make(strategy), strategy.workers.rank
+        async with ar.CheckpointManager(tmp_path / str(rank)) as manager:
+            await manager.save(1, made["state"])
+            await manager.restore(made["state"])
+
+    results = await outcomes(strategies(2, 1), [elsewhere] * 2)
+    assert isinstance(results[1], CheckpointError)  # its directory is not the first worker's
+    await asyncio.sleep(0)

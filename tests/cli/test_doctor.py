@@ -1,0 +1,86 @@
+"""`doctor`: it always answers, and knows every extra that the package has."""
+
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from aioreplica.cli import _doctor, main
+
+SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
+EXTRAS = set(SETTINGS["project"]["optional-dependencies"]) - _doctor.FOR_DEVELOPERS
+
+
+def answers(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, list[str]]]:
+    """Run the command; return the fields of each row by its title and first field."""
+    with pytest.raises(SystemExit) as end:
+        main(["doctor"])
+    out, err = capsys.readouterr()
+    assert (end.value.code, err) == (0, "")
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in out.splitlines():
+        title, first, *rest = line.split("\t")
+        found.setdefault(title, {})[first] = rest
+    return found
+
+
+def test_it_tells_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answers(capsys)
+
+    assert found["here"]["python"][0].startswith(".".join(map(str, sys.version_info[:2])))
+    assert found["needed"]["numpy"] == [metadata.version("numpy"), "ok"]
+    assert {row[-1] for row in found["needed"].values()} == {"ok"}
+    assert found["here"]["devices"] == [", ".join(f"cpu:{i}" for i in range(8))]
+    assert found["backends"]["numpy"][-1] == "ok"
+    assert all(int(row[1]) >= 1 for row in found["BLAS"].values())
+
+
+def test_every_extra_of_the_package_says_what_it_brings() -> None:
+    assert EXTRAS - set(_doctor.BRINGS) == set()
+
+
+def test_bare_it_names_the_extra_that_brings_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = {"aioreplica", "anyio", "array-api-compat", "numpy", "optree", "threadpoolctl"}
+    declared = [
+        f"{need}; extra == '{extra}'"
+        for extra, needs in {
+            **SETTINGS["project"]["optional-dependencies"],
+            "mpi": ["mpi4py>=4"],
+            "dask": ["distributed>=2025"],
+        }.items()
+        for need in needs
+    ]
+    version = metadata.version
+
+    def only_core(name: str) -> str:
+        if name not in core:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", only_core)
+    monkeypatch.setattr(metadata, "requires", lambda name: ["numpy>=99", *declared])
+    for package in ("typer", "rich"):  # it answers without the packages of its own extra
+        monkeypatch.setitem(sys.modules, package, None)
+
+    found = answers(capsys)
+
+    for extra in ("torch", "jax", "mpi", "dask", "cli"):
+        assert found["extras"][extra] == [
+            f'pip install "aioreplica[{extra}]"',
+            _doctor.BRINGS[extra],
+        ]
+    assert set(found["extras"]) >= EXTRAS
+    assert not set(found["extras"]) & _doctor.FOR_DEVELOPERS
+    assert found["needed"]["numpy"][-1] == "too old, 99 is needed: pip install -U numpy"
+
+
+def test_more_threads_than_cores_are_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_doctor, "_num_cores", lambda: 0)
+
+    assert {row[-1] for row in answers(capsys)["BLAS"].values()} == {"more than the cores"}

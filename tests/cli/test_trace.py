@@ -1,0 +1,147 @@
+"""`trace`: both formats say the same, the picture is drawn, and what is no trace is refused."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.cli import main
+from aioreplica.cli._trace_reading import read_trace
+from tests.telemetry.timelines import read_chrome
+
+pytest.importorskip("typer")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+async def traced(folder: Path) -> None:
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        await ctx.run_on_device(np.sum, np.ones(4))
+        ctx.record("loss", 0.5)
+        await ctx.all_reduce("sum", 1.0)
+
+    async def fails() -> None:
+        raise ValueError("no")
+
+    async with (
+        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        strategy.trace(folder / "run.json"),
+        strategy.trace(folder / "run.pftrace"),
+    ):
+        for _ in range(3):
+            await strategy.run(step)
+        with pytest.raises(ValueError, match="no"):
+            await strategy.run(fails)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("traces")
+    asyncio.run(traced(made))
+    return made
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["trace", *map(str, arguments)])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_both_formats_hold_the_same(folder: Path) -> None:
+    (one, chrome), (two, perfetto) = map(read_trace, (folder / "run.json", folder / "run.pftrace"))
+
+    assert (one, two) == ("Chrome JSON", "Perfetto")
+    assert (chrome.worker, chrome.pid) == (perfetto.worker, perfetto.pid)
+    assert list(chrome.tracks) == list(perfetto.tracks)
+    for first, second in zip(chrome.slices, read_chrome(folder / "run.json").slices, strict=True):
+        assert (first.track, first.name, first.category) == second[:3]
+    names = [
+        sorted((each.track, each.category, each.name) for each in timeline.slices)
+        for timeline in (chrome, perfetto)
+    ]
+    assert names[0] == names[1]
+    assert [each.value for each in chrome.samples] == [each.value for each in perfetto.samples]
+    assert [each.name for each in chrome.instants] == [each.name for each in perfetto.instants]
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.pftrace"])
+def test_the_summary_counts(folder: Path, run: Run, name: str) -> None:
+    code, out, err = run(folder / name)
+
+    assert (code, err) == (0, "")
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert ["trace", "steps", "4"] in rows
+    counts = {tuple(row[1:3]): row[3] for row in rows if row[0] == "time"}
+    assert counts["op", "sum"] == "6"
+    assert counts["collective", "all_reduce (SUM)"] == "6"
+    tracks = {row[1]: row for row in rows if row[0] == "tracks"}
+    assert {"steps", "replica 0 (cpu:0)", "replica 1 (cpu:1)", "cpu:0", "cpu:1"} <= set(tracks)
+    assert ["counters", "loss", "3", "0.5"] in rows
+    assert ["marks", "fault", "ValueError: no", "1"] in rows
+
+
+@pytest.mark.slow
+def test_the_picture_is_a_png_with_a_row_per_track(folder: Path, run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    assert run(folder / "run.pftrace", "--png", tmp_path / "run.png")[0] == 0
+
+    picture = imread(tmp_path / "run.png")
+    green = np.all(np.abs(picture[:, :, :3] - [0x2F / 255, 0x7D / 255, 0x6D / 255]) < 0.01, axis=2)
+    assert green.any()  # ops
+    code, _, err = run(folder / "run.json", "--png", tmp_path / "nowhere" / "run.png")
+    assert (code, "cannot be written" in err) == (1, True)
+
+
+def test_a_damaged_trace_is_refused_at_every_length(folder: Path, tmp_path: Path) -> None:
+    whole = (folder / "run.pftrace").read_bytes()
+    target = tmp_path / "cut"
+    for length in range(0, len(whole), 61):
+        target.write_bytes(whole[:length])
+        try:
+            read_trace(target)
+        except ValueError:
+            continue  # anything else would be a traceback for the user
+    for place in range(0, len(whole), 23):
+        target.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        try:
+            read_trace(target)
+        except ValueError:
+            continue
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"{}", b'{"traceEvents": 3}', b"[]", b"\x00\x01", b"hello", b'{"traceEvents": []}',
+     b'[{"ph": "X"}]', b"[" * 100_000, b'[{"ph": "X", "name": "a", "ts": Infinity}]',
+     b'[{"ph": "C", "name": "a", "ts": 0, "args": [1]}]'],
+)  # fmt: skip
+def test_what_is_no_trace_is_said(run: Run, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+
+    code, out, err = run(tmp_path / "file")
+
+    assert (code, out) == (1, "")
+    assert str(tmp_path / "file") in err
+
+
+def test_names_that_would_move_the_cursor_are_shown(run: Run, tmp_path: Path) -> None:
+    event = {"ph": "X", "name": "\x1b[31mred", "cat": "op", "pid": 1, "tid": 2, "ts": 0, "dur": 1}
+    (tmp_path / "file").write_text(json.dumps([event]))
+
+    code, out, _ = run(tmp_path / "file")
+
+    assert code == 0
+    assert "\\x1b[31mred" in out
+    assert "\x1b" not in out

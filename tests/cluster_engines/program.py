@@ -1,0 +1,184 @@
+"""What each worker of a launch does: `python program.py SCENARIO [ARGUMENT]`, one line of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import aioreplica as ar
+from aioreplica.cluster import ClusterResolver, Communicator, MpiCommunicator, _mpi, connect
+from tests.cluster import communicator_contract
+
+warnings.simplefilter("error")
+TIMEOUT_S = 20.0
+
+
+async def contract(c: Communicator, argument: str) -> Any:
+    """The checks that every communicator passes; "collectives": with those of MPI itself."""
+    for check in communicator_contract.CHECKS:
+        await check(c)
+        await c.barrier()
+    return len(communicator_contract.CHECKS)
+
+
+async def late(c: Communicator, argument: str) -> Any:
+    """Worker 1 is two seconds late; the others say what CPU time they have used by then."""
+    await c.barrier()
+    if c.rank == 1:
+        await asyncio.sleep(2.0)
+    start, began = time.process_time(), time.monotonic()
+    await c.all_reduce(np.ones(1000))
+    return {"cpu": time.process_time() - start, "waited": time.monotonic() - began}
+
+
+async def absent(c: Communicator, argument: str) -> Any:
+    """Worker 1 does not come before the timeout, and is told so afterwards."""
+    await c.barrier()
+    if c.rank == 1:
+        await asyncio.sleep(2.0)
+    return await _error_of(c)
+
+
+async def aborting(c: Communicator, argument: str) -> Any:
+    await c.barrier()
+    if c.rank == 1:
+        await asyncio.sleep(0.3)
+        c.abort("the disk is full")
+    return await _error_of(c)
+
+
+async def raising(c: Communicator, argument: str) -> Any:
+    await c.barrier()
+    if c.rank == 1:
+        raise ValueError("bad batch")
+    return await _error_of(c)
+
+
+async def closing(c: Communicator, argument: str) -> Any:
+    await c.barrier()
+    if c.rank == 1:
+        await c.aclose()
+        await asyncio.sleep(0.5)
+        return "closed"
+    return await _error_of(c)
+
+
+async def kill(c: Communicator, argument: str) -> Any:
+    """One worker is killed in the middle of many reductions."""
+    victim = int(argument)
+    await c.barrier()
+    for step in range(1000):
+        if step == 20 and c.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 20:
+            start = time.monotonic()
+        try:
+            await c.all_reduce(np.ones(100_000))
+        except ar.errors.WorkerLostError as error:
+            again = await _error_of(c)
+            return {**_row(error), "after": time.monotonic() - start, "again": again["error"]}
+    return "nobody died"
+
+
+async def shrinking(c: Communicator, argument: str) -> Any:
+    lost = await kill(c, argument)
+    assert isinstance(c, MpiCommunicator)
+    smaller = await c.shrink()
+    total = await smaller.all_reduce(c.rank)
+    await smaller.aclose()
+    return {"size": smaller.size, "total": int(total), "lost": lost["ranks"]}
+
+
+async def twice(c: Communicator, argument: str) -> Any:
+    try:
+        await connect(timeout=5.0)
+    except ar.errors.ContextError as error:
+        await c.barrier()
+        return str(error)
+
+
+async def forked(c: Communicator, argument: str) -> Any:
+    await c.barrier()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        try:
+            c.all_reduce(1)
+        except ar.errors.ContextError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)  # noqa: ASYNC222 - it ends by itself, at once
+    text = os.read(reader, 10_000).decode()
+    await c.barrier()
+    return text
+
+
+async def reconnecting(c: Communicator, argument: str) -> Any:
+    await c.barrier()
+    await c.aclose()
+    async with await connect(timeout=TIMEOUT_S) as second:
+        return int(await second.all_reduce(1))
+
+
+async def waiting(c: Communicator, argument: str) -> Any:
+    """Wait for a worker that does not come, until the launcher is interrupted."""
+    await c.barrier()
+    print(json.dumps({"rank": c.rank, "result": "waiting"}), flush=True)
+    if c.rank == 1:
+        await asyncio.sleep(60.0)
+    return await _error_of(c)
+
+
+async def _error_of(c: Communicator) -> Any:
+    start = time.monotonic()
+    try:
+        await c.all_reduce(np.ones(1000))
+    except Exception as error:
+        return {**_row(error), "after": time.monotonic() - start}
+    return "no error"
+
+
+def _row(error: Exception) -> dict[str, Any]:
+    ranks = list(getattr(error, "ranks", ()))
+    return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
+
+
+async def main(scenario: str, argument: str) -> None:
+    if argument == "collectives":
+        _mpi.PAIRS = 1
+    timeout = float(os.environ.get("TEST_TIMEOUT", TIMEOUT_S))
+    resolver = None
+    if "TEST_SIZE" in os.environ:  # what this worker is told of the others
+        size, address = int(os.environ["TEST_SIZE"]), os.environ.get("TEST_ADDRESS")
+        rank = int(os.environ["TEST_RANK"])
+        resolver = ClusterResolver(
+            task_id=rank, num_workers=size, coordinator_address=address, source="the test"
+        )
+    rank = resolver.rank if resolver is not None else ar.cluster.resolve().rank
+    if scenario == "never" and rank == 1:
+        await asyncio.sleep(float(argument))
+        return
+    try:
+        c = await connect(resolver, engine=os.environ.get("TEST_ENGINE"), timeout=timeout)
+    except Exception as error:
+        result = _row(error)
+    else:
+        async with c:
+            result = await globals()[scenario](c, argument)
+    print(json.dumps({"rank": rank, "result": result}), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))

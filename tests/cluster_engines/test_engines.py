@@ -1,0 +1,216 @@
+"""The communicators of the engines, as their users start them: the contract, and every failure.
+
+Not part of the usual suite: `python -m pytest tests/cluster_engines`, with the extras `mpi` and
+`torch`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.communicator_contract import CHECKS
+from tests.cluster_engines.launching import (
+    PROGRAM,
+    Launch,
+    ended,
+    free_port,
+    gloo,
+    mpi,
+    started,
+    started_by_mpi,
+)
+
+Launcher = Callable[..., Launch]
+ULFM = ("--with-ft", "ulfm")
+SECONDS = 5.0
+both = pytest.mark.parametrize("launch", [mpi, gloo], ids=["mpi", "gloo"])
+
+
+def results_of(launch: Launch, size: int) -> list[Any]:
+    assert sorted(launch.results) == list(range(size)), (launch.codes, launch.output)
+    return [launch.results[rank] for rank in range(size)]
+
+
+@both
+@pytest.mark.parametrize("size", [2, 3])
+def test_contract(launch: Launcher, size: int) -> None:
+    assert results_of(launch(size, "contract"), size) == [len(CHECKS)] * size
+
+
+def test_contract_with_the_collectives_of_mpi() -> None:
+    """As for more than 8 workers, who do not exchange in pairs."""
+    assert results_of(mpi(3, "contract", "collectives"), 3) == [len(CHECKS)] * 3
+
+
+@both
+def test_waiting_costs_little(launch: Launcher) -> None:
+    early, _ = results_of(launch(2, "late"), 2)
+    assert early["waited"] > 1.8
+    assert early["cpu"] < 0.15
+
+
+@both
+def test_who_does_not_come_is_named_to_all(launch: Launcher) -> None:
+    early, late, third = results_of(launch(3, "absent", TEST_TIMEOUT="1.5"), 3)
+    for each in (early, third, late):
+        assert (each["error"], each["ranks"]) == ("StallError", [1]), each
+        assert "Worker 1 did not come to all_reduce #1 within 1.5 s" in each["text"]
+    assert 1.4 < early["after"] < 1.5 + SECONDS
+    assert late["after"] < 1.0
+
+
+@both
+@pytest.mark.parametrize(
+    ("scenario", "text"),
+    [("aborting", "Worker 1 ended the group: the disk is full"),
+     ("raising", "Worker 1 ended the group: ValueError: bad batch")],
+)  # fmt: skip
+def test_the_reason_of_an_end_reaches_all(launch: Launcher, scenario: str, text: str) -> None:
+    launched = launch(3, scenario)
+    told = [0, 2] if scenario == "raising" else [0, 1, 2]
+    assert sorted(launched.results) == told, launched.output
+    for rank in told:
+        row = launched.results[rank]
+        assert (row["error"], row["ranks"], row["text"]) == ("WorkerLostError", [1], text)
+        assert row["after"] < SECONDS
+    assert ("ValueError: bad batch" in launched.output) == (scenario == "raising")
+
+
+@both
+def test_a_worker_that_closes_early_is_named(launch: Launcher) -> None:
+    first, left, third = results_of(launch(3, "closing"), 3)
+    assert left == "closed"
+    for each in (first, third):
+        assert (each["error"], each["ranks"]) == ("WorkerLostError", [1])
+        assert "Worker 1 has closed the communicator before all_reduce #1" in each["text"]
+
+
+@pytest.mark.parametrize("turn", range(int(os.environ.get("TEST_KILLS", "2"))))
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("engine", ["ulfm", "gloo"])
+def test_a_killed_worker_is_named_to_all_survivors(engine: str, size: int, turn: int) -> None:
+    victim = (turn * 3 + size - 1) % size if engine == "ulfm" else size - 1 - turn % (size - 1)
+    if engine == "ulfm":
+        launched = mpi(size, "kill", str(victim), options=ULFM)
+    else:
+        launched = gloo(size, "kill", str(victim))
+    assert sorted({*launched.results, victim}) == list(range(size)), launched.output
+    for row in launched.results.values():
+        assert (row["error"], row["ranks"]) == ("WorkerLostError", [victim]), row
+        assert row["after"] < SECONDS
+        assert row["again"] == "WorkerLostError"
+
+
+def test_the_worker_that_keeps_the_store_is_killed() -> None:
+    launched = gloo(3, "kill", "0")
+    assert sorted(launched.results) == [1, 2], launched.output
+    for row in launched.results.values():
+        assert (row["error"], row["ranks"]) == ("WorkerLostError", [0]), row
+        assert "kept the store" in row["text"]
+        assert row["after"] < SECONDS
+
+
+def test_without_ulfm_the_launcher_ends_all() -> None:
+    launched = mpi(3, "kill", "1")
+    assert launched.results == {}
+    assert launched.codes == [137]  # 128 + SIGKILL
+    assert launched.seconds < 15.0
+    assert "signal 9" in launched.output
+
+
+def test_survivors_shrink_and_go_on() -> None:
+    launched = mpi(3, "shrinking", "1", options=ULFM)
+    expected = {"size": 2, "total": 2, "lost": [1]}
+    assert launched.results == {0: expected, 2: expected}, launched.output
+
+
+@both
+def test_a_worker_that_never_comes(launch: Launcher) -> None:
+    launched = launch(3, "never", "8", TEST_TIMEOUT="4")
+    for rank in (0, 2):
+        row = launched.results[rank]
+        assert row["error"] == "StallError", row
+        assert ("Worker 1 did not come" in row["text"]) or ("Not all workers came" in row["text"])
+
+
+@both
+def test_ctrl_c_of_the_launcher(launch: Launcher) -> None:
+    if launch is mpi:
+        process = started_by_mpi(3, "waiting")
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3",
+                   "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
+        process = started([*command, PROGRAM, "waiting"], {})
+    assert process.stdout is not None
+    for _ in range(3):
+        assert '"waiting"' in process.stdout.readline()
+    children = psutil.Process(process.pid).children(recursive=True)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    launched = ended([process])
+    assert launched.codes != [0]
+    assert time.monotonic() - start < 40.0
+    _, alive = psutil.wait_procs(children, timeout=10.0)
+    assert alive == []
+
+
+@both
+def test_a_second_connection(launch: Launcher) -> None:
+    for text in results_of(launch(2, "twice"), 2):
+        assert "connected already: <" in text
+    assert results_of(launch(2, "reconnecting"), 2) == [2, 2]
+
+
+@both
+def test_a_fork(launch: Launcher) -> None:
+    for text in results_of(launch(2, "forked"), 2):
+        assert "forked from it. Fork before connecting" in text
+
+
+def test_mpi_and_the_resolver_do_not_agree() -> None:
+    launched = mpi(2, "contract", TEST_ENGINE="mpi", TEST_SIZE="3", TEST_RANK="0")
+    assert "MPI says that this is worker" in launched.results[0]["text"], launched.output
+    assert "of 2, the test that it is worker 0 of 3" in launched.results[0]["text"]
+
+
+def test_workers_were_told_of_different_numbers() -> None:
+    wrong = {rank: {"WORLD_SIZE": "3"} for rank in (1, 2)}
+    launched = gloo(3, "contract", of_rank={0: {"WORLD_SIZE": "2"}, **wrong}, TEST_TIMEOUT="8")
+    texts = [launched.results[rank]["text"] for rank in sorted(launched.results)]
+    assert any("was told of 2 workers, and this one" in text for text in texts), texts
+    assert {launched.results[r]["error"] for r in launched.results} <= {
+        "ValueError", "StallError", "WorkerLostError",
+    }  # fmt: skip
+
+
+def test_a_rank_was_started_twice() -> None:
+    launched = gloo(3, "contract", of_rank={2: {"RANK": "1"}}, TEST_TIMEOUT="20")
+    rows = [row for row in launched.said if row["error"] == "ValueError"]
+    assert len(rows) == 1, launched.said
+    assert rows[0]["text"].startswith("Worker 1 was started twice: another process has come to")
+
+
+def test_an_address_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        launched = gloo(1, "contract", port=taken.getsockname()[1], TEST_ENGINE="torch")
+    assert launched.results[0]["error"] == "ValueError"
+    assert "Worker 0 cannot listen at 127.0.0.1:" in launched.results[0]["text"]
+    assert "the address is in use" in launched.results[0]["text"]
+
+
+def test_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+               "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
+    launched = ended([started([*command, PROGRAM, "contract"], {})])
+    assert results_of(launched, 2) == [len(CHECKS)] * 2

@@ -1,0 +1,345 @@
+"""A device with a worker process: what it cannot do, what it leaves behind, and its end."""
+
+import asyncio
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import aioreplica as ar
+from aioreplica import testing as art
+from aioreplica.context import REGISTRY
+from aioreplica.devices import lane_table
+from aioreplica.errors import ContextError, DeviceError, WorkerLostError
+
+MiB = 1024 * 1024
+kept: list[Any] = []
+
+
+async def run_op(strategy: ar.OneDeviceStrategy, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run one op in a step of its own."""
+    results = []
+
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        results.append(await ctx.run_on_device(fn, *args, **kwargs))
+
+    async with strategy:
+        await strategy.run(step)
+    return results[0]
+
+
+def die(name: str) -> None:
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def keep(array: Any) -> float:
+    kept.append(array)
+    return float(array.sum())
+
+
+def what_is_kept() -> list[float]:
+    return [float(array.sum()) for array in kept]
+
+
+class Locked:
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class StubbornError(Exception):
+    """Can be pickled, but not built again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+# ---- what cannot be sent ---------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_op_that_cannot_be_sent_names_what_it_captured(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    guard, settings = threading.Lock(), {"inner": [1, Locked()]}
+
+    with pytest.raises(TypeError, match=r"Op .*<lambda>.*captured variable 'guard'.*_thread.lock"):
+        await run_op(on_process, lambda: guard)
+    with pytest.raises(TypeError, match=r"'settings'\['inner'\]\[1\].lock"):
+        await run_op(on_process, lambda: settings)
+    with pytest.raises(TypeError, match=r"argument 1 \(a _thread.lock\)"):
+        await run_op(on_process, max, np.ones(MiB), guard)
+    assert await run_op(on_process, pow, 2, 5) == 32
+
+
+@pytest.mark.asyncio
+async def test_a_result_that_cannot_be_sent_back_is_named(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with pytest.raises(TypeError, match=r"Op 'Locked'.*its result.lock \(a _thread.lock\)"):
+        await run_op(on_process, Locked)
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_cannot_be_built_again_is_told_in_words(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    def op() -> None:
+        raise StubbornError("no ", "way")
+
+    with pytest.raises(DeviceError, match=r"raised .*StubbornError: no way") as caught:
+        await run_op(on_process, op)
+
+    assert "in op" in str(caught.value.__cause__)
+
+
+@pytest.mark.asyncio
+async def test_context_variables_that_cannot_travel_are_named_once(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    import contextvars
+
+    request: contextvars.ContextVar[Any] = contextvars.ContextVar("request", default=None)
+    token = request.set(threading.Lock())
+    try:
+        with pytest.warns(RuntimeWarning, match=r"'request'.*a lock.*cpu:0|cpu:0.*"):
+            assert await run_op(on_process, lambda: request.get()) is None
+        assert await run_op(on_process, lambda: request.get()) is None
+    finally:
+        request.reset(token)
+
+
+# ---- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_plain_steps_and_device_loops_are_refused(on_process: ar.OneDeviceStrategy) -> None:
+    def plain() -> None:
+        raise AssertionError
+
+    async with on_process:
+        with pytest.raises(DeviceError, match=r"plain.*cannot run on cpu:0.*async def"):
+            await on_process.run(plain)
+        with pytest.raises(DeviceError, match=r"device loop.*cannot run on cpu:0"):
+            await on_process.run_steps(lambda _ctx, _x: None, iter([1, 2]), 2)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ctx: ctx.blocking.all_reduce("sum", 1.0),
+        lambda ctx: ctx.all_reduce("sum", 1.0),
+        lambda ctx: ctx.start_all_reduce("sum", 1.0),
+        lambda ctx: ctx.run_on_device(len),
+        lambda _ctx: ar.autodiff.all_reduce("sum", 1.0),
+    ],
+)
+async def test_whatever_meets_other_replicas_is_refused(
+    on_process: ar.OneDeviceStrategy, call: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(ContextError, match=r"cpu:0, which runs in a worker process"):
+        await run_op(on_process, lambda: call(ar.get_replica_context()))
+
+
+@pytest.mark.asyncio
+async def test_writes_of_variables_and_optimizers_are_refused(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with on_process.scope():
+        v = ar.Variable(np.ones(3), name="v")
+        optimizer = ar.optimizers.SGD(0.1)
+
+    with pytest.raises(ContextError, match=r"'v'.*worker process"):
+        await run_op(on_process, lambda: v.assign(np.zeros(3)))
+    with pytest.raises(ContextError, match=r"'v'.*worker process"):
+        await run_op(on_process, lambda: v.blocking.assign_add(1.0))
+    with pytest.raises(TypeError, match=r"captured variable 'optimizer'"):
+        await run_op(on_process, lambda: optimizer.blocking.minimize(lambda: v.value.sum()))
+    np.testing.assert_array_equal(v.value, np.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("processes", "error"),
+    [([True], ValueError), ("ab", TypeError), (1, TypeError), ([1, 0], TypeError)],
+)
+def test_processes_must_be_one_bool_per_device(processes: Any, error: type[Exception]) -> None:
+    before = REGISTRY.replace("logical_devices", None)
+    try:
+        with pytest.raises(error, match="processes"):
+            ar.set_logical_devices("cpu", 2, processes=processes)
+    finally:
+        REGISTRY.replace("logical_devices", before)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_an_op_keeps_is_not_written_again(on_process: ar.OneDeviceStrategy) -> None:
+    sizes = [1.0, 2.0, 3.0]
+
+    sums = [await run_op(on_process, keep, np.full(MiB, size)) for size in sizes]
+
+    assert sums == [MiB * size for size in sizes]
+    assert await run_op(on_process, what_is_kept) == sums
+    assert await run_op(on_process, kept_is_cleared) == 0
+
+
+def kept_is_cleared() -> int:
+    kept.clear()
+    return len(kept)
+
+
+@pytest.mark.asyncio
+async def test_results_that_are_kept_here_are_not_written_again(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    results = [await run_op(on_process, np.full, MiB, float(i)) for i in range(5)]
+
+    del results[1], results[2]
+    more = [await run_op(on_process, np.full, MiB, 9.0) for _ in range(4)]
+
+    assert [float(array.mean()) for array in results] == [0.0, 2.0, 4.0]
+    assert [float(array.mean()) for array in more] == [9.0] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_value_is_published_once_for_each_version(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with on_process.scope():
+        v = ar.Variable(np.zeros(MiB), name="large")
+
+    async def bytes_sent() -> int:
+        before = worker_statistics().bytes_sent
+        await run_op(on_process, lambda: v.value[0])
+        return int(worker_statistics().bytes_sent - before)
+
+    assert await bytes_sent() > 8 * MiB
+    assert await bytes_sent() < MiB
+    await v.assign(np.ones(MiB))
+    assert await bytes_sent() > 8 * MiB
+    assert await run_op(on_process, lambda: v.value[0]) == 1.0
+
+
+@pytest.mark.asyncio
+async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
+    on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DeviceError, match=r"'len' was not sent to cpu:0.*No space"):
+            await run_op(on_process, len, np.ones(32 * MiB))
+    assert await run_op(on_process, len, np.ones(3)) == 3
+
+
+@pytest.mark.asyncio
+async def test_a_worker_without_memory_raises_and_lives(on_process: ar.OneDeviceStrategy) -> None:
+    def op() -> None:
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, limits[1]))
+        try:
+            np.ones(1 << 30)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+
+    with pytest.raises(MemoryError):
+        await run_op(on_process, op)
+    assert await run_op(on_process, pow, 2, 3) == 8
+
+
+# ---- ends ------------------------------------------------------------------------------------
+
+
+def worker_statistics() -> Any:
+    lane = lane_table().statistics()["cpu:0"]
+    assert lane.worker is not None
+    return lane.worker
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_dies_is_a_device_error_and_the_next_op_has_another(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with on_process.scope():
+        v = ar.Variable(np.arange(50_000.0), name="v")
+    first = await run_op(on_process, lambda: (os.getpid(), v.value.sum())[0])
+
+    with pytest.raises(DeviceError, match=r"ran op 'die': killed by SIGKILL") as caught:
+        await run_op(on_process, die, "SIGKILL")
+
+    assert caught.value.device == "cpu:0"
+    assert await run_op(on_process, lambda: v.value.sum()) == v.value.sum()
+    now = worker_statistics()
+    assert (now.pid != first, now.deaths >= 1) == (True, True)
+    assert now.memory_bytes is None or now.memory_bytes > MiB
+
+
+@pytest.mark.xslow
+@pytest.mark.asyncio
+async def test_a_worker_that_dies_between_ops_is_replaced(
+    on_process: ar.OneDeviceStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = await run_op(on_process, os.getpid)
+    process = psutil.Process(pid)
+    process.kill()
+    await asyncio.to_thread(psutil.wait_procs, [process], 30)  # until its executor has seen it
+
+    assert await run_op(on_process, os.getpid) != pid
+
+    assert "ended between two ops" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_one_replica_waits_for_the_op_of_the_other(
+    devices: tuple[str, str], tmp_path: Any
+) -> None:
+    path = tmp_path / "done"
+
+    def write() -> None:
+        path.write_text("done")
+
+    async def step() -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        await ctx.run_on_device(os.getpid)
+        if ctx.replica_id_in_sync_group == 1:
+            raise ZeroDivisionError
+        await ctx.run_on_device(write)
+
+    async with ar.MirroredStrategy(devices) as strategy:
+        with pytest.raises(ZeroDivisionError):
+            await strategy.run(step)
+        was_written = path.exists()
+        await asyncio.sleep(0)
+    assert path.exists() == was_written
+
+
+def test_the_kit_simulates_devices_with_processes(on_process: ar.OneDeviceStrategy) -> None:
+    async def step() -> int:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        return await ctx.run_on_device(os.getpid)
+
+    async def main() -> Any:
+        async with ar.OneDeviceStrategy("cpu:0") as strategy:
+            with pytest.raises(DeviceError, match="cannot run on cpu:0"):
+                await strategy.run(os.getpid)
+            return await strategy.run(step)
+
+    assert art.run(main).values == (os.getpid(),)
+    report = art.explore(main, schedules=5, faults=art.Faults().lose_worker("cpu:0", at=0))
+    assert isinstance(report.failure and report.failure.error, WorkerLostError)

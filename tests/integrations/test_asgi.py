@@ -1,0 +1,402 @@
+"""A service of online learning as an application: what it answers, refuses, and tells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import aioreplica as ar
+from aioreplica.integrations import prometheus
+from aioreplica.integrations.asgi import Limits, OnlineService
+from aioreplica.online import OnlineLearner, SnapshotReader
+
+from .asking import Answer, ask, events_of, post, scope_of, until
+
+pytest.importorskip("prometheus_client")
+
+
+@asynccontextmanager
+async def serving(
+    strategy: ar.Strategy, *, queue_size: int = 64, journal: Path | None = None, **options: Any
+) -> AsyncIterator[tuple[OnlineService, OnlineLearner]]:
+    """Serve a model that adds up what it learns, twice over: both sums are equal in any version."""
+    with strategy.scope():
+        sums = [ar.Variable(0.0, name=name, aggregation="sum") for name in ("one", "two")]
+        optimizer = ar.optimizers.SGD(1.0)
+
+    async def step(_ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+        if np.any(batch["input"][:, 0] < 0):
+            raise ValueError("<b>negative</b>")
+        part = -float(batch["input"].sum())
+        await optimizer.apply_gradients([(ar.Weighted(part, 1), each) for each in sums])
+        return {"loss": math.nan if part < -1e6 else part}
+
+    def predict(snapshot: Any, inputs: Any) -> dict[str, Any]:
+        return {each.name: np.full(len(inputs), snapshot[each]) for each in sums}
+
+    learner = OnlineLearner(
+        strategy,
+        step,
+        {"sums": sums, "optimizer": optimizer},
+        max_batch=8,
+        max_delay_s=0.0,
+        queue_size=queue_size,
+        journal=journal,
+        publish_to=options.pop("publish_to", None),
+    )
+    service = OnlineService(
+        learner, predict, input_like=np.zeros(2), target_like=0, event_interval_s=0.01, **options
+    )
+    with prometheus.export(strategy, registry=service.registry, name="online"):
+        async with service.lifespan():
+            yield service, learner
+
+
+@pytest_asyncio.fixture
+async def served(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> AsyncIterator[tuple[OnlineService, OnlineLearner]]:
+    async with serving(pair, journal=tmp_path / "journal") as found:
+        yield found
+
+
+def example(number: float = 1.0) -> dict[str, Any]:
+    return {"input": [number, 0.0], "target": 0}
+
+
+async def until_learned(learner: OnlineLearner) -> None:
+    def is_done() -> bool:
+        now = learner.statistics()
+        return now.learned_number == now.last_number
+
+    await until(is_done)
+
+
+# ---- learning and predicting ---------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_is_learned_is_predicted_and_the_version_is_told(served: Any) -> None:
+    service, learner = served
+    before = (await post(service, "/predict", {"input": [0, 0]})).json()
+
+    one = await post(service, "/learn", example(2.0))
+    many = await post(service, "/learn", {"examples": [example(3.0), example(4.0)]})
+    await until_learned(learner)
+    after = (await post(service, "/predict", {"inputs": [[0, 0]] * 2})).json()
+
+    assert before["prediction"] == {"one": 0.0, "two": 0.0}
+    assert (one.status, one.json()) == (202, {"number": 1, "is_duplicate": False})
+    assert (many.status, many.json()) == (202, {"numbers": [2, 3], "is_duplicate": False})
+    assert after["predictions"]["one"] == pytest.approx([4.5, 4.5])
+    assert after["version"] == learner.version > before["version"]
+
+
+@pytest.mark.asyncio
+async def test_every_prediction_is_from_one_version(served: Any) -> None:
+    service, learner = served
+    seen: list[tuple[int, float]] = []
+
+    async def predict() -> None:
+        while learner.statistics().num_learned < 200:
+            found = (await post(service, "/predict", {"inputs": [[0, 0]] * 3})).json()
+            sums = {*found["predictions"]["one"], *found["predictions"]["two"]}
+            assert len(sums) == 1
+            seen.append((found["version"], sums.pop()))
+
+    async def learn() -> None:
+        async def is_taken() -> bool:
+            return (await post(service, "/learn", {"examples": [example()] * 4})).status == 202
+
+        for _ in range(50):
+            await until(is_taken)
+
+    await asyncio.gather(predict(), predict(), learn())
+
+    assert seen[::2] == sorted(seen[::2]) or len(set(seen)) > 1
+    of_version = dict(seen)
+    assert all(of_version[version] == total for version, total in seen)
+    assert len(of_version) > 3
+
+
+@pytest.mark.asyncio
+async def test_a_key_is_taken_once_and_with_another_body_refused(served: Any) -> None:
+    service, learner = served
+    first = await post(service, "/learn", example(5.0), idempotency_key="k1")
+    again = await post(service, "/learn", example(5.0), idempotency_key="k1")
+    other = await post(service, "/learn", example(6.0), idempotency_key="k1")
+    long = await post(service, "/learn", example(6.0), idempotency_key="k" * 201)
+    await until_learned(learner)
+
+    assert first.json() == {"number": 1, "is_duplicate": False}
+    assert (again.status, again.json()) == (202, {"number": 1, "is_duplicate": True})
+    assert other.status == 409
+    assert "k1" in other.json()["error"]
+    assert long.status == 422
+    assert learner.statistics().num_learned == 1
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue_says_when_to_come_back(pair: ar.MirroredStrategy) -> None:
+    async with serving(pair, queue_size=4) as (service, learner):
+        await learner.pause()
+        taken = await post(service, "/learn", {"examples": [example()] * 4})
+        full = await post(service, "/learn", example())
+        never = await post(service, "/learn", {"examples": [example()] * 5})
+        predicted = await post(service, "/predict", {"input": [0, 0]})
+        learner.resume()
+        await until_learned(learner)
+        later = await post(service, "/learn", example())
+
+    assert [taken.status, full.status, never.status, predicted.status] == [202, 429, 413, 200]
+    assert int(full.headers["retry-after"]) >= 1
+    assert "4 of 4" in full.json()["error"]
+    assert later.status == 202
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_learned_is_listed_and_not_marked_up(served: Any) -> None:
+    service, learner = served
+    await post(service, "/learn", {"examples": [example(), example(-1.0), example()]})
+    await until_learned(learner)
+    answer = await ask(service, "GET", "/dead-letters")
+
+    [letter] = answer.json()["dead_letters"]
+    assert (letter["number"], letter["example"]) == (2, {"input": [-1.0, 0.0], "target": 0})
+    assert "<b>negative</b>" in letter["error"]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert learner.statistics().num_learned == 2
+
+
+# ---- refusals ------------------------------------------------------------------------------
+
+REFUSED = {
+    "no json": (b"{", {}, 422, "not JSON"),
+    "nan": (b'{"input": [NaN, 0], "target": 0}', {}, 422, "not JSON"),
+    "infinite": (b'{"input": [1e999, 0], "target": 0}', {}, 422, "nothing was taken"),
+    "too few": (b'{"input": [1], "target": 0}', {}, 422, "nothing was taken"),
+    "ragged": (b'{"input": [[1], [2, 3]], "target": 0}', {}, 422, "nothing was taken"),
+    "text": (b'{"input": ["1", "2"], "target": 0}', {}, 422, "nothing was taken"),
+    "null": (b'{"input": null, "target": 0}', {}, 422, "nothing was taken"),
+    "no target": (b'{"input": [1, 2]}', {}, 422, "nothing was taken"),
+    "more": (b'{"input": [1, 2], "target": 0, "x": 1}', {}, 422, "nothing was taken"),
+    "half a target": (b'{"input": [1, 2], "target": 0.5}', {}, 422, "nothing was taken"),
+    "no list": (b'{"examples": 3}', {}, 422, "list"),
+    "empty": (b'{"examples": []}', {}, 422, "list"),
+    "a list": (b"[]", {}, 422, "not what is needed"),
+    "deep": (b"[" * 50 + b"]" * 50, {}, 422, "deeper than 16"),
+    "huge": (b" " * 2000, {}, 413, "at most 1000 bytes"),
+    "said to be huge": (b"{}", {"content-length": "999999999999999999999"}, 413, "at most"),
+    "too many": (json.dumps({"examples": [example()] * 9}).encode(), {}, 413, "at most 8"),
+    "a form": (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415, "JSON"),
+    "text/plain": (b"{}", {"content-type": "text/plain"}, 415, "JSON"),
+    "other site": (b"{}", {"origin": "http://example.com"}, 403, "other sites"),
+    "other name": (b"{}", {"host": "example.com"}, 400, "example.com"),
+}
+
+
+@pytest.mark.asyncio
+async def test_bad_requests_are_answered_with_reasons_and_change_nothing(
+    pair: ar.MirroredStrategy,
+) -> None:
+    limits = Limits(body_bytes=1000, examples=8)
+    answers: dict[str, Answer] = {}
+    async with serving(pair, limits=limits) as (service, learner):
+        for name, (body, headers, _, _) in REFUSED.items():
+            half = len(body) // 2
+            answers[name] = await ask(
+                service, "POST", "/learn", body[:half], body[half:], **headers
+            )
+        method = await ask(service, "GET", "/learn")
+        nowhere = await ask(service, "GET", "/learn/x")
+        statistics = learner.statistics()
+
+    for name, (_, _, status, words) in REFUSED.items():
+        assert answers[name].status == status, (name, answers[name])
+        assert words in answers[name].json()["error"], (name, answers[name])
+    assert answers["too few"].json()["reasons"][0]["where"] == ""
+    assert answers["huge"].headers["connection"] == "close"
+    assert (method.status, method.headers["allow"]) == (405, "POST")
+    assert nowhere.status == 404
+    assert statistics.num_taken == statistics.num_learned == 0
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_does_not_come_is_not_waited_for(pair: ar.MirroredStrategy) -> None:
+    async with serving(pair, limits=Limits(body_s=0.01)) as (service, _):
+        answer = await ask(service, "POST", "/learn", b"{", stalls=True)
+
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_goes_before_its_body_ends_takes_nothing(served: Any) -> None:
+    service, learner = served
+    whole = json.dumps(example()).encode()
+
+    gone = await asyncio.gather(
+        *(ask(service, "POST", "/learn", whole[:cut], goes=True) for cut in range(len(whole)))
+    )
+
+    assert {answer.status for answer in gone} == {0}
+    assert learner.statistics().num_taken == 0
+
+
+@pytest.mark.asyncio
+async def test_the_token_covers_everything_but_probes(pair: ar.MirroredStrategy) -> None:
+    async with serving(pair, token="secret") as (service, _):
+        without = [await ask(service, route.method, route.path) for route in service.routes]
+        paths = [route.path for route in service.routes]
+        wrong = await ask(service, "GET", "/snapshot", authorization="Bearer secreT")
+        right = await ask(service, "GET", "/snapshot", authorization="bearer secret")
+
+    open_paths = [path for path, answer in zip(paths, without, strict=True) if answer.status != 401]
+    assert sorted(open_paths) == ["/healthz", "/readyz"]
+    assert (wrong.status, right.status) == (401, 200)
+
+
+def test_a_token_that_no_client_could_send_is_refused() -> None:
+    learner: Any = None
+    for token in ("", "é", "a\n"):
+        with pytest.raises(ValueError, match="printable ASCII"):
+            OnlineService(learner, lambda *_: None, input_like=0.0, token=token)
+
+
+# ---- telling -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_readiness_and_metrics_tell_where_the_learner_stands(served: Any) -> None:
+    service, learner = served
+    await post(service, "/learn", {"examples": [example()] * 3})
+    await until_learned(learner)
+    ready = await ask(service, "GET", "/readyz", host="10.0.0.1:8000")
+    await post(service, "/predict", {"input": [0, 0]})
+    metrics = (await ask(service, "GET", "/metrics")).body.decode()
+    snapshot = (await ask(service, "GET", "/snapshot")).json()
+    service.close()
+    closing = await ask(service, "GET", "/readyz")
+    alive = await ask(service, "GET", "/healthz")
+
+    assert ready.status == alive.status == 200
+    assert (closing.status, closing.json()) == (503, {"status": "closing"})
+    assert snapshot["version"] == learner.version
+    assert snapshot["age_s"] >= 0
+    for line in (
+        "aioreplica_online_taken_total 3.0",
+        "aioreplica_online_learned_total 3.0",
+        "aioreplica_online_journal_failing 0.0",
+        'aioreplica_online_requests_total{route="/predict",status="200"} 1.0',
+        "aioreplica_online_predict_seconds_count 1.0",
+        'aioreplica_replicas{kind="MirroredStrategy",strategy="online"} 2.0',
+    ):
+        assert line in metrics
+
+
+class Follower:
+    """A client of /events; `stops_reading` leaves every event unaccepted."""
+
+    def __init__(self, *, stops_reading: bool = False) -> None:
+        self.body = b""
+        self.gone = asyncio.Event()
+        self.status = 0
+        self.stops_reading = stops_reading
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+        if self.stops_reading and message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+        self.body += message.get("body", b"")
+
+    async def follow(self, service: Any) -> None:
+        await service(scope_of("GET", "/events", {}), self.receive, self.send)
+
+
+@pytest.mark.asyncio
+async def test_followers_see_changes_and_go_when_they_or_the_service_want(served: Any) -> None:
+    service, learner = served
+    staying, going = Follower(), Follower()
+    following = [asyncio.create_task(each.follow(service)) for each in (staying, going)]
+    await until(lambda: staying.body and going.body)
+    going.gone.set()
+    await following[1]
+    await post(service, "/learn", {"examples": [example()] * 3})
+    await until(lambda: b'"num_learned": 3' in staying.body)
+    await post(service, "/learn", example(1e7))
+    await until(lambda: b'"num_learned": 4' in staying.body)
+    service.close()
+    await following[0]
+
+    states = events_of(staying.body)
+    assert states[0]["statistics"]["num_learned"] == 0
+    assert states[-1]["version"] == learner.version
+    steps = [step for state in states for step in state["steps"]]
+    assert sum(step["num_examples"] for step in steps) == 4
+    assert steps[-1]["scalars"]["loss"] is None  # it was not finite
+    assert [replica["replica_id"] for replica in steps[0]["replicas"]] == [0, 1]
+    assert len(events_of(going.body)) == 1
+
+
+@pytest.mark.asyncio
+async def test_followers_are_few_and_one_that_does_not_read_is_dropped(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioreplica.integrations._online_events.HEARTBEAT_S", 0.02)
+    async with serving(pair, limits=Limits(streams=1, send_s=0.05)) as (service, _):
+        deaf = Follower(stops_reading=True)
+        following = asyncio.create_task(deaf.follow(service))
+        await until(lambda: deaf.status)
+        refused = await ask(service, "GET", "/events")
+        await following
+        third = Follower()
+        following = asyncio.create_task(third.follow(service))
+        await until(lambda: b": still there" in third.body)
+        service.close()
+        await following
+
+    assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+    assert third.status == 200
+
+
+@pytest.mark.asyncio
+async def test_a_reader_of_another_learner_only_predicts(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    def predict(snapshot: Any, inputs: Any) -> Any:
+        return np.full(len(inputs), len(snapshot))
+
+    reading = OnlineService(
+        SnapshotReader(tmp_path / "model"), predict, input_like=np.zeros(2), target_like=0
+    )
+    async with reading.lifespan():
+        early = await post(reading, "/predict", {"input": [0, 0]})
+        unready = await ask(reading, "GET", "/readyz")
+        unheard = await ask(reading, "GET", "/events")
+        async with serving(pair, publish_to=tmp_path / "model") as (service, learner):
+            await post(service, "/learn", example())
+            await until_learned(learner)
+
+            async def is_ready() -> bool:
+                return (await ask(reading, "GET", "/readyz")).status == 200
+
+            await until(is_ready)
+            predicted = await post(reading, "/predict", {"input": [0, 0]})
+            learned = await post(reading, "/learn", example())
+
+    assert [early.status, unready.status, unheard.status] == [503] * 3
+    assert (predicted.status, learned.status) == (200, 404)

@@ -1,0 +1,12 @@
+"""SIGKILL under load, on a real disk: nothing acknowledged is lost or learned twice."""
+
+import pytest
+
+from .kills import kill
+
+
+@pytest.mark.xslow
+def test_ten_kills_lose_and_double_nothing() -> None:
+    kills = kill(10)
+    assert kills.is_good, kills
+    assert kills.acknowledged > 100

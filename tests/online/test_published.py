@@ -1,0 +1,155 @@
+"""Snapshots for other processes: each read is one version, whatever is published meanwhile."""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from aioreplica.errors import CheckpointError
+from aioreplica.online import SnapshotReader, publish_snapshot
+
+from .program import Counting, example
+
+READER = """
+import sys, time
+from aioreplica.online import SnapshotReader
+reads, versions, newest = 0, set(), -1
+with SnapshotReader(sys.argv[1]) as reader:
+    print("reading", flush=True)
+    while newest < int(sys.argv[2]):
+        snapshot = reader.read()
+        held = {name: array for name, array in snapshot.items()}
+        for name, array in held.items():
+            assert (array == snapshot.version % 127).all(), (name, snapshot.version)
+        assert snapshot.version >= newest, (snapshot.version, newest)
+        newest = snapshot.version
+        versions.add(newest)
+        reads += 1
+print(reads, len(versions))
+"""
+
+
+@pytest.mark.slow
+def test_readers_in_other_processes_see_whole_versions(folder: Path) -> None:
+    path, last = folder / "model", 200
+
+    def publish(version: int) -> None:
+        shapes = {"a": (300, 40), "b": (7,), "c": (), "d": (0, 3), "e": (999,)}
+        arrays = {
+            name: np.full(shape, version % 127, dtype)
+            for (name, shape), dtype in zip(
+                shapes.items(), (np.float64, np.int8, np.float32, np.int64, np.uint16), strict=True
+            )
+        }
+        publish_snapshot(path, version, arrays)
+
+    publish(0)
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(path), str(last)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        for reader in readers:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "reading\n"
+        for version in range(1, last + 1):
+            publish(version)
+        for reader in readers:
+            assert reader.stdout is not None
+            reads, versions = map(int, reader.stdout.read().split())
+            assert reader.wait(60) == 0
+            assert reads >= versions >= 1
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.communicate()
+    assert [each.name for each in folder.iterdir()] == ["model"]
+
+
+@settings(max_examples=25)
+@given(
+    arrays=st.dictionaries(
+        st.text(max_size=5),
+        hnp.arrays(
+            st.sampled_from([np.bool_, np.int8, np.uint16, np.float16, np.float64, np.complex64]),
+            hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
+        ),
+        max_size=5,
+    )
+)
+def test_arrays_come_back_as_they_were(arrays: dict[str, np.ndarray]) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        publish_snapshot(f"{made}/model", 5, arrays)
+        with SnapshotReader(f"{made}/model") as reader:
+            found = reader.read()
+            assert found.version == 5
+            assert found.keys() == arrays.keys()
+            for name, array in arrays.items():
+                assert found[name].dtype == array.dtype
+                assert found[name].shape == array.shape
+                assert found[name].tobytes() == array.tobytes()
+                assert not found[name].flags.writeable
+                assert found[name].flags.aligned
+
+
+def test_a_snapshot_that_is_held_stays_as_it_is(folder: Path) -> None:
+    path = folder / "model"
+    with SnapshotReader(path) as reader:
+        assert not reader.is_published
+        with pytest.raises(FileNotFoundError):
+            reader.read()
+        publish_snapshot(path, 1, {"w": np.arange(1000.0)})
+        first = reader.read()
+        assert reader.read() is first
+        for version in range(2, 30):
+            publish_snapshot(path, version, {"w": np.full(1000, float(version))})
+            assert reader.read().version == version
+        path.unlink()
+        assert np.array_equal(first["w"], np.arange(1000.0))
+    assert np.array_equal(first["w"], np.arange(1000.0))
+
+
+def test_a_damaged_file_is_refused_at_every_byte(folder: Path) -> None:
+    path = folder / "model"
+    publish_snapshot(path, 1, {"w": np.arange(4.0), "b": np.ones(3, np.int8)})
+    whole = path.read_bytes()
+    for damaged in (b"", b"x", whole[:-1], whole[:100], bytes(len(whole)), b"\xff" * 8 + whole[8:]):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="no published snapshot, or was damaged"):
+            SnapshotReader(path).read()
+    begin = len(whole) - 35
+    for place in range(begin, len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match="checksum"):
+            SnapshotReader(path).read()
+
+
+@pytest.mark.asyncio
+async def test_a_learner_publishes_what_it_has_learned(folder: Path) -> None:
+    path = folder / "published"
+    async with Counting(folder, publish_to=path) as program:
+        with SnapshotReader(path) as reader:
+            assert reader.read().version == 0  # before the first example
+            assert set(reader.read()) == {"counts", "sums", "weight"}
+            await (await program.learner.submit(example(3)))
+            while reader.read().version == 0:
+                await asyncio.sleep(0.001)
+            assert reader.read()["counts"][3] == 1
+        await program.learner.submit_many([example(i) for i in range(9)])
+    with SnapshotReader(path) as reader:  # the last version is there after closing
+        assert reader.read().version == program.learner.version
+        assert np.array_equal(reader.read()["counts"], program.counts.value)
+    with pytest.raises(FileNotFoundError):
+        async with Counting(folder, publish_to=folder / "missing" / "published"):
+            pass
+    async with Counting(folder):  # the journal was given back
+        pass

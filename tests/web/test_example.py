@@ -1,0 +1,125 @@
+"""The example as a user starts it: a stream replayed, restarted, and read by other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from aioreplica.checkpoint import EXIT_CODE
+
+ROOT = Path(__file__).resolve().parents[2]
+INPUTS = [[0, 0, 0.5, 0.5, 1, 0.5, 0, 1, 0], [1, 0, 0, 0, 0, 0.5, 1, 1, 1]]
+
+
+@contextmanager
+def running(*command: str, **environment: str) -> Iterator[Any]:
+    with subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+@contextmanager
+def serving(data: Path, **environment: str) -> Iterator[tuple[Any, str]]:
+    command = ["examples.online_learning", "--port", "0", "--no-replay", "--data", str(data)]
+    with running(*command, **environment) as process:
+        line = process.stdout.readline()
+        assert "http://127.0.0.1:" in line
+        yield process, line.partition(" at ")[2].partition(",")[0]
+
+
+def ask(url: str, path: str, body: Any = None, **headers: str) -> Any:
+    """Ask; a process that is starting is asked again for some minutes."""
+    method = "GET" if body is None else "POST"
+    with httpx.Client(transport=httpx.HTTPTransport(retries=9), timeout=60) as client:
+        return client.request(method, url + path, json=body, headers=headers)
+
+
+def replayed(url: str) -> Any:
+    command = ["examples.online_learning.replay", "--url", url, "--passes", "1", "--rate", "1e6"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        timeout=500,
+    )
+    return json.loads(done.stdout)
+
+
+def test_a_stream_is_learned_about_as_well_as_river_does_and_kept(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, url):
+        found = replayed(url)
+        history = ask(url, "/history").json()
+        page = ask(url, "/")
+        process.send_signal(signal.SIGTERM)
+        status = process.wait(60)
+    with serving(tmp_path) as (_, url):
+        after = ask(url, "/predict", {"inputs": INPUTS}).json()
+        metrics = ask(url, "/metrics").text
+
+    assert found["seen"] == 1250
+    assert found["accuracy_river"] == 0.8928  # the same at every run
+    assert found["accuracy"] > found["accuracy_river"] - 0.03
+    assert history["points"][-1]["accuracy"] > 0.8
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert status == EXIT_CODE
+    assert "aioreplica_online_learned_number 1250.0" in metrics
+    assert "aioreplica_online_learned_total 0.0" in metrics  # nothing was learned again
+    assert after["version"] > 0
+
+
+def test_workers_predict_what_the_learner_publishes(tmp_path: Path) -> None:
+    with serving(tmp_path) as (_, url):
+        app = "examples.online_learning.predicting:make_app"
+        port = url[-5:-1] + str(9 - int(url[-1]))
+        command = ["uvicorn", "--factory", app, "--workers", "2", "--port", port]
+        with running(*command, ONLINE_LEARNING_MODEL=str(tmp_path / "model")):
+            other = url.replace(url[-5:], port)
+            seen = {}
+            for _ in range(30):
+                examples = [{"input": each, "target": 1} for each in INPUTS]
+                assert ask(url, "/learn", {"examples": examples}).status_code == 202
+                for asked in (url, other, other):
+                    answer = ask(asked, "/predict", {"inputs": INPUTS})
+                    assert answer.status_code == 200, answer.text
+                    found = answer.json()
+                    known = seen.setdefault(found["version"], found["predictions"])
+                    assert known == found["predictions"]
+            learned = ask(other, "/learn", {"examples": examples})
+
+    assert len(seen) > 5
+    assert learned.status_code == 404
+
+
+def test_the_token_guards_all_but_the_page(tmp_path: Path) -> None:
+    with serving(tmp_path, ONLINE_LEARNING_TOKEN="secret") as (_, url):
+        paths = ("/", "/page.js", "/page.css", "/healthz", "/history", "/events", "/openapi.json")
+        codes = [ask(url, path).status_code for path in paths]
+        let_in = ask(url, "/history", authorization="Bearer secret").status_code
+        report = ask(url, "/replay", {}, origin="http://example.com", authorization="Bearer secret")
+
+    assert codes == [200, 200, 200, 200, 401, 401, 200]
+    assert let_in == 200
+    assert report.status_code == 403
