@@ -135,7 +135,7 @@ async def reconnecting(c: Communicator, argument: str) -> Any:
 async def waiting(c: Communicator, argument: str) -> Any:
     """Wait for a worker that does not come, until the launcher is interrupted."""
     await c.barrier()
-    print(json.dumps({"rank": c.rank, "result": "waiting"}), flush=True)
+    _say(c.rank, "waiting")
     if c.rank == 1:
         await asyncio.sleep(60.0)
     return await _error_of(c)
@@ -153,6 +153,12 @@ async def _error_of(c: Communicator) -> Any:
 def _row(error: Exception) -> dict[str, Any]:
     ranks = list(getattr(error, "ranks", ()))
     return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
+
+
+def _say(rank: int, result: Any) -> None:
+    """Write a line in one piece: workers share a pipe, and unbuffered `print` writes two."""
+    sys.stdout.write(json.dumps({"rank": rank, "result": result}) + "\n")
+    sys.stdout.flush()
 
 
 async def main(scenario: str, argument: str) -> None:
@@ -177,7 +183,7 @@ async def main(scenario: str, argument: str) -> None:
     else:
         async with c:
             result = await globals()[scenario](c, argument)
-    print(json.dumps({"rank": rank, "result": result}), flush=True)
+    _say(rank, result)
 
 
 if __name__ == "__main__":

@@ -151,12 +151,13 @@ def test_ctrl_c_of_the_launcher(launch: Launcher) -> None:
                    "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
         process = started([*command, PROGRAM, "waiting"], {})
     assert process.stdout is not None
-    for _ in range(3):
-        assert '"waiting"' in process.stdout.readline()
-    children = psutil.Process(process.pid).children(recursive=True)
-    start = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    launched = ended([process])
+    with process:
+        for _ in range(3):
+            assert '"waiting"' in process.stdout.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        launched = ended([process])
     assert launched.codes != [0]
     assert time.monotonic() - start < 40.0
     _, alive = psutil.wait_procs(children, timeout=10.0)
