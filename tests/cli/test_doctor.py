@@ -41,6 +41,13 @@ def test_every_extra_of_the_package_says_what_it_brings() -> None:
     assert EXTRAS - set(_doctor.BRINGS) == set()
 
 
+def test_every_extra_is_on_the_page_about_installing() -> None:
+    page = (Path(__file__).parents[2] / "docs/installing.md").read_text(encoding="utf-8")
+    rows = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("|"))
+
+    assert {extra for extra in EXTRAS if f"`{extra}`" not in rows} == set()
+
+
 def test_bare_it_names_the_extra_that_brings_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
