@@ -21,11 +21,15 @@ class SourceLane:
     A thread of its own, not one of the host pool: a generator that holds an SQLite connection, or
     anything else that belongs to the thread that made it, works; and one that blocks for long
     keeps no thread from others.
+
+    Args:
+        kind: What its lane is called, before a number.
     """
 
-    __slots__ = ("_lane", "_port")
+    __slots__ = ("_kind", "_lane", "_port")
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "input") -> None:
+        self._kind = kind
         self._lane: Lane | None = None
         self._port: CompletionQueue | None = None
 
@@ -39,7 +43,7 @@ class SourceLane:
         self._port = CompletionQueue.of_running_loop()
         if self._lane is None:
             number = next(REGISTRY.once("source_lanes", itertools.count))
-            name = f"input:{number}"
+            name = f"{self._kind}:{number}"
             lane_table().acquire((name,))
             self._lane = lane_table().lane(name, num_streams=1)
         return run_on_lane(self._lane, self._port, fn, args, {})

@@ -70,7 +70,7 @@ class OpenJournal:
     def __init__(self, journal: Journal) -> None:
         self._path = journal.path
         self._file = journal.file()
-        self._lane = SourceLane()
+        self._lane = SourceLane("journal")
         self._facts: JournalFacts | None = None
         self._opened_at = 0.0
 

@@ -14,6 +14,7 @@ import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.errors import CheckpointError, JournalError, KeyReusedError
 from aioreplica.online import Journal, OnlineLearner
+from aioreplica.telemetry import Observer, observe_everywhere
 
 from .program import Counting, example
 
@@ -49,6 +50,19 @@ async def test_a_key_takes_one_example_once(folder: Path) -> None:
         assert late.is_duplicate
         assert await late == program.learner.version
         assert program.learned() == [1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_telemetry_calls_the_thread_of_the_journal_by_its_name(folder: Path) -> None:
+    lanes: set[str] = set()
+    remove = observe_everywhere(Observer(op_started=lambda _op, lane: lanes.add(lane)))
+    try:
+        async with Counting(folder) as program:
+            await program.learner.submit(example(0))
+    finally:
+        remove()
+    assert any(name.startswith("journal:") for name in lanes)
+    assert not any(name.startswith("input:") for name in lanes)
 
 
 def test_keys_live_as_long_as_stated_whatever_the_clocks_of_the_machine_show(folder: Path) -> None:
