@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from typing import Any, final
 
 from ..values import Variable
 from ._format import Array, EntryRecord, Manifest, TensorRecord, dtype_name
 from ._restoring import apply_plan, make_plan
-from ._state import Cut, Deferring, StoredTensor, look, read_state
+from ._state import Cut, Deferring, Entry, StoredTensor, look, read_state
 
 NOWHERE = TensorRecord(0, 0, 0, 0)
 
@@ -62,13 +63,17 @@ class Savepoint:
     def put_back(self) -> None:
         """Put the whole state back; the variables of a strategy in one publication.
 
-        Slots made since are forgotten. The numbers of steps stay as they are.
+        Slots made since are forgotten; so is what a dict or list of the state held in another's
+        place. What was added to one stays. The numbers of steps stay as they are.
         """
         cut = self._cut
+        for entry in cut.entries.values():
+            if entry.container is not None:  # it may hold something else by now
+                _hold_again(entry)
         records = {key: _described(cut, key) for key in cut.entries}
         manifest = Manifest(0, 0, cut.next_steps, (), records)
         now = read_state(self._state)
-        plan = make_plan(now, manifest, partial=False)
+        plan = make_plan(now, manifest, partial=True)
         apply_plan(now, plan, manifest, cut.arrays, with_steps=False)
 
     def __repr__(self) -> str:
@@ -88,6 +93,13 @@ def model_variables(state: Any) -> dict[str, Variable]:
         for key, variable in found.variables.items()
         if not isinstance(found.entries[key].composite, Deferring)
     }
+
+
+def _hold_again(entry: Entry) -> None:
+    if isinstance(entry.container, MutableSequence) and entry.index == len(entry.container):
+        entry.container.append(entry.thing)
+    else:
+        entry.container[entry.index] = entry.thing
 
 
 def _described(cut: Cut, key: str) -> EntryRecord:
