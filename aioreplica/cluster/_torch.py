@@ -24,7 +24,7 @@ import numpy as np
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
-from ._communicator import ENDED, LOST, Failure, require_timeout
+from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
 from ._engine import Engine, EngineCommunicator, GroupEndedError, Link, Note, has_ended
 from ._exchange import Exchange, Poll
 from ._local import workers_in_words
@@ -89,6 +89,12 @@ class TorchCommunicator(EngineCommunicator):
             lane.stop()
             raise
         return cls(Link(engine, lane), tuple(range(engine.size)), timeout)
+
+    async def _shrink(self) -> Communicator:
+        raise ContextError(
+            "torch.distributed with Gloo cannot go on after the loss of a worker. Start all again, "
+            "from the newest checkpoint: `torchrun --max-restarts 3` does it by itself."
+        )
 
 
 def check_interfaces(resolver: ClusterResolver) -> None:
