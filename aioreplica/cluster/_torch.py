@@ -36,6 +36,7 @@ STORE_S = 300.0  # to meet in the store, without a timeout
 WAIT_S = 0.02  # for Gloo, between two looks at notes and clock
 NOTES_S = 0.05  # between two questions to the store
 ALIVE_S = 1.0  # for the others to say that they live
+ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 ADDED = ("float32", "float64", "int32", "int64")  # what Gloo adds up as NumPy does
 LEAVE_S = 0.7  # that worker 0, which keeps the store, waits for the others to leave
 JOIN_PAUSE_S = 0.01
@@ -317,6 +318,8 @@ class TorchEngine(Engine):
     def explain(self, error: Exception, what: str) -> Failure | None:
         if not isinstance(error, RuntimeError):
             return None
+        with suppress(RuntimeError):
+            self._store.set(f"alive/{self.rank}", "1")  # first: the end may take its time
         self.end()
         reason = str(error).strip().splitlines()[0][:200]
         try:
@@ -341,11 +344,8 @@ class TorchEngine(Engine):
         Raises:
             GroupEndedError: If another worker has said why the group has ended.
         """
-        store = self._store
-        store.set(f"alive/{self.rank}", "1")
-        missing = set(range(self.size))
-        end = monotonic() + ALIVE_S
-        while missing and monotonic() < end:
+        store, missing, start = self._store, set(range(self.size)), monotonic()
+        while missing and monotonic() < start + (ALIVE_S if len(missing) == 1 else ALIVE_LONG_S):
             self._read_at = 0.0
             for note in self.notes():
                 if note.kind in (LOST, ENDED, "stalled"):
