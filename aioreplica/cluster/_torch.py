@@ -267,6 +267,7 @@ class TorchEngine(Engine):
             )  # fmt: skip
             self._group = dist.group.WORLD
         self._messages = GlooMessages(torch, dist, self._group, rank, size)
+        self._subgroups: list[GlooMessages] = []
         self._num_read = 0
         self._read_at = 0.0
         self._is_open = True
@@ -294,7 +295,9 @@ class TorchEngine(Engine):
             list(ranks), self._limit, "gloo", use_local_synchronization=True,
             group_desc=name,
         )  # fmt: skip
-        return GlooMessages(self._torch, dist, group, ranks.index(self.rank), len(ranks))
+        messages = GlooMessages(self._torch, dist, group, ranks.index(self.rank), len(ranks))
+        self._subgroups.append(messages)
+        return messages
 
     # ---- notes ---------------------------------------------------------------------------
 
@@ -361,6 +364,9 @@ class TorchEngine(Engine):
             atexit.unregister(self._at_exit)
             with suppress(RuntimeError, ValueError):
                 self._dist.destroy_process_group(self._group)
+            self._group = None  # connections are closed when nothing refers to it
+            for messages in (self._messages, *self._subgroups):
+                messages.forget()
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -424,6 +430,10 @@ class GlooMessages(Exchange):
         )
         return _poll_of(work, target)
 
+    def forget(self) -> None:
+        """Let go of the process group."""
+        self._group = None
+
     def _tensor(self, array: Any) -> Any:
         """Return a tensor of an array's memory, which may be read-only where it is only sent."""
         memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
@@ -436,9 +446,14 @@ def _poll_of(work: Any, *held: Any) -> Poll:
     work.get_future().add_done_callback(lambda _: gate.open())
 
     def poll(_pause_s: float, _held: tuple[Any, ...] = held) -> bool:
+        nonlocal work
         if not gate.wait(WAIT_S):
             return False
-        work.wait()
+        done, work = work, None  # it holds the connections, and this function may be kept
+        try:
+            done.wait()
+        finally:
+            del done
         return True
 
     return poll
