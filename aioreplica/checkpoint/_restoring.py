@@ -255,9 +255,24 @@ def _read_only(array: Any) -> Array:
 
 
 def apply_plan(
-    state: State, plan: Plan, manifest: Manifest, arrays: Arrays, *, with_steps: bool
+    state: State,
+    plan: Plan,
+    manifest: Manifest,
+    arrays: Arrays,
+    *,
+    with_steps: bool,
+    is_of_this_worker: bool = False,
 ) -> None:
     """Put everything where it belongs, all or nothing; for who holds the steps back.
+
+    Args:
+        state: Where to.
+        plan: What goes where.
+        manifest: Describes what is put there.
+        arrays: Its tensors.
+        with_steps: Whether to put the numbers of steps back too.
+        is_of_this_worker: Whether on-read variables have the components of this worker alone, and
+            not those of all.
 
     Raises:
         DamagedError: If something was read that was never saved. Then nothing has changed.
@@ -269,7 +284,10 @@ def apply_plan(
         record, saved = manifest.entries[entry.key], arrays[entry.key]
         if isinstance(entry.thing, Variable):
             own = changes.setdefault(id(entry.thing.store), {})
-            own[entry.thing] = components_for(entry.thing, record, saved)
+            if is_of_this_worker and not entry.thing.is_mirrored:
+                own[entry.thing] = tuple(saved)
+            else:
+                own[entry.thing] = components_for(entry.thing, record, saved)
         else:
             values[entry.key] = value_of(entry.key, record, saved)
     deferred: dict[int, dict[Any, Any]] = {}
