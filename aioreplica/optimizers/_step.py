@@ -32,7 +32,7 @@ from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._blocks import Range, UpdateBlock, block_jobs, run_rows
+from ._blocks import Range, block_jobs, run_rows
 from ._fused import fused_rules
 from ._hyperparameter import learning_rate_at
 from ._kernels import Kernel
@@ -41,6 +41,7 @@ from ._scaled_gradient import ScaledGradient
 from ._staged_write import StagedWrite
 
 if TYPE_CHECKING:
+    from ._elementwise import ElementwiseOptimizer
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
@@ -349,12 +350,8 @@ def apply(
         write.replace(settings.norm, norm)
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
-        update: UpdateBlock = optimizer.fill  # type: ignore[attr-defined]
-        return (
-            write,
-            prepared,
-            _jobs_of_blocks(optimizer, update, write, groups, gradients, of_each),
-        )
+        rule: ElementwiseOptimizer = optimizer  # type: ignore[assignment]
+        return write, prepared, _jobs_of_blocks(rule, write, groups, gradients, of_each)
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
@@ -470,8 +467,7 @@ def _prepared(
 
 
 def _jobs_of_blocks(
-    optimizer: Optimizer,
-    update: UpdateBlock,
+    optimizer: ElementwiseOptimizer,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
@@ -484,12 +480,12 @@ def _jobs_of_blocks(
         for old, new in write.begin(group):
             if isinstance(gradient.parts[0], IndexedSlices):
                 memory = (settings.scratch, settings.touched)
-                run = partial(run_rows, update, of_one, gradient, group, old, new, *memory)
+                run = partial(run_rows, optimizer, of_one, gradient, group, old, new, *memory)
                 jobs.append((gradient.num_bytes * 2 * len(group), run))
             else:
                 ranges.append((gradient, of_one, old, new, 0, old[0].size))
     if ranges:
-        jobs += block_jobs(update, ranges, settings.scratch)
+        jobs += block_jobs(optimizer, ranges, settings.scratch)
     return jobs
 
 
