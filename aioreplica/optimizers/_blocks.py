@@ -23,7 +23,7 @@ BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
 them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""
 
-RANGE_BLOCKS = 8
+RANGE_BLOCKS = 4
 """A large variable is cut into ranges of so many blocks, which threads share."""
 
 JOB_BYTES = 2 * 1024 * 1024

@@ -55,6 +55,9 @@ STEP_THREAD_BYTES = 64 * 1024 * 1024
 """What a further thread has to read and write to be worth waking: two threads of short NumPy calls
 wait for each other's lock, and up to here that costs more than the second core brings."""
 
+FUSED_THREAD_BYTES = 8 * 1024 * 1024
+"""The same where the rule is compiled: then a call takes a range of a variable and no lock."""
+
 SHOWN = 8
 """So many variables are named in a message; then only the first that differs is."""
 
@@ -224,19 +227,25 @@ def take_step(
         Of the awaitable: what has started ends first; nothing is written.
     """
     stages = _stages(optimizer, gradients, reducer, global_step)
-    return run_stages(stages, is_blocking=is_blocking)
+    kernel: Kernel | None = getattr(optimizer, "kernel", None)
+    is_fused = fused_rules().has(kernel, gradients[0].variable.dtype)
+    thread_bytes = FUSED_THREAD_BYTES if is_fused else STEP_THREAD_BYTES
+    return run_stages(stages, is_blocking=is_blocking, thread_bytes=thread_bytes)
 
 
-def run_stages(stages: Iterator[Sequence[Job]], *, is_blocking: bool) -> Awaitable[None] | None:
+def run_stages(
+    stages: Iterator[Sequence[Job]], *, is_blocking: bool, thread_bytes: int = STEP_THREAD_BYTES
+) -> Awaitable[None] | None:
     """Run all jobs of all stages; return what to await if one has much to read.
 
     Args:
         stages: Each is complete before the next one is asked for.
         is_blocking: Whether to do everything in the calling thread.
+        thread_bytes: What a further thread has to read and write to be worth waking.
     """
     for jobs in stages:
         if not is_blocking and sum([size for size, _ in jobs]) > INLINE_STEP_BYTES:
-            return _go_on_in_threads(jobs, stages)
+            return _go_on_in_threads(jobs, stages, thread_bytes)
         for _, run in jobs:
             run()
     return None
@@ -385,11 +394,13 @@ def publish(
 # ---- parts of these ------------------------------------------------------------------------------
 
 
-async def _go_on_in_threads(jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]]) -> None:
+async def _go_on_in_threads(
+    jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]], thread_bytes: int
+) -> None:
     while jobs is not None:
         size = sum(size for size, _ in jobs)
         if size > INLINE_STEP_BYTES:
-            await run_on_threads(jobs, num_threads(size, STEP_THREAD_BYTES))
+            await run_on_threads(jobs, num_threads(size, thread_bytes))
         else:
             run_here(jobs)
         jobs = next(stages, None)

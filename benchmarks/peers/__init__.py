@@ -18,9 +18,10 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from .._environments import Environments
-from ._cases import PEERS, Case, Peer, all_cases, named
+from ._cases import PEERS, WIDE, Case, Peer, all_cases, named
 from ._program import Program
 from ._results import Contender, Measured, Result, format_results, write_results
 
@@ -142,6 +143,9 @@ def _installed(peers: Sequence[Peer]) -> Iterator[tuple[Peer, str]]:
         if peer.library and find_spec(peer.library) is None:
             print(f"{peer.name}: left out. {peer.library} is not installed here.")
             continue
+        if peer.name == WIDE and not _would_be_wider():
+            print(f"{peer.name}: left out. OpenBLAS chooses by itself, or there is no AVX-512.")
+            continue
         if not peer.package:
             yield peer, sys.executable
             continue
@@ -152,6 +156,14 @@ def _installed(peers: Sequence[Peer]) -> Iterator[tuple[Peer, str]]:
         else:
             if interpreter is not None:
                 yield peer, str(interpreter)
+
+
+def _would_be_wider() -> bool:
+    """Tell whether the processor has AVX-512 and OpenBLAS took something narrower."""
+    cpuinfo = Path("/proc/cpuinfo")
+    has_it = cpuinfo.exists() and "avx512vl" in cpuinfo.read_text(encoding="utf-8").split()
+    chosen = {library.get("architecture") for library in threadpool_info()}
+    return has_it and bool(chosen & {"Haswell", "Zen"})
 
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:

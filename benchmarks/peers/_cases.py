@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 OURS = "aioreplica"
+WIDE = f"{OURS}, AVX-512"
+"""The same with the AVX-512 routines of OpenBLAS, which it does not choose by itself on all
+processors that have them; the libraries of the others do."""
+
 NUM_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 MAX_TORCH = 8  # each of its replicas is a process
 
@@ -51,6 +55,7 @@ PEERS = (
             "train": WAYS, "small": WAYS,
         },
     ),
+    Peer(WIDE, "", "", (), {"train": WAYS}, environ={"OPENBLAS_CORETYPE": "SKYLAKEX"}),
     Peer(
         f"{OURS} without fast", "", "", (), {"train": WAYS[::2]},
         environ={"NUMBA_DISABLE_JIT": "1"},
