@@ -136,7 +136,7 @@ def run_blocks(rule: ElementwiseOptimizer, ranges: Sequence[Range], scratch: Scr
                 fused = fused_rules().find(rule.kernel, new[0].dtype, columns[:count])
                 is_whole_range = fused is not None and count <= 2
                 step = stop - start if is_whole_range else free.size
-                is_whole = stop - start <= step and stop == columns[0].size
+                is_whole = start == 0 and stop == columns[0].size <= step
                 for begin in range(start, stop, max(1, step)):
                     end = min(begin + step, stop)
                     rows = columns if is_whole else [each[begin:end] for each in columns]

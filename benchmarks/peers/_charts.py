@@ -9,7 +9,8 @@ from typing import Any
 from ._cases import OURS, WIDE
 
 COLOURS = {
-    OURS: "C3", WIDE: "darkred", f"{OURS} without fast": "C6", f"{OURS} on jax": "C4", f"{OURS} on torch": "C5",
+    OURS: "C3", WIDE: "darkred", f"{OURS} without fast": "C6",
+    f"{OURS} on jax": "C4", f"{OURS} on torch": "C5",
     "floor": "0.6", "tensorflow": "C1", "jax": "C0", "torch": "C2",
 }  # fmt: skip
 STYLES = ("-", "--", ":")

@@ -21,7 +21,8 @@ from benchmarks._mlp import Backprop
 
 MERGES = 100
 REDUCTIONS = 10
-LOOP_STEPS = 10
+LOOP_STEPS = 10  # of a device loop: of the network, and when it is checked
+SMALL_STEPS = 200  # of the linear model
 ar.set_logical_devices("cpu", max(2, COUNT))
 strategy = ar.MirroredStrategy(ar.list_devices("cpu")[:COUNT])
 
@@ -158,11 +159,18 @@ def make_train(mode, optimizer, batch, num_parameters=0):
     calls = {
         "run": lambda: strategy.run(awaited, args=parts),
         "plain steps": lambda: strategy.run(plain, args=parts),
-        "run_steps": lambda: strategy.run_steps(looped, [parts] * LOOP_STEPS, LOOP_STEPS),
     }
+    num_steps = SMALL_STEPS if num_parameters else LOOP_STEPS
+
+    def loop(count):
+        return strategy.run_steps(looped, [parts] * count, count)
+
+    is_loop = mode == "run_steps"
     return peer.Work(
-        calls[mode],
-        LOOP_STEPS if mode == "run_steps" else 1,
+        partial(loop, num_steps) if is_loop else calls[mode],
+        num_steps if is_loop else 1,
+        checked=partial(loop, LOOP_STEPS) if is_loop else None,
+        num_checked=LOOP_STEPS,
         parameters=lambda: [variable.value for variable in variables],
         images=images,
         labels=labels,
