@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> None:
         for measured in _measure_all(list(group), size, interpreters, rounds, seconds):
             result.add(measured)
             print(measured.summary(), flush=True)
+        write_results(options.output, result)  # now, as the next ones may take long
     print(format_results(result))
-    write_results(options.output, result)
     print(f"Written to {options.output}.")
     if options.charts is not None:
         from ._charts import draw_charts
