@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,8 @@ import numpy.typing as npt
 from ..collectives import Job
 from ..values import IndexedSlices, Variable
 from ._fused import fused_rules
+from ._kernels import Kernel
 from ._merged_gradient import MergedGradient
-
-if TYPE_CHECKING:
-    from ._elementwise import ElementwiseOptimizer
 
 Array = npt.NDArray[Any]
 BLOCK_BYTES = 128 * 1024
@@ -67,6 +65,20 @@ class Block:
         return f"<Block | {self.value.size} elements of {name}>"
 
 
+class BlockRule(Protocol):
+    """What an `ElementwiseOptimizer` supplies for every block; it explains the methods."""
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The rule for a compiler."""
+
+    def update_block(self, prepared: Any, block: Block, /) -> None:
+        """Fill in new values and slots."""
+
+    def kernel_numbers(self, prepared: Any, block: Block, /) -> tuple[float, ...]:
+        """Return the numbers of the kernel."""
+
+
 Range: TypeAlias = tuple[MergedGradient, Any, Sequence[Array], Sequence[Array], int, int]
 """A gradient, what the rule prepared, old and new arrays, the first element and the end."""
 
@@ -76,9 +88,7 @@ Scratch: TypeAlias = list[Array]
 pieces of two rows of `BLOCK_BYTES`. The methods of a list are safe from any thread."""
 
 
-def block_jobs(
-    rule: ElementwiseOptimizer, ranges: Sequence[Range], scratch: Scratch
-) -> Iterator[Job]:
+def block_jobs(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> Iterator[Job]:
     """Cut dense variables into jobs of about the same size.
 
     Args:
@@ -108,7 +118,7 @@ def block_jobs(
         yield size, partial(run_blocks, rule, together, scratch)
 
 
-def run_blocks(rule: ElementwiseOptimizer, ranges: Sequence[Range], scratch: Scratch) -> None:
+def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> None:
     """Run a rule over some ranges; gradients are summed, divided, checked and clipped on the way.
 
     Where the rule is compiled, one call does all of that for up to two parts of a gradient, over
@@ -214,7 +224,7 @@ class TouchedRows:
 
 
 def run_rows(
-    rule: ElementwiseOptimizer,
+    rule: BlockRule,
     prepared: Any,
     gradient: MergedGradient,
     group: Sequence[Variable],

@@ -32,7 +32,7 @@ from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._blocks import Range, block_jobs, run_rows
+from ._blocks import BlockRule, Range, block_jobs, run_rows
 from ._fused import fused_rules
 from ._hyperparameter import learning_rate_at
 from ._kernels import Kernel
@@ -41,7 +41,6 @@ from ._scaled_gradient import ScaledGradient
 from ._staged_write import StagedWrite
 
 if TYPE_CHECKING:
-    from ._elementwise import ElementwiseOptimizer
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
@@ -359,8 +358,7 @@ def apply(
         write.replace(settings.norm, norm)
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
-        rule: ElementwiseOptimizer = optimizer  # type: ignore[assignment]
-        return write, prepared, _jobs_of_blocks(rule, write, groups, gradients, of_each)
+        return write, prepared, _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
@@ -478,12 +476,13 @@ def _prepared(
 
 
 def _jobs_of_blocks(
-    optimizer: ElementwiseOptimizer,
+    optimizer: Optimizer,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
     prepared: Sequence[Any],
 ) -> list[Job]:
+    rule: BlockRule = optimizer  # type: ignore[assignment]  # its `is_elementwise` says so
     settings = optimizer.settings
     jobs: list[Job] = []
     ranges: list[Range] = []
@@ -491,12 +490,12 @@ def _jobs_of_blocks(
         for old, new in write.begin(group):
             if isinstance(gradient.parts[0], IndexedSlices):
                 memory = (settings.scratch, settings.touched)
-                run = partial(run_rows, optimizer, of_one, gradient, group, old, new, *memory)
+                run = partial(run_rows, rule, of_one, gradient, group, old, new, *memory)
                 jobs.append((gradient.num_bytes * 2 * len(group), run))
             else:
                 ranges.append((gradient, of_one, old, new, 0, old[0].size))
     if ranges:
-        jobs += block_jobs(optimizer, ranges, settings.scratch)
+        jobs += block_jobs(rule, ranges, settings.scratch)
     return jobs
 
 
