@@ -84,7 +84,8 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
     if factor != 1:
         for i in range(size):
             room[i] = room[i] * factor
-    return count == size
+    is_finite: bool = count == size
+    return is_finite
 
 
 def descend(first: Any, second: Any, how: Any, value: Any, new_value: Any, rate: Any) -> bool:
