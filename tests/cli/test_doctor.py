@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from threadpoolctl import threadpool_info
 
 from aioreplica.cli import _doctor, main
 
@@ -91,3 +92,18 @@ def test_more_threads_than_cores_are_pointed_out(
     monkeypatch.setattr(_doctor, "_num_cores", lambda: 0)
 
     assert {row[-1] for row in answers(capsys)["BLAS"].values()} == {"more than the cores"}
+
+
+def test_unused_avx512_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {row["architecture"] for row in threadpool_info() if "architecture" in row}
+    monkeypatch.setattr(_doctor, "NARROW", chosen)
+    monkeypatch.setattr(_doctor, "_num_cores", lambda: 1000)
+    notes = {}
+    for has_it in (True, False):
+        monkeypatch.setattr(_doctor, "_has_avx512", lambda has_it=has_it: has_it)
+        notes[has_it] = " ".join(row[-1] for row in answers(capsys)["BLAS"].values())
+
+    assert ("OPENBLAS_CORETYPE" in notes[True]) is bool(chosen)
+    assert "OPENBLAS_CORETYPE" not in notes[False]
