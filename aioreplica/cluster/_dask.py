@@ -422,7 +422,7 @@ class _DaskSubmission(Submission):
             return await self._client.gather(self.future)
         except distributed.client.FutureCancelledError as error:
             raise WorkerLostError(f"The Dask cluster has dropped a result: {error}") from error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - most are what the task raised
             raise _translated(error) from None
 
     def cancel(self) -> None:

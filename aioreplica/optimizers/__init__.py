@@ -8,12 +8,12 @@ from ._adagrad import Adagrad as Adagrad
 from ._adam import Adam as Adam
 from ._adam import AdamW as AdamW
 from ._blocks import Block as Block
+from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._elsewhere import Finished as Finished
 from ._elsewhere import OptimizerRecipe as OptimizerRecipe
 from ._elsewhere import finished_gradients as finished_gradients
 from ._elsewhere import recipe_of as recipe_of
 from ._elsewhere import weighed_gradients as weighed_gradients
-from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._from_optax import from_optax as from_optax
 from ._from_torch import from_torch as from_torch
 from ._fused import FusedRules as FusedRules

@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from ..values import IndexedSlices, Variable, Weighted
+from ._blocks import TouchedRows
 from ._hyperparameter import LearningRate
 from ._loss_scale import DynamicLossScale
 from ._merged_gradient import MergedGradient, merge_gradients
@@ -21,7 +22,6 @@ from ._scaled_gradient import ScaledGradient
 from ._settings import StepSettings
 from ._slots import SlotTable, new_variable
 from ._step import clip, unscale_and_check
-from ._blocks import TouchedRows
 from .schedules import ReduceOnPlateau
 
 

@@ -27,6 +27,7 @@ from .parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from .parameter_server import ParameterServerVariable as ParameterServerVariable
 from .parameter_server import Partitioner as Partitioner
 from .parameter_server import PerWorkerDataset as PerWorkerDataset
+from .parameter_server import PerWorkerIterator as PerWorkerIterator
 from .parameter_server import PerWorkerResource as PerWorkerResource
 from .parameter_server import RemoteValue as RemoteValue
 from .parameter_server import ServedVariable as ServedVariable
@@ -50,6 +51,7 @@ __all__ = [
     "ParameterServerVariable",
     "Partitioner",
     "PerWorkerDataset",
+    "PerWorkerIterator",
     "PerWorkerResource",
     "RemoteValue",
     "RunOptions",

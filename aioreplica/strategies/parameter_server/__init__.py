@@ -5,6 +5,7 @@ from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._coordinator import CoordinatorStatistics as CoordinatorStatistics
 from ._coordinator import RemoteValue as RemoteValue
 from ._packing import PerWorkerDataset as PerWorkerDataset
+from ._packing import PerWorkerIterator as PerWorkerIterator
 from ._packing import PerWorkerResource as PerWorkerResource
 from ._partition import FixedShardsPartitioner as FixedShardsPartitioner
 from ._partition import MaxSizePartitioner as MaxSizePartitioner
@@ -26,6 +27,7 @@ __all__ = [
     "ParameterServerVariable",
     "Partitioner",
     "PerWorkerDataset",
+    "PerWorkerIterator",
     "PerWorkerResource",
     "RemoteValue",
     "ServedVariable",

@@ -383,7 +383,7 @@ def variable_at_home(number: int) -> Any:
 def _pack_result(result: Any, context: ClosureContext) -> Packed:
     try:
         packed = pack(result, context)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
         where = obstacle({"its result": result}, context, error)[0]
         raise TypeError(
             f"The closure {context.closure.fn_name} cannot return what it did: {where}. Return "
@@ -408,7 +408,7 @@ def _reported(context: ClosureContext) -> Any:
         if _is_cancelled_by_loop():
             raise
         raise _failed(error, context) from None
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - Dask tells the program of Exceptions only
         raise _failed(error, context) from None
     finally:
         context.end("is over")

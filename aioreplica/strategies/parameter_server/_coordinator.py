@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -197,6 +197,7 @@ class ClusterCoordinator:
         self._queue = ClosureQueue(queue_size)
         self._state = "new"
         self._tasks: set[OwnedTask[None]] = set()
+        self._submitting = asyncio.Lock()
         self._room: deque[asyncio.Future[None]] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "steps": 0}
@@ -362,23 +363,28 @@ class ClusterCoordinator:
 
     # ---- what workers keep -----------------------------------------------------------------
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
-        """Return a dataset that each worker makes with `dataset_fn`, at its first use there.
+    def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
+        """Return a dataset that each worker has for itself, made at its first use there.
 
         Args:
-            dataset_fn: Returns an iterable; one that takes an argument gets an `InputContext` with
-                the worker's index.
+            dataset: A function that returns an iterable; one that takes an argument gets an
+                `InputContext` with the worker's index. Or an iterable, of which each worker has a
+                copy.
 
         Raises:
-            TypeError: If it is not callable, or cannot be pickled.
+            TypeError: If it is neither, or cannot be pickled.
         """
-        what = "create_per_worker_dataset"
+        if not callable(dataset) and not isinstance(dataset, Iterable):
+            raise TypeError(
+                "create_per_worker_dataset needs a function that returns an iterable, or an "
+                f"iterable, got {dataset!r} ({type(dataset).__name__})."
+            )
         make = DatasetOf(
-            _checked_factory(dataset_fn, what),
-            bool(_num_positional(dataset_fn)),
+            dataset if callable(dataset) else functools.partial(_itself, dataset),
+            callable(dataset) and bool(_num_positional(dataset)),
             self._strategy.num_workers,
         )
-        return self._resource(make, PerWorkerDataset, _name_of(dataset_fn))
+        return self._resource(make, PerWorkerDataset, _name_of(dataset))
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerResource:
         """Return a resource that each worker makes with `fn`, at its first use there.
@@ -446,12 +452,12 @@ class ClusterCoordinator:
         """See a closure to its end."""
         strategy, error = self._strategy, None
         try:
-            await strategy.servers.ready()
-            await strategy.servers.learn(closure.recipes)
-            if closure.state != "running":
-                return
-            submission = strategy.engine.submit(self._sent(closure))
-            closure.submission = submission
+            async with self._submitting:  # one after the other, in order
+                await strategy.servers.ready()
+                await strategy.servers.learn(closure.recipes)
+                if closure.state != "running":
+                    return
+                closure.submission = strategy.engine.submit(self._sent(closure))
             await self._awaited(closure)
         except ClosureFailedError as failure:
             error = _error_of(failure, closure, HomeSide(strategy))
@@ -527,7 +533,7 @@ class ClusterCoordinator:
         self._pump()
 
     def _fail(self, error: BaseException) -> None:
-        """Cancel what is not over, because of an error that the next `schedule` or `join` raises."""
+        """Cancel what is not over; the next `schedule` or `join` raises the error."""
         if isinstance(error, WorkerLostError):
             error = self._strategy.servers.noticed(error)
         for closure in self._queue.failed(error):
@@ -722,6 +728,10 @@ def _innermost(fn: Any) -> Any:
 def _name_of(fn: Any) -> str:
     inner = _innermost(fn)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
+def _itself(thing: T) -> T:
+    return thing
 
 
 def _checked_factory(fn: Any, what: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from ...cluster import ClosureEngine
 from ...context import CARRIER, CLOSURE
@@ -178,11 +178,25 @@ class PerWorkerDataset(PerWorkerResource):
     dataset. A worker that was restarted begins anew.
     """
 
-    def __iter__(self) -> PerWorkerResource:
+    def __iter__(self) -> PerWorkerIterator:
         strategy = self._strategy
         factory = pack_call(_IteratorOf(self), (), {}, HomeSide(strategy), "The dataset")
         number = strategy.servers.next_resource()
-        return PerWorkerResource(strategy, number, factory, f"iterator of {self._label}")
+        return PerWorkerIterator(strategy, number, factory, f"of {self._label}")
+
+
+@final
+class PerWorkerIterator(PerWorkerResource):
+    """An iterator of each worker, for `next(iterator)` in closures."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise ContextError(
+            f"{self!r} is on the workers. Pass it to `await coordinator.schedule(fn, "
+            "(iterator,))` and call next(iterator) there."
+        )
 
 
 @final

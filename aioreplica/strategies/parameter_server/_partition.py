@@ -6,6 +6,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -189,7 +190,7 @@ def cut_rows(
     ends = [0]
     for i in range(count):
         ends.append(ends[-1] + size + (i < extra))
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))
 
 
 def _at_least_one(name: str, value: Any) -> int:

@@ -273,9 +273,7 @@ class ParameterServer:
             if not isinstance(item, Gradient):
                 self._apply(item, counts)
         gradients = [item for items in chosen for item in items if isinstance(item, Gradient)]
-        order = {
-            key: None for key in ((item.ordinal, item.key, item.optimizer) for item in gradients)
-        }
+        order = dict.fromkeys((item.ordinal, item.key, item.optimizer) for item in gradients)
         for wanted in order:
             own = [g for g in gradients if (g.ordinal, g.key, g.optimizer) == wanted]
             is_weighted = hasattr(own[0].gradient, "weight")

@@ -428,7 +428,7 @@ class Servers:
         self._handles.clear()
         await self.engine.aclose()
         if was_started:
-            for number, variable in self._variables.items():
+            for number in tuple(self._variables):
                 if number not in self._pending:
                     self._missing[number] = None
 

@@ -81,7 +81,8 @@ class ParameterServerStrategy(Strategy):
         self._replicas_to_aggregate = replicas_to_aggregate
         self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
         self._coordinator: object | None = None
-        self._next_step = 0
+        self._next_step = 0  # of the synchronous mode
+        self._next_closure = 0
         super().__init__(chosen_devices("ParameterServerStrategy", ["cpu:0"]))
 
     # ---- variables -------------------------------------------------------------------------
@@ -182,8 +183,10 @@ class ParameterServerStrategy(Strategy):
         return self._store.gate
 
     def new_step(self) -> int:
-        """Number a closure."""
-        return self._lifecycle.new_step()
+        """Number a closure; no number comes twice, though a checkpoint may take steps back."""
+        number = max(self._next_closure, self.gate.next_step)
+        self._next_closure = self.gate.next_step = number + 1
+        return number
 
     def closure_began(self, closure: ScheduledClosure) -> None:
         """Count a closure under way."""
@@ -211,6 +214,22 @@ class ParameterServerStrategy(Strategy):
         """
         raise self._use_coordinator("run_steps")
 
+    def distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: workers have datasets of their own.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_per_worker("distribute_dataset")
+
+    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: workers have datasets of their own.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_per_worker("distribute_datasets_from_function")
+
     def snapshot(self, *variables: Variable) -> Snapshot:
         """Refuse: values are on the servers.
 
@@ -220,6 +239,12 @@ class ParameterServerStrategy(Strategy):
         raise ContextError(
             f"{self!r} has no snapshots: the values of its variables live on parameter servers. "
             "Use `await variable.read()`."
+        )
+
+    def _use_per_worker(self, what: str) -> ContextError:
+        return ContextError(
+            f"{what} was called on {self!r}, whose steps run on workers. Use "
+            "`coordinator.create_per_worker_dataset(dataset_fn)`."
         )
 
     def _use_coordinator(self, what: str) -> ContextError:
