@@ -3,10 +3,9 @@
     pip install -e ".[examples,dask]" && python examples/recommender_ps.py
 
 It starts a parameter server and two workers on this machine, as processes. A closure pulls the rows
-of the users and items of its batch and pushes gradients of these rows; Adagrad runs on the server.
-Few of the items are popular, so that most rows are touched by few closures. The workers do not wait
-for each other: a push may be computed from rows that another one has changed since. `--sync` makes
-a step of one closure per worker instead.
+of the users and items of its batch and pushes the gradients of these rows; Adagrad runs on the
+server. The workers do not wait for each other: another one may have changed the rows in the
+meantime. `--sync` makes a step of one closure per worker instead.
 
 The data are made: a user likes an item if their hidden tastes fit, more or less.
 """
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import autograd.numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
@@ -28,35 +27,33 @@ from rich.progress import Progress
 from sklearn.metrics import roc_auc_score, roc_curve
 
 import aioreplica as ar
+from aioreplica.autodiff import embedding_lookup as lookup
 
-NUM_USERS, NUM_ITEMS, NUM_EXAMPLES, TASTES = 300, 3000, 60_000, 4
-Floats, Ints = NDArray[np.float64], NDArray[np.int64]
+NUM_USERS, NUM_ITEMS, NUM_EXAMPLES, TASTES = 300, 1000, 60_000, 4
+Array = NDArray[Any]
+Data = tuple[Array, Array, Array]  # users, items, and whether they were liked
 Report = Callable[[int, int, float], None]  # closures done, of how many, loss
 
 
 @dataclass(frozen=True)
 class Result:
-    """Scores of the test examples, whether they were liked, and what the coordinator counted."""
-
-    scores: Floats
-    liked: Floats
+    scores: Array  # of the examples for testing
+    liked: Array
     statistics: ar.cluster.CoordinatorStatistics
 
     @property
-    def area(self) -> float:
-        """The chance that an item a user likes has a higher score than one that is not liked."""
+    def area(self) -> float:  # the chance that a liked item has a higher score than another
         return float(roc_auc_score(self.liked, self.scores))
 
 
-def make_data(seed: int) -> tuple[Ints, Ints, Floats]:
-    """Return the users, the items and what was liked; every fifth example is for testing."""
+def make_data(seed: int) -> Data:
     rng = np.random.default_rng(seed)
     taste, kind = rng.normal(size=(NUM_USERS, TASTES)), rng.normal(size=(NUM_ITEMS, TASTES))
-    popularity = 1 / np.arange(1, NUM_ITEMS + 1)  # Zipf: half of the views are of 2 % of the items
+    popularity = 1 / np.arange(1, NUM_ITEMS + 1)  # Zipf: 2 % of the items have half of the views
     items = rng.choice(NUM_ITEMS, NUM_EXAMPLES, p=popularity / popularity.sum())
     users = rng.integers(0, NUM_USERS, NUM_EXAMPLES)
     fit = 1.5 * np.sum(taste[users] * kind[items], axis=1)
-    return users, items, (rng.random(NUM_EXAMPLES) < 1 / (1 + np.exp(-fit))).astype(np.float64)
+    return users, items, rng.random(NUM_EXAMPLES) < 1 / (1 + np.exp(-fit))
 
 
 class Recommender:
@@ -66,25 +63,21 @@ class Recommender:
         self.users = ar.Variable(rng.normal(0, 0.3, (NUM_USERS, 2 * TASTES)), name="users")
         self.items = ar.Variable(rng.normal(0, 0.3, (NUM_ITEMS, 2 * TASTES)), name="items")
         self.liking = ar.Variable(np.zeros(NUM_ITEMS), name="liking")
-        self.optimizer = ar.optimizers.Adagrad(learning_rate=0.15)
+        self.optimizer = ar.optimizers.Adagrad(learning_rate=0.2)
 
-    def train(self, data: tuple[Ints, Ints, Floats], chosen: Ints) -> float:  # runs on a worker
+    async def train(self, data: Data, chosen: Array) -> float:  # a closure: it runs on a worker
         users, items, liked = (column[chosen] for column in data)
-        of_user, of_item = self.users.rows(users), self.items.rows(items)
-        scores = np.sum(of_user * of_item, axis=1) + self.liking.rows(items)
-        slope = 1 / (1 + np.exp(-scores)) - liked
-        gradients = (
-            ar.IndexedSlices(slope[:, None] * of_item, users, self.users.shape),
-            ar.IndexedSlices(slope[:, None] * of_user, items, self.items.shape),
-            ar.IndexedSlices(slope, items, self.liking.shape),
-        )
-        variables = (self.users, self.items, self.liking)
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return float(np.mean(np.logaddexp(0, np.where(liked > 0, -scores, scores))))
 
-    async def scores(self, users: Ints, items: Ints) -> Any:  # runs on the coordinator
-        of_user, of_item = await self.users.read(), await self.items.read()
-        return np.sum(of_user[users] * of_item[items], axis=1) + (await self.liking.read())[items]
+        def loss() -> Any:  # a lookup pulls the rows it needs; their gradients are pushed
+            of_user, of_item = lookup(self.users, users), lookup(self.items, items)
+            scores = np.sum(of_user * of_item, axis=1) + lookup(self.liking, items)
+            return np.sum(np.logaddexp(0, np.where(liked, -1, 1) * scores))
+
+        return float(await self.optimizer.minimize(loss)) / len(users)
+
+    async def scores(self, users: Array, items: Array) -> Array:  # on the coordinator
+        of_user, of_item = await self.users.read(users), await self.items.read(items)
+        return np.sum(of_user * of_item, axis=1) + await self.liking.read(items)
 
 
 async def train(
@@ -150,8 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot_roc(result, output)
     counted = result.statistics
     console.print(f"ROC curve: {output}\narea under it: {result.area:.3f}")
-    console.print(f"pulled {counted.bytes_pulled / 1e6:.1f} MB, pushed "
-                  f"{counted.bytes_pushed / 1e6:.1f} MB; staleness {counted.mean_staleness:.2f}")  # fmt: skip
+    console.print(f"pulled: {counted.bytes_pulled / 1e6:.1f} MB in {counted.pulls} calls")
+    console.print(f"pushed: {counted.bytes_pushed / 1e6:.1f} MB in {counted.pushes} calls")
+    console.print(f"mean staleness: {counted.mean_staleness:.2f} versions")
     return 0
 
 

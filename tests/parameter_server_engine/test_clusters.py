@@ -115,7 +115,7 @@ async def test_an_address_without_a_scheduler_is_told(address: str) -> None:
 
 @pytest.mark.parametrize("cluster", [5, b"tcp://127.0.0.1:1", object()], ids=str)
 async def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
-    with pytest.raises(TypeError, match="address|Client"):
+    with pytest.raises(TypeError, match=r"address|Client"):
         ar.ParameterServerStrategy(cluster)
 
 
