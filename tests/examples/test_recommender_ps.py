@@ -28,7 +28,9 @@ def test_it_learns_what_users_like(tmp_path: Path, sync: bool) -> None:
 
     total = example.NUM_EXAMPLES * 4 // 5 // 256 // 2 * 2
     assert [each[:2] for each in reports] == [(i + 1, total) for i in range(total)]
-    assert np.mean([each[2] for each in reports[-20:]]) < np.mean([each[2] for each in reports[:20]])
+    assert np.mean([each[2] for each in reports[-20:]]) < np.mean(
+        [each[2] for each in reports[:20]]
+    )
     assert result.area > 0.65
     assert result.statistics.num_finished == total
     assert result.statistics.pushes == 3 * total

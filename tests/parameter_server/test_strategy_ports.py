@@ -191,7 +191,7 @@ async def test_a_server_updates_as_one_device_does(name: str, kind: str, num_sha
             variable, optimizer = ar.Variable(initial), OPTIMIZERS[name]()
         for gradient in GRADIENTS[kind]:
             await c.schedule(descend, (optimizer, variable, gradient))
-        await c.join()
+            await c.join()  # these rules depend on the order
         found = await variable.read()
     async with ar.OneDeviceStrategy("cpu:0") as one:
         with one.scope():
