@@ -28,6 +28,7 @@ from sklearn.metrics import roc_auc_score, roc_curve
 
 import aioreplica as ar
 from aioreplica.autodiff import embedding_lookup as lookup
+from aioreplica.strategies import CoordinatorStatistics
 
 NUM_USERS, NUM_ITEMS, NUM_EXAMPLES, TASTES = 300, 1000, 60_000, 4
 Array = NDArray[Any]
@@ -39,7 +40,7 @@ Report = Callable[[int, int, float], None]  # closures done, of how many, loss
 class Result:
     scores: Array  # of the examples for testing
     liked: Array
-    statistics: ar.cluster.CoordinatorStatistics
+    statistics: CoordinatorStatistics
 
     @property
     def area(self) -> float:  # the chance that a liked item has a higher score than another
