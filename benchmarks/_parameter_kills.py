@@ -58,7 +58,7 @@ def push_twice(counts: Any, row: int, seconds: float) -> None:
     for column in (0, 1):
         delta = np.zeros((1, 2))
         delta[0, column] = 1.0
-        counts.scatter_add(ar.IndexedSlices(delta, [row], counts.shape))
+        counts.assign_add(ar.IndexedSlices(delta, [row], counts.shape))
         time.sleep(seconds / 2)
 
 

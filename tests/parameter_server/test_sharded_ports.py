@@ -207,14 +207,14 @@ async def test_a_lookup_brings_its_rows_only() -> None:
 
 
 def push_rows(variable: Any, slices: Any) -> None:
-    variable.scatter_add(slices)
+    variable.assign_add(slices)
 
 
 def descend(optimizer: Any, variable: Any, slices: Any) -> None:
     optimizer.apply_gradients([(slices, variable)])
 
 
-@pytest.mark.parametrize("fn", ["scatter_add", "apply_gradients"])
+@pytest.mark.parametrize("fn", ["assign_add", "apply_gradients"])
 async def test_rows_go_to_the_shards_they_touch_only(fn: str) -> None:
     partitioner = FixedShardsPartitioner(4)
     async with coordinating(variable_partitioner=partitioner) as (strategy, coordinator):
@@ -223,8 +223,8 @@ async def test_rows_go_to_the_shards_they_touch_only(fn: str) -> None:
             optimizer = ar.optimizers.SGD(1.0)
         slices = ar.IndexedSlices(np.ones((3, 16)), [10, 10, 3999], (4000, 16))
         expected = np.zeros((4000, 16))
-        expected[10], expected[3999] = (2, 1) if fn == "scatter_add" else (-2, -1)
-        if fn == "scatter_add":
+        expected[10], expected[3999] = (2, 1) if fn == "assign_add" else (-2, -1)
+        if fn == "assign_add":
             await coordinator.schedule(push_rows, (variable, slices))
         else:
             await coordinator.schedule(descend, (optimizer, variable, slices))

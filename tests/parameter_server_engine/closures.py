@@ -57,19 +57,19 @@ class FileGate:
 def add_row(table: Any, row: int, gate: FileGate | None = None) -> int:
     """Add 1 to a row, be at the gate, and add 1 to another column of it."""
     slices = ar.IndexedSlices(np.array([[1.0, 0.0]]), [row], table.shape)
-    table.scatter_add(slices)
+    table.assign_add(slices)
     if gate is not None:
         gate.pass_through()
-    table.scatter_add(ar.IndexedSlices(np.array([[0.0, 1.0]]), [row], table.shape))
+    table.assign_add(ar.IndexedSlices(np.array([[0.0, 1.0]]), [row], table.shape))
     return os.getpid()
 
 
 async def add_row_async(table: Any, row: int, gate: FileGate | None = None) -> int:
     """Do the same in a coroutine."""
-    await table.scatter_add(ar.IndexedSlices(np.array([[1.0, 0.0]]), [row], table.shape))
+    await table.assign_add(ar.IndexedSlices(np.array([[1.0, 0.0]]), [row], table.shape))
     if gate is not None:
         await asyncio.to_thread(gate.pass_through)
-    await table.scatter_add(ar.IndexedSlices(np.array([[0.0, 1.0]]), [row], table.shape))
+    await table.assign_add(ar.IndexedSlices(np.array([[0.0, 1.0]]), [row], table.shape))
     return os.getpid()
 
 
