@@ -104,6 +104,8 @@ async def _restore_from(
         now = read_state(state)
         plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
         apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
+        for servers in now.servers():
+            await servers.send_out(now.variables.values(), now.composites.values())
     return plan
 
 
@@ -217,7 +219,7 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     Source:
         tf.distribute's restore of SyncOnReadVariable.
     """
-    here = len(variable.components)
+    here = len(variable.cell.components)
     workers = None if variable.strategy is None else variable.strategy.workers
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:

@@ -25,8 +25,8 @@ def take(iterator: Iterator[Any]) -> Any:
     return next(iterator)
 
 
-def numbers() -> Iterator[int]:
-    return iter(range(10))
+def numbers() -> range:
+    return range(10)
 
 
 def mapped() -> Iterator[int]:
@@ -132,8 +132,8 @@ def take_both(first: Iterator[int], second: Iterator[int]) -> int:
     return next(first) + next(second)
 
 
-def from_five() -> Iterator[int]:
-    return iter(range(5, 10))
+def from_five() -> range:
+    return range(5, 10)
 
 
 async def test_a_closure_takes_several_datasets(one_worker: Cluster) -> None:
