@@ -11,6 +11,7 @@ import pytest
 import aioreplica as ar
 
 README = Path(__file__).parents[2] / "README.md"
+BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks.md"
 
 
 @pytest.mark.slow
@@ -43,3 +44,26 @@ async def test_the_table_in_the_readme_is_the_real_one() -> None:
     assert shown is not None
     real = re.sub(r"\S+test_readme\.py:\d+", "step.py:11", str(caught.value))
     assert real.split() == shown.group(1).split()
+
+
+def costs() -> list[tuple[str, str, str]]:
+    """Return what is measured, the ratio and the command of each row of the README's table."""
+    rows = re.findall(
+        r"^\| (.+?) \| .+? \| ([\d.]+) \| `(python -m benchmarks \w+)` \|$",
+        README.read_text(),
+        re.M,
+    )
+    assert len(rows) >= 10
+    return rows
+
+
+@pytest.mark.parametrize(("what", "ratio", "command"), costs())
+def test_every_ratio_in_the_readme_is_on_the_page_of_benchmarks(
+    what: str, ratio: str, command: str
+) -> None:
+    _, _, behind = BENCHMARKS.read_text().partition("## One full run")
+    shown = re.search(rf"`{command}`.*?\n```text\n(.*?)```", behind, re.DOTALL)
+
+    assert shown is not None, f"the page has no table of {command}"
+    lines = shown[1].splitlines()
+    assert any(f" {ratio} " in line and "uvloop" not in line for line in lines), what
