@@ -26,6 +26,7 @@ KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, MIB, 16 * MIB, 64 * MIB)
 CALLS = {4 * KIB: 30, MIB: 10, 16 * MIB: 2, 64 * MIB: 1}
 NUM_LAG = 6
+FREED_BYTES = 24 * MIB
 LATE_S = 2.0
 
 Blocking = Callable[[Any], Any]
@@ -95,6 +96,9 @@ async def measure_wait(c: Communicator) -> float:
 
 async def measure(engine: str, num_rounds: int) -> dict[str, Any]:
     """Measure everything; return what this worker saw."""
+    # Until something large was freed, glibc gives a freed MiB back to the system: then each fresh
+    # result costs 350 page faults, five times as long as the reduction, for ours or the floor.
+    np.ones(FREED_BYTES, np.uint8)
     async with await connect(engine=engine, timeout=120.0) as c:
         bare, barrier = bare_mpi() if engine == "mpi" else bare_gloo()
         samples = await compare_sizes(c, bare, barrier, num_rounds)

@@ -267,14 +267,8 @@ def apply_plan(
 ) -> None:
     """Put everything where it belongs, all or nothing; for who holds the steps back.
 
-    Args:
-        state: Where to.
-        plan: What goes where.
-        manifest: Describes what is put there.
-        arrays: Its tensors.
-        with_steps: Whether to put the numbers of steps back too.
-        is_of_this_worker: Whether on-read variables have the components of this worker alone, and
-            not those of all.
+    `is_of_this_worker` tells that on-read variables have the components of this worker alone, and
+    not those of all; `with_steps` puts the numbers of steps back too.
 
     Raises:
         DamagedError: If something was read that was never saved. Then nothing has changed.

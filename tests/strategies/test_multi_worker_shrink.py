@@ -268,3 +268,38 @@ async def test_savepoints_of_different_states_are_an_error() -> None:
     assert isinstance(results[2], CheckpointError)
     assert "Only in the state: b. Only in the checkpoint: a" in str(results[2])
     assert isinstance(results[0], WorkerLostError)
+
+
+@pytest.mark.asyncio
+async def test_the_newest_savepoint_wins_with_slots_that_others_have_not_made() -> None:
+    """Worker 0 has completed no step, worker 2 has completed one, with the first use of slots."""
+    all_ready = asyncio.Barrier(3)
+    learned: dict[int, Any] = {}
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy.workers is not None
+        rank = strategy.workers.rank
+        training = Training(strategy)
+        async with training.batches:
+            batches = aiter(training.batches)
+            await strategy.run(training.step, (await anext(batches),))
+            training.settings["steps"] += 1
+            if rank == 0:
+                training.kept.put_back()  # the step was not completed here
+            else:
+                training.kept = Savepoint(training.state)
+            await all_ready.wait()
+            if rank == 1:
+                lose(strategy)
+                return
+            with pytest.raises(WorkerLostError):
+                await strategy.run(count)
+            await strategy.shrink(training.kept)
+            assert training.settings == {"steps": 1}
+            await training.to_the_end()
+            learned[rank] = training.learned()
+
+    results = await outcomes(strategies(3, 1), [program] * 3)
+
+    assert results == [None] * 3
+    assert learned[0] == learned[2] == await learned_alone()
