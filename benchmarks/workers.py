@@ -2,6 +2,9 @@
 
 Two workers on this machine, for each engine that is installed: MPI (mpi4py and an mpirun beside
 this interpreter) and torch.distributed with Gloo. Floor and ours take turns in one run.
+
+Then two workers train a classifier of digits, one replica each, beside one worker of two replicas
+and beside torch's DistributedDataParallel over Gloo: one process after the other, in turns.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ._command import parse_options
@@ -44,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
             continue
         for engine in engines:
             rows += rows_of(engine, loop, _launch(engine, loop, 2 if options.is_quick else 15))
+    rows += training_rows(engines, 1 if options.is_quick else 5)
     print(format_table(rows))
     print(summarise(rows))
     write_json(options.output, "workers", rows, is_quick=options.is_quick)
@@ -74,12 +79,50 @@ def rows_of(engine: str, loop: str, told: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
+def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
+    """Train the digits in every way, in turns; make a row of milliseconds per step for each."""
+    ways = [("replicas", "")] + [("workers", engine) for engine in engines]
+    if "torch" in engines and importlib.util.find_spec("sklearn") is not None:
+        ways.append(("ddp", "torch"))
+    samples: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    weights = []
+    for _ in range(num_turns):
+        for way, kept in samples.items():
+            told = _started(way[1], ["benchmarks._worker_training", way[0], "3"])
+            kept.append(1000 / median(told["rates"]))
+            weights.append(told["weights"])
+    if max(weights) > min(weights) * 1.001:
+        sys.exit(f"Not all ways have trained the same: sums of weights {sorted(set(weights))}.")
+    alone = samples["replicas", ""]
+    rows = []
+    for (who, engine), values in samples.items():
+        if who == "workers":
+            against = {"1 worker of 2 replicas": alone}
+            if ("ddp", "torch") in samples:
+                against["torch DDP, Gloo"] = samples["ddp", "torch"]
+            rows += [
+                compared_row(
+                    f"{NAMES[engine]} digits, a step", "asyncio", NUM_WORKERS, "ms", ours=values,
+                    against=name, floor=floor,
+                )
+                for name, floor in against.items()
+            ]  # fmt: skip
+    return rows
+
+
 def _launch(engine: str, loop: str, num_rounds: int) -> dict[str, Any]:
+    return _started(engine, ["benchmarks._worker", engine, str(num_rounds), loop])
+
+
+def _started(engine: str, program: Sequence[str]) -> dict[str, Any]:
+    """Run a program on two workers, or on one without an engine; return what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.json"
-        worker = [sys.executable, "-m", "benchmarks._worker", engine, str(num_rounds), loop]
-        command, common = [*worker, str(output)], dict(os.environ, OMP_NUM_THREADS="1")
-        if engine == "mpi":
+        command = [sys.executable, "-m", *program, str(output)]
+        common = dict(os.environ, OMP_NUM_THREADS="1")
+        if not engine:
+            environments = [common]
+        elif engine == "mpi":
             launcher = str(Path(sys.executable).with_name("mpirun"))
             command = [launcher, "--map-by", ":OVERSUBSCRIBE", "-n", str(NUM_WORKERS), *command]
             if os.geteuid() == 0:
@@ -99,7 +142,7 @@ def _launch(engine: str, loop: str, num_rounds: int) -> dict[str, Any]:
                 process.kill()
                 process.wait()
         if any(codes):
-            sys.exit(f"The workers of {NAMES[engine]} have failed: {codes}.")
+            sys.exit(f"The workers of {NAMES.get(engine, 'no engine')} have failed: {codes}.")
         result: dict[str, Any] = json.loads(output.read_text())
         return result
 

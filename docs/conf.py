@@ -25,6 +25,7 @@ extensions = [
 exclude_patterns = ["_build", "_diagrams"]
 default_role = "code"  # `name` in a docstring is code
 html_theme = "furo"
+pygments_dark_style = "one-dark"  # the default underlines every imported name
 html_title = f"aioreplica {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]

@@ -125,7 +125,7 @@ class VariableReads:
     def read_rows(self, variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
         """Return some rows of a variable; their gradient will be that of these rows only."""
         if self._outer is None:
-            rows = variable.local_value()[indices]
+            rows = variable.local_rows(indices)
         else:
             rows = self._outer.read_rows(variable, indices)
         if self._watch is None or not self._is_chosen(variable):
@@ -271,7 +271,7 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
         )
     rows = found.astype(np.intp)  # a copy: the gradient needs it later
     reads = OVERRIDES.get()
-    return variable.local_value()[rows] if reads is None else reads.read_rows(variable, rows)
+    return variable.local_rows(rows) if reads is None else reads.read_rows(variable, rows)
 
 
 def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Array) -> IndexedSlices:

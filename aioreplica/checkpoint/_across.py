@@ -1,20 +1,29 @@
 """Checkpoints of several workers: the first one writes, with what the others have of their own.
 
+What survivors of a lost worker have kept in memory comes from the one that has done most steps.
+
 Variables are equal on all workers, so the first one's are saved. On-read variables have components
 on every worker; these are gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
-from ..collectives import SLOT_BYTES, gather_across, no_data
+from ..collectives import SLOT_BYTES, Wire, broadcast_bytes, gather_across, no_data
 from ..errors import CheckpointNotCommittedError
+from ..typing import VariableSynchronization
 from ..values import Variable
+from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
 from ._state import Cut, frozen, read_state, take_cut
+
+Array = npt.NDArray[Any]
 
 
 async def take_common_cut(state: Any, step: int) -> tuple[Cut, bool]:
@@ -81,6 +90,59 @@ async def agree_on_restored(state: Any, step: int) -> None:
     if workers is not None:
         async with workers.operation("CheckpointManager.restore", f"step {step}") as turn:
             await turn.exchange(b"", no_data)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What the worker that has done most steps has kept.
+
+    Attributes:
+        next_steps: The numbers of its next steps.
+        records: Describe its entries, by key.
+        arrays: Their tensors, but for on-read variables.
+    """
+
+    next_steps: tuple[int, ...]
+    records: dict[str, EntryRecord]
+    arrays: dict[str, list[Array]]
+
+
+async def exchange_newest(
+    workers: Any,
+    next_steps: tuple[int, ...],
+    records: Mapping[str, EntryRecord],
+    arrays: Mapping[str, Sequence[Array]],
+) -> Newest:
+    """Return what the worker with the highest numbers of steps has; the first of them.
+
+    Args:
+        workers: Those of a strategy.
+        next_steps: The numbers of this worker's next steps.
+        records: Describe what it has.
+        arrays: The tensors of that.
+    """
+    mine = dump_entries(records)
+
+    async def carry(wire: Wire, slots: list[bytes]) -> Newest:
+        told: list[list[int]] = [json.loads(slot) for slot in slots]
+        best = max(told, key=lambda each: each[1:])
+        root = told.index(best)
+        data = await broadcast_bytes(wire, mine if root == rank else b"", best[0], root)
+        found = Newest(tuple(best[1:]), parse_entries(data), {})
+        for key, record in found.records.items():
+            if record.synchronization != VariableSynchronization.ON_READ.value:
+                found.arrays[key] = []
+                for number in range(len(record.tensors)):
+                    shape, dtype = record.form_of(number)
+                    own = arrays[key][number] if root == rank else np.empty(shape, dtype_of(dtype))
+                    found.arrays[key].append(frozen(await wire.broadcast(own, root)))
+        return found
+
+    async with workers.operation("shrink", "the newest step") as turn:
+        rank = turn.rank
+        found: Newest = await turn.exchange(json.dumps([len(mine), *next_steps]).encode(), carry)
+    return found
 
 
 def is_first(state: Any) -> bool:

@@ -238,6 +238,16 @@ def dump_manifest(manifest: Manifest) -> bytes:
     return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
 
 
+def dump_entries(entries: Mapping[str, EntryRecord]) -> bytes:
+    """Return the entries of a manifest alone, for other workers."""
+    return _JSON.encode({key: _lean(entry) for key, entry in entries.items()}).encode()
+
+
+def parse_entries(data: bytes) -> dict[str, EntryRecord]:
+    """Return what `dump_entries` was given."""
+    return {key: _entry(each) for key, each in json.loads(data).items()}
+
+
 def _lean(entry: EntryRecord) -> dict[str, Any]:
     """Return the fields that do not have their defaults, but always a value."""
     found: dict[str, Any] = {"kind": entry.kind}

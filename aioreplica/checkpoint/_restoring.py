@@ -104,6 +104,8 @@ async def _restore_from(
         now = read_state(state)
         plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
         apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
+        for servers in now.servers():
+            await servers.send_out(now.variables.values(), now.composites.values())
     return plan
 
 
@@ -217,7 +219,7 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     Source:
         tf.distribute's restore of SyncOnReadVariable.
     """
-    here = len(variable.components)
+    here = len(variable.cell.components)
     workers = None if variable.strategy is None else variable.strategy.workers
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
@@ -255,9 +257,24 @@ def _read_only(array: Any) -> Array:
 
 
 def apply_plan(
-    state: State, plan: Plan, manifest: Manifest, arrays: Arrays, *, with_steps: bool
+    state: State,
+    plan: Plan,
+    manifest: Manifest,
+    arrays: Arrays,
+    *,
+    with_steps: bool,
+    is_of_this_worker: bool = False,
 ) -> None:
     """Put everything where it belongs, all or nothing; for who holds the steps back.
+
+    Args:
+        state: Where to.
+        plan: What goes where.
+        manifest: Describes what is put there.
+        arrays: Its tensors.
+        with_steps: Whether to put the numbers of steps back too.
+        is_of_this_worker: Whether on-read variables have the components of this worker alone, and
+            not those of all.
 
     Raises:
         DamagedError: If something was read that was never saved. Then nothing has changed.
@@ -269,7 +286,10 @@ def apply_plan(
         record, saved = manifest.entries[entry.key], arrays[entry.key]
         if isinstance(entry.thing, Variable):
             own = changes.setdefault(id(entry.thing.store), {})
-            own[entry.thing] = components_for(entry.thing, record, saved)
+            if is_of_this_worker and not entry.thing.is_mirrored:
+                own[entry.thing] = tuple(saved)
+            else:
+                own[entry.thing] = components_for(entry.thing, record, saved)
         else:
             values[entry.key] = value_of(entry.key, record, saved)
     deferred: dict[int, dict[Any, Any]] = {}

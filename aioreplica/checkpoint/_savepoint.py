@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from typing import Any, final
 
 from ..values import Variable
+from ._across import exchange_newest
 from ._format import Array, EntryRecord, Manifest, TensorRecord, dtype_name
 from ._restoring import apply_plan, make_plan
-from ._state import Cut, Deferring, StoredTensor, look, read_state
+from ._state import Cut, Deferring, Entry, StoredTensor, look, read_state
 
 NOWHERE = TensorRecord(0, 0, 0, 0)
 
@@ -62,14 +64,46 @@ class Savepoint:
     def put_back(self) -> None:
         """Put the whole state back; the variables of a strategy in one publication.
 
-        Slots made since are forgotten. The numbers of steps stay as they are.
+        Slots made since are forgotten; so is what a dict or list of the state held in another's
+        place. What was added to one stays. The numbers of steps stay as they are.
         """
-        cut = self._cut
-        records = {key: _described(cut, key) for key in cut.entries}
-        manifest = Manifest(0, 0, cut.next_steps, (), records)
+        for entry in self._cut.entries.values():
+            if entry.container is not None:  # it may hold something else by now
+                _hold_again(entry)
+        records = _described(self._cut)
+        self._put(Manifest(0, 0, self._cut.next_steps, (), records), self._cut.arrays)
+
+    async def put_back_newest(self, workers: Any) -> None:
+        """Put back the savepoint of the worker that has done most steps; the first one of several.
+
+        Every worker has to call this. On-read variables keep what this worker's own savepoint has,
+        for its replicas. The numbers of steps become those of the savepoint that is put back, and
+        this savepoint becomes an equal of it.
+
+        Args:
+            workers: The workers of the strategy that the variables belong to.
+
+        Raises:
+            CheckpointError: If the savepoint does not fit the state of this worker.
+            Exception: What ends an operation between workers.
+        """
+        own = self._cut
+        records = _described(own)
+        found = await exchange_newest(workers, own.next_steps, records, own.arrays)
+        manifest = Manifest(0, 0, found.next_steps, (), found.records)
         now = read_state(self._state)
-        plan = make_plan(now, manifest, partial=False)
-        apply_plan(now, plan, manifest, cut.arrays, with_steps=False)
+        for key, variable in now.variables.items():
+            if not variable.is_mirrored:  # these are not sent
+                found.arrays[key] = own.arrays.get(key) or [*variable.components]
+        self._put(manifest, found.arrays, of_another=True)
+        self._cut = look(read_state(self._state))
+
+    def _put(
+        self, manifest: Manifest, arrays: dict[str, list[Array]], *, of_another: bool = False
+    ) -> None:
+        now = read_state(self._state)
+        plan = make_plan(now, manifest, partial=not of_another)
+        apply_plan(now, plan, manifest, arrays, with_steps=of_another, is_of_this_worker=True)
 
     def __repr__(self) -> str:
         return f"<Savepoint | {len(self._cut.entries)} entries>"
@@ -90,6 +124,17 @@ def model_variables(state: Any) -> dict[str, Variable]:
     }
 
 
-def _described(cut: Cut, key: str) -> EntryRecord:
-    forms = [(array.shape, dtype_name(array.dtype, key)) for array in cut.arrays[key]]
-    return cut.record_of(key, {i: StoredTensor(NOWHERE, form) for i, form in enumerate(forms)})
+def _hold_again(entry: Entry) -> None:
+    if isinstance(entry.container, MutableSequence) and entry.index == len(entry.container):
+        entry.container.append(entry.thing)
+    else:
+        entry.container[entry.index] = entry.thing
+
+
+def _described(cut: Cut) -> dict[str, EntryRecord]:
+    records = {}
+    for key in cut.entries:
+        forms = [(array.shape, dtype_name(array.dtype, key)) for array in cut.arrays[key]]
+        stored = {i: StoredTensor(NOWHERE, form) for i, form in enumerate(forms)}
+        records[key] = cut.record_of(key, stored)
+    return records

@@ -130,6 +130,11 @@ class State:
             self.variables[key] = entry.thing
             self.gates[entry.thing.store.gate] = None
 
+    def servers(self) -> list[Any]:
+        """Return the parameter servers that its variables live on."""
+        strategies = [variable.strategy for variable in self.variables.values()]
+        return list(dict.fromkeys(s.servers for s in strategies if s is not None and s.servers))
+
     def owners(self) -> dict[str, Variable]:
         """Return the variables that belong to no other one, by key."""
         return {key: v for key, v in self.variables.items() if self.entries[key].owner is None}
@@ -330,9 +335,23 @@ async def take_cut(state: Any) -> Cut:
             if is_new:  # steps may have made slots meanwhile
                 found = read_state(state)
             if all(gate in gates for gate in found.gates):
-                cut = look(found)
+                cut = await _look_at_home(found, state)
     cut.check()
     return cut
+
+
+async def _look_at_home(found: State, state: Any) -> Cut:
+    """Read a state whose variables may live on parameter servers."""
+    servers = found.servers()
+    if not servers:
+        return look(found)
+    try:
+        for each in servers:
+            await each.bring_home(found.variables.values())
+        return look(read_state(state))  # with the slots that the servers have
+    finally:
+        for each in servers:
+            each.leave_home()
 
 
 def look(found: State) -> Cut:

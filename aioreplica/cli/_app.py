@@ -15,6 +15,8 @@ from typing import Any
 COMMANDS = ("._doctor", "._devices", "._trace", "._top", "._ckpt", "._bench")
 """The modules of the commands, in the order in which help lists them."""
 
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
@@ -24,9 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: At the end, with the exit status; at once if typer or rich is missing, unless
-            the command is `doctor`, which needs neither.
+            the command is `doctor`, which needs neither. Ctrl-C gives 130.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:  # while something is imported; later typer sees to it
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _run(given: list[str]) -> None:
     try:
         import rich  # noqa: F401 - typer and the commands print with it
         import typer

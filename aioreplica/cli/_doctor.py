@@ -48,6 +48,9 @@ THREAD_SETTINGS = (
     "BLIS_NUM_THREADS",
 )
 
+NARROW = frozenset({"Haswell", "Zen"})
+"""Routines of OpenBLAS without AVX-512, which it chooses by the model of the processor."""
+
 Row: TypeAlias = tuple[str, ...]
 
 
@@ -98,8 +101,17 @@ def _blas() -> Iterator[Row]:
     np.ones((2, 2)) @ np.ones((2, 2))
     for library in threadpool_info():
         threads = int(library["num_threads"])
-        more = "more than the cores" if threads > _num_cores() else ""
+        more = ""
+        if threads > _num_cores():
+            more = "more than the cores"
+        elif library.get("architecture") in NARROW and _has_avx512():
+            more = "AVX-512 is left unused: try OPENBLAS_CORETYPE=SKYLAKEX"
         yield library["internal_api"], library["version"] or "", str(threads), more
+
+
+def _has_avx512() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "avx512vl" in cpuinfo.read_text(encoding="utf-8").split()
 
 
 def _needed() -> Iterator[Row]:

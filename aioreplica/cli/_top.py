@@ -30,11 +30,12 @@ def top(
         str, typer.Argument(help="Its process id, or the path of its socket; none if it is alone.")
     ] = "",
     interval: Annotated[float, typer.Option(help="Seconds between pictures.", min=0.05)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Draw one picture and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Draw one picture and end, as into a pipe.")] = False,
 ) -> None:
-    """Draw what a process is doing until it ends, or Ctrl-C."""
+    """Draw what a process is doing until it ends, or Ctrl-C; into a pipe or file only once."""
     path = _find(process)
     console = Console()
+    once = once or not console.is_terminal
     before = _read(path)
     time.sleep(min(interval, 0.25) if once else 0.0)
     if once:

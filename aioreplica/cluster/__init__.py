@@ -1,27 +1,49 @@
 """Clusters: which workers there are, which one this process is, and collectives among them."""
 
 from .._export import export_public
+from ._closures import PARAMETER_SERVER as PARAMETER_SERVER
+from ._closures import WORKER as WORKER
+from ._closures import ClosureEngine as ClosureEngine
+from ._closures import ClosureTask as ClosureTask
+from ._closures import ClosureWorker as ClosureWorker
+from ._closures import StateHandle as StateHandle
+from ._closures import Submission as Submission
+from ._closures import WorkerInfo as WorkerInfo
+from ._closures import current_worker_index as current_worker_index
 from ._communicator import Communicator as Communicator
 from ._communicator import CommunicatorStatistics as CommunicatorStatistics
 from ._connect import connect as connect
+from ._dask import DaskClosureEngine as DaskClosureEngine
 from ._environment import resolve as resolve
 from ._local import LocalCommunicator as LocalCommunicator
+from ._local_closures import LocalClosureEngine as LocalClosureEngine
 from ._mpi import MpiCommunicator as MpiCommunicator
 from ._resolver import ClusterResolver as ClusterResolver
 from ._torch import TorchCommunicator as TorchCommunicator
+from ._turns import WorkersRun as WorkersRun
 from ._workers import Workers as Workers
-from ._workers import WorkersRun as WorkersRun
 
 __all__ = [
+    "ClosureEngine",
+    "ClosureTask",
+    "ClosureWorker",
     "ClusterResolver",
     "Communicator",
     "CommunicatorStatistics",
+    "DaskClosureEngine",
+    "LocalClosureEngine",
     "LocalCommunicator",
     "MpiCommunicator",
+    "PARAMETER_SERVER",
+    "StateHandle",
+    "Submission",
     "TorchCommunicator",
+    "WORKER",
+    "WorkerInfo",
     "Workers",
     "WorkersRun",
     "connect",
+    "current_worker_index",
     "resolve",
 ]
 

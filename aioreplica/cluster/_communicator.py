@@ -172,6 +172,11 @@ class Communicator(ABC):
         """Whether `aclose` was called."""
         return self._is_closed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the group has ended by a failure, for this worker at least."""
+        return self._failure is not None
+
     def statistics(self) -> CommunicatorStatistics:
         """Return counts of calls, and why the group has ended if it has."""
         failure = self._failure
@@ -293,6 +298,25 @@ class Communicator(ABC):
         self._require_open()
         return self._subgroup(tuple(sorted(members)))
 
+    async def shrink(self) -> Communicator:
+        """Make a communicator of the workers that are left; all of them must call this.
+
+        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm`, and for a
+        `LocalCommunicator`. Ranks keep their order and close up. This communicator can only be
+        closed after that.
+
+        Raises:
+            ContextError: If this engine cannot go on after the loss of a worker, or this is a
+                split of another communicator.
+            StallError: If not all workers that are left came before the timeout.
+            WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
+                one that the others have lost.
+
+        Cancellation:
+            As for `ar.cluster.connect`.
+        """
+        return await self._shrink()
+
     def abort(self, reason: str) -> None:
         """End the group for everybody, now; does not wait. Does nothing if it has ended.
 
@@ -348,6 +372,10 @@ class Communicator(ABC):
     @abstractmethod
     def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         """Return a communicator of the workers given, ascending."""
+
+    @abstractmethod
+    async def _shrink(self) -> Communicator:
+        """Meet the workers that are left."""
 
     @abstractmethod
     def _spread(self, failure: Failure) -> None:

@@ -23,7 +23,7 @@ from typing import Any, final
 from ..devices import CompletionQueue, Lane, Op
 from ._communicator import ENDED, LOST, STALLED, Call, Communicator, Failure
 from ._exchange import Collectives, Exchange, Poll
-from ._local import closed_text, stall_text
+from ._local import closed_text, split_shrink_error, stall_text
 
 WAITING, LEFT = "waiting", "left"
 WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there
@@ -342,6 +342,9 @@ class EngineCommunicator(Communicator):
 @final
 class SplitCommunicator(EngineCommunicator):
     """A worker of a part of a group; made by `split`."""
+
+    async def _shrink(self) -> Communicator:
+        raise split_shrink_error()
 
 
 async def has_ended(op: Op[Any], timeout: float | None) -> bool:

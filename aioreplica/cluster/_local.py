@@ -20,7 +20,7 @@ import numpy as np
 
 from ..devices import CompletionQueue, Op, lane_table, running_loop
 from ..devices.backends import reduce_arrays
-from ..errors import LoopMismatchError, WorkerLostError
+from ..errors import ContextError, LoopMismatchError, StallError, WorkerLostError
 from ._communicator import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -50,7 +50,7 @@ class LocalCommunicator(Communicator):
     def __init__(self, group: _Group, rank: int) -> None:
         super().__init__(rank, group.size, group.timeout, group.ranks[rank])
         self._group = group
-        self._lane_name = f"worker:{self._worker}"
+        self._lane_name = group.lane_names[rank]
         self._num_splits: dict[tuple[int, ...], int] = {}
         group.members.append(self)
         lane_table().acquire((self._lane_name,))
@@ -69,7 +69,8 @@ class LocalCommunicator(Communicator):
         """
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"A group has at least 1 worker, got {size!r}.")
-        group = _Group(tuple(range(size)), timeout, [])
+        lane_names = tuple(f"worker:{rank}" for rank in range(size))
+        group = _Group(tuple(range(size)), lane_names, timeout, [])
         return tuple(LocalCommunicator(group, rank) for rank in range(size))
 
     def _enqueue(self, call: Call) -> None:
@@ -82,6 +83,20 @@ class LocalCommunicator(Communicator):
         group = self._group.subgroup(ranks, ordinal)
         return LocalCommunicator(group, ranks.index(self.rank))
 
+    async def _shrink(self) -> Communicator:
+        group = self._group
+        group.require_shrinkable(self._worker)
+        come: asyncio.Future[LocalCommunicator] = running_loop("shrink").create_future()
+        self._send(partial(group.shrink, self.rank, come), partial(group.lose, self.rank, come))
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await come
+        except TimeoutError:
+            missing = group.missing()
+            raise StallError(
+                stall_text(missing, "shrink", self.timeout), timeout_s=self.timeout, ranks=missing
+            ) from None
+
     def _spread(self, failure: Failure) -> None:
         self._send(partial(self._group.end, failure))
 
@@ -89,15 +104,18 @@ class LocalCommunicator(Communicator):
         self._send(partial(self._group.left, self.rank, self._num_calls))
         lane_table().release((self._lane_name,))
 
-    def _send(self, deliver: Callable[[], None]) -> None:
-        """Put a message on this worker's lane; `deliver` is called on the loop when it arrives."""
+    def _send(self, deliver: Callable[[], None], lose: Callable[[], None] = lambda: None) -> None:
+        """Put a message on this worker's lane; `deliver` is called on the loop when it arrives.
+
+        If it does not, as the worker is gone, `lose` is called, and the group has ended.
+        """
         self._group.bind()
         op: Op[None] = Op(
             CompletionQueue.of_running_loop(), message, (), {}, lane_table().lane(self._lane_name)
         )
-        op.add_done_callback(partial(self._arrived, deliver))
+        op.add_done_callback(partial(self._arrived, deliver, lose))
 
-    def _arrived(self, deliver: Callable[[], None], op: Op[None]) -> None:
+    def _arrived(self, deliver: Callable[[], None], lose: Callable[[], None], op: Op[None]) -> None:
         error = None if op.cancelled() else op.exception()
         if error is None:
             deliver()
@@ -106,6 +124,7 @@ class LocalCommunicator(Communicator):
         what = "is gone" if isinstance(error, WorkerLostError) else "could not send"
         text = f"{worker} {what}: {error} Restart from the newest checkpoint."
         self._group.end(Failure(LOST, text, (self._worker,)))
+        lose()
 
 
 def message() -> None:
@@ -130,8 +149,15 @@ class _Group:
         * `_failure` is set once; then nothing is delivered any more.
     """
 
-    def __init__(self, ranks: tuple[int, ...], timeout: float | None, family: list[_Group]) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        lane_names: tuple[str, ...],
+        timeout: float | None,
+        family: list[_Group],
+    ) -> None:
         self.ranks = ranks  # in the outermost group
+        self.lane_names = lane_names
         self._family = family  # that group and all splits, which end together
         family.append(self)
         self.size = len(ranks)
@@ -141,6 +167,8 @@ class _Group:
         self._left: dict[int, int] = {}  # the number of calls that a worker made before it left
         self._subgroups: dict[tuple[tuple[int, ...], int], _Group] = {}
         self._failure: Failure | None = None
+        self._lost: set[int] = set()
+        self._shrinking: dict[int, asyncio.Future[LocalCommunicator]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self) -> None:
@@ -164,7 +192,9 @@ class _Group:
         group = self._subgroups.get(key)
         if group is None:
             outer = tuple(self.ranks[rank] for rank in ranks)
-            group = self._subgroups[key] = _Group(outer, self.timeout, self._family)
+            lane_names = tuple(self.lane_names[rank] for rank in ranks)
+            group = _Group(outer, lane_names, self.timeout, self._family)
+            self._subgroups[key] = group
         return group
 
     def expect(self, number: int) -> None:
@@ -210,6 +240,57 @@ class _Group:
             if group._failure is None:
                 group._end(failure)
 
+    # ---- going on with fewer --------------------------------------------------------------
+
+    def require_shrinkable(self, rank: int) -> None:
+        """Check that a worker may go on without some of the others.
+
+        Raises:
+            ContextError: If the group works, or is a split.
+            WorkerLostError: If it is this one that was lost.
+        """
+        failure = self._failure
+        if self is not self._family[0]:
+            raise split_shrink_error()
+        if failure is None:
+            raise ContextError("No worker of this group was lost, so there is nothing to shrink.")
+        if failure.kind == LOST:
+            self._lost.update(failure.ranks)
+        if rank in self._lost:
+            raise WorkerLostError(
+                f"Worker {rank} is the one that was lost: the others go on without it. "
+                f"({failure.text})",
+                ranks=(rank,),
+            )
+
+    def missing(self) -> tuple[int, ...]:
+        """Return the workers that are left and have not come to shrink."""
+        return tuple(r for r in self.ranks if r not in self._lost and r not in self._shrinking)
+
+    def lose(self, rank: int, come: asyncio.Future[LocalCommunicator]) -> None:
+        """Take note that a worker was lost on its way to `shrink`."""
+        self._lost.add(rank)
+        if not come.done():
+            text = f"Worker {rank} was lost while the group shrank."
+            come.set_exception(WorkerLostError(text, ranks=(rank,)))
+        self._let_go()
+
+    def shrink(self, rank: int, come: asyncio.Future[LocalCommunicator]) -> None:
+        """Take note that a worker has come to `shrink`; the last one lets all of them go on."""
+        self._shrinking[rank] = come
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.missing():
+            return
+        left = [rank for rank in self.ranks if rank not in self._lost]
+        lane_names = tuple(self.lane_names[rank] for rank in left)
+        smaller = _Group(tuple(range(len(left))), lane_names, self.timeout, [])
+        for number, rank in enumerate(left):
+            come = self._shrinking[rank]
+            if not come.done():  # who was cancelled does not come
+                come.set_result(LocalCommunicator(smaller, number))
+
     def _end(self, failure: Failure) -> None:
         self._failure = failure
         for meeting in self._meetings.values():
@@ -231,6 +312,11 @@ class _Group:
         what = next((call.describe() for call in present.values()), f"call #{number}")
         text = stall_text(missing, what, self.timeout)
         self.end(Failure(STALLED, text, missing, self.timeout))
+
+
+def split_shrink_error() -> ContextError:
+    """Return the error of `shrink` for a part of a group."""
+    return ContextError("This is a split of a communicator. Shrink the one that was connected.")
 
 
 def stall_text(missing: tuple[int, ...], what: str, timeout: float | None) -> str:

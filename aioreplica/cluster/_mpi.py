@@ -69,19 +69,7 @@ class MpiCommunicator(EngineCommunicator):
         engine = await runtime.run("start MPI", timeout, runtime.new_engine)
         return cls(Link(engine, runtime.lane), tuple(range(engine.size)), timeout)
 
-    async def shrink(self) -> MpiCommunicator:
-        """Make a communicator of the workers that are left; all of them must call this.
-
-        Only under `mpirun --with-ft ulfm`. Ranks keep their order and close ranks.
-
-        Raises:
-            ContextError: If this MPI cannot go on after the loss of a worker.
-            StallError: If not all of the others came before the timeout.
-            WorkerLostError: If another worker was lost meanwhile; call it again.
-
-        Cancellation:
-            As for `connect`.
-        """
+    async def _shrink(self) -> MpiCommunicator:
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         engine = self._link.engine

@@ -24,7 +24,7 @@ import numpy as np
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
-from ._communicator import ENDED, LOST, Failure, require_timeout
+from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
 from ._engine import Engine, EngineCommunicator, GroupEndedError, Link, Note, has_ended
 from ._exchange import Exchange, Poll
 from ._local import workers_in_words
@@ -36,6 +36,7 @@ STORE_S = 300.0  # to meet in the store, without a timeout
 WAIT_S = 0.02  # for Gloo, between two looks at notes and clock
 NOTES_S = 0.05  # between two questions to the store
 ALIVE_S = 1.0  # for the others to say that they live
+ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 ADDED = ("float32", "float64", "int32", "int64")  # what Gloo adds up as NumPy does
 LEAVE_S = 0.7  # that worker 0, which keeps the store, waits for the others to leave
 JOIN_PAUSE_S = 0.01
@@ -89,6 +90,12 @@ class TorchCommunicator(EngineCommunicator):
             lane.stop()
             raise
         return cls(Link(engine, lane), tuple(range(engine.size)), timeout)
+
+    async def _shrink(self) -> Communicator:
+        raise ContextError(
+            "torch.distributed with Gloo cannot go on after the loss of a worker. Start all again, "
+            "from the newest checkpoint: `torchrun --max-restarts 3` does it by itself."
+        )
 
 
 def check_interfaces(resolver: ClusterResolver) -> None:
@@ -260,6 +267,7 @@ class TorchEngine(Engine):
             )  # fmt: skip
             self._group = dist.group.WORLD
         self._messages = GlooMessages(torch, dist, self._group, rank, size)
+        self._subgroups: list[GlooMessages] = []
         self._num_read = 0
         self._read_at = 0.0
         self._is_open = True
@@ -287,7 +295,9 @@ class TorchEngine(Engine):
             list(ranks), self._limit, "gloo", use_local_synchronization=True,
             group_desc=name,
         )  # fmt: skip
-        return GlooMessages(self._torch, dist, group, ranks.index(self.rank), len(ranks))
+        messages = GlooMessages(self._torch, dist, group, ranks.index(self.rank), len(ranks))
+        self._subgroups.append(messages)
+        return messages
 
     # ---- notes ---------------------------------------------------------------------------
 
@@ -311,6 +321,8 @@ class TorchEngine(Engine):
     def explain(self, error: Exception, what: str) -> Failure | None:
         if not isinstance(error, RuntimeError):
             return None
+        with suppress(RuntimeError):
+            self._store.set(f"alive/{self.rank}", "1")  # first: the end may take its time
         self.end()
         reason = str(error).strip().splitlines()[0][:200]
         try:
@@ -335,11 +347,8 @@ class TorchEngine(Engine):
         Raises:
             GroupEndedError: If another worker has said why the group has ended.
         """
-        store = self._store
-        store.set(f"alive/{self.rank}", "1")
-        missing = set(range(self.size))
-        end = monotonic() + ALIVE_S
-        while missing and monotonic() < end:
+        store, missing, start = self._store, set(range(self.size)), monotonic()
+        while missing and monotonic() < start + (ALIVE_S if len(missing) == 1 else ALIVE_LONG_S):
             self._read_at = 0.0
             for note in self.notes():
                 if note.kind in (LOST, ENDED, "stalled"):
@@ -355,6 +364,9 @@ class TorchEngine(Engine):
             atexit.unregister(self._at_exit)
             with suppress(RuntimeError, ValueError):
                 self._dist.destroy_process_group(self._group)
+            self._group = None  # connections are closed when nothing refers to it
+            for messages in (self._messages, *self._subgroups):
+                messages.forget()
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -418,6 +430,10 @@ class GlooMessages(Exchange):
         )
         return _poll_of(work, target)
 
+    def forget(self) -> None:
+        """Let go of the process group."""
+        self._group = None
+
     def _tensor(self, array: Any) -> Any:
         """Return a tensor of an array's memory, which may be read-only where it is only sent."""
         memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
@@ -430,9 +446,14 @@ def _poll_of(work: Any, *held: Any) -> Poll:
     work.get_future().add_done_callback(lambda _: gate.open())
 
     def poll(_pause_s: float, _held: tuple[Any, ...] = held) -> bool:
+        nonlocal work
         if not gate.wait(WAIT_S):
             return False
-        work.wait()
+        done, work = work, None  # it holds the connections, and this function may be kept
+        try:
+            done.wait()
+        finally:
+            del done
         return True
 
     return poll

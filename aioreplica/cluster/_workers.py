@@ -1,4 +1,4 @@
-"""The workers of a strategy: runs that queue, turns in the order of the collectives, failures told.
+"""The workers of a strategy: runs that queue, operations one by one, failures told to all.
 
 Everything that crosses workers is one operation at a time, in the same order on all of them: runs
 queue; the collectives of a run take turns in the order of their numbers; an operation begins with a
@@ -14,16 +14,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
-from ..collectives import SLOT_BYTES, Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
+from ..collectives import Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
 from ..context import PLACE
 from ..devices import OwnedTask
-from ..errors import ContextError, ReplicaRow, WorkerLostError
-from ..replica import Call, Generation, Parts, Pending, summand_text
+from ..errors import ContextError, WorkerLostError
+from ..replica import summand_text
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices
 from ._communicator import Communicator
@@ -34,11 +34,10 @@ from ._frame import (
     Failed,
     Frame,
     FrameKind,
-    cut_text,
     decide,
-    digest_of,
 )
 from ._rows import WorkerRows, workers_mismatch_error
+from ._turns import InnerTurn, OpenTurn, WorkersRun
 
 T = TypeVar("T")
 
@@ -147,7 +146,7 @@ class Workers:
         """
         merging = self.merging
         if merging is not None and PLACE.get().in_merge:
-            yield _InnerTurn(merging, what, signature)
+            yield InnerTurn(merging, what, signature)
             return
         async with self.run(what) as run:
             with run.turn(what, signature, 1) as turn:
@@ -252,7 +251,8 @@ class Workers:
         if error is not None:
             raise WorkerLostError(
                 f"{self._label} of worker {self.rank} cannot meet the other workers any more: "
-                f"{error} Start all workers again, from the newest checkpoint.",
+                f"{error} Start all workers again, from the newest checkpoint; or go on without "
+                "the lost one by `await strategy.shrink()`, where the engine can.",
                 ranks=getattr(error, "ranks", ()),
             ) from error
 
@@ -273,6 +273,37 @@ class Workers:
                     "many. Give each worker the same number of devices."
                 )
         return communicator
+
+    # ---- going on with fewer --------------------------------------------------------------
+
+    async def shrink(self) -> None:
+        """Go on with the workers that are left; all of them have to call this.
+
+        Waits for the run in progress to end. Ranks keep their order and close up.
+
+        Raises:
+            ContextError: If no worker was lost, or the engine cannot go on without one.
+            StallError: If not all workers that are left came before the timeout.
+            WorkerLostError: If another worker was lost meanwhile, or it is this one that is gone.
+        """
+        if self._queue_of_runs is None:
+            self._queue_of_runs = asyncio.Lock()
+        async with self._queue_of_runs:
+            last, communicator = self._last, self._communicator
+            if last is not None:
+                await last.ended()
+            if self._broken is None or communicator is None or not communicator.has_failed:
+                raise ContextError(
+                    f"{self._label} of worker {self.rank} has lost no worker, so there is nothing "
+                    f"to shrink. {self._broken or ''}".rstrip()
+                )
+            smaller = await communicator.shrink()
+            await communicator.aclose()
+            self._communicator = smaller
+            self.rank, self.num_workers = smaller.rank, smaller.size
+            self._broken = None
+            self._has_greeted = False
+            self._next_run = 0
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -314,268 +345,6 @@ class Workers:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
             self._break(RuntimeError("the program was interrupted."))
-
-
-@final
-class WorkersRun:
-    """One run as it meets the same run of the other workers.
-
-    Args:
-        workers: Whose run it is.
-        function: Name of the step function.
-        step: Number of the step, for errors.
-
-    Attributes:
-        workers: The same.
-        function: The same.
-        step: The same.
-        number: Of the run, equal on all workers; None before the first operation.
-        is_over: Whether it has ended, or was ended by another worker.
-        ended_by: What another worker has ended it with, or None.
-        local_rows: Describe the replicas of this worker, for errors.
-    """
-
-    __slots__ = (
-        "_loop",
-        "_tail",
-        "ended_by",
-        "function",
-        "is_over",
-        "local_rows",
-        "number",
-        "step",
-        "workers",
-    )
-
-    def __init__(self, workers: Workers, function: str, step: int | None) -> None:
-        self.workers = workers
-        self.function = function
-        self.step = step
-        self.number: int | None = None
-        self.is_over = False
-        self.ended_by: Exception | None = None
-        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
-        self._tail: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()  # device threads take turns too
-
-    @property
-    def first_replica(self) -> int:
-        """The id of this worker's first replica among those of all."""
-        return self.workers.first_replica
-
-    @property
-    def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
-        return self.workers.num_replicas
-
-    def raise_if_over(self) -> None:
-        """Raise what the run was ended with, if it is over.
-
-        Raises:
-            CancelledError: If it was this worker that ended it.
-            Exception: What another worker has ended it with.
-        """
-        if self.ended_by is not None:
-            raise self.ended_by
-        if self.is_over:
-            raise asyncio.CancelledError
-
-    def begin(self, step: int, local_rows: Callable[[], Sequence[ReplicaRow]]) -> None:
-        """Learn of the replicas that have been made for it.
-
-        Args:
-            step: Number of the step.
-            local_rows: Describes the replicas.
-        """
-        self.step = step
-        self.local_rows = local_rows
-
-    def merge(self, generation: Generation) -> Pending:
-        """Take a turn for a generation that is complete here; return what to await."""
-        call = generation.calls[0]
-        turn = self.turn(call.describe(), call.collective.signature(call), call.sequence)
-        return Pending(_perform(turn, generation), _as_they_are)
-
-    def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
-        """Take the turn after those that were taken before."""
-        before, self._tail = self._tail, asyncio.Future(loop=self._loop)
-        return OpenTurn(self, what, signature, sequence, before, self._tail)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other workers that the run has failed here, unless they know."""
-        if self.is_over:
-            return
-        self.is_over = True
-        text = str(error) or repr(error)
-        cause = cut_text(f"{type(error).__name__}: {text}", SLOT_BYTES)
-        frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
-        workers = self.workers
-        if not workers.is_broken:
-            workers.queue(lambda: workers.operate(self, frame, self.where, _nothing), "failure")
-
-    def where(self, frame: Frame, what: str = "-", signature: str = "") -> WorkerRows:
-        """Describe where this worker is."""
-        first = self.first_replica
-        rows: Sequence[ReplicaRow] = () if self.local_rows is None else self.local_rows()
-        if not rows:
-            rows = [
-                ReplicaRow(first + i, "-", "outside", what, "-")
-                for i in range(self.workers.num_local_replicas)
-            ]
-        return WorkerRows(frame.run, self.function, what, signature, tuple(rows))
-
-
-@final
-class OpenTurn(Turn):
-    """The turn of one collective.
-
-    Args:
-        run: Of the run.
-        what: Names the collective.
-        signature: What has to be equal on all workers.
-        sequence: Number of the collective.
-        before: Done when the turn before has ended; None for the first.
-        ended: To be done when this one has.
-    """
-
-    __slots__ = ("_before", "_ended", "_run", "_sequence", "_signature", "_stage", "_what")
-
-    def __init__(
-        self,
-        run: WorkersRun,
-        what: str,
-        signature: str,
-        sequence: int,
-        before: asyncio.Future[None] | None,
-        ended: asyncio.Future[None],
-    ) -> None:
-        self._run = run
-        self._what = what
-        self._signature = signature
-        self._sequence = sequence
-        self._stage = 0
-        self._before = before
-        self._ended = ended
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker, from 0."""
-        return self._run.workers.rank
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers meet."""
-        return self._run.workers.num_workers
-
-    @property
-    def num_local_replicas(self) -> int:
-        """How many replicas each of them has."""
-        return self._run.workers.num_local_replicas
-
-    async def exchange(
-        self,
-        slot: bytes,
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
-        *,
-        what: str = "",
-        signature: str = "",
-    ) -> T:
-        """Send a frame to all workers; if all agree, carry larger data and return what came."""
-        before, self._before = self._before, None
-        if before is not None:
-            await before
-        run = self._run
-        run.raise_if_over()
-        name = f"{what} in {self._what}" if what else self._what
-        signature = f"{signature} {self._signature}" if signature else self._signature
-        stage, self._stage = self._stage, self._stage + 1
-        digest = digest_of(name, signature)
-        frame = Frame(FrameKind.COLLECTIVE, 0, run.function, self._sequence, stage, digest, slot)
-
-        def where(sent: Frame) -> WorkerRows:
-            return run.where(sent, name, signature)
-
-        task = run.workers.queue(lambda: run.workers.operate(run, frame, where, carry), name)
-        await task.done_or_cancelled()
-        return task.task.result()
-
-    @contextmanager
-    def merging(self) -> Iterator[None]:
-        """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
-        workers = self._run.workers
-        workers.merging = self
-        try:
-            yield
-        finally:
-            workers.merging = None
-
-    def __enter__(self) -> OpenTurn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
-
-
-@final
-class _InnerTurn(Turn):
-    """An operation in the turn of a merge function."""
-
-    __slots__ = ("_outer", "_signature", "_what")
-
-    def __init__(self, outer: OpenTurn, what: str, signature: str) -> None:
-        self._outer = outer
-        self._what = what
-        self._signature = signature
-
-    @property
-    def rank(self) -> int:
-        """The number of this worker, from 0."""
-        return self._outer.rank
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers meet."""
-        return self._outer.num_workers
-
-    @property
-    def num_local_replicas(self) -> int:
-        """How many replicas each of them has."""
-        return self._outer.num_local_replicas
-
-    async def exchange(
-        self,
-        slot: bytes,
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
-        *,
-        what: str = "",
-        signature: str = "",
-    ) -> T:
-        """Send a frame to all workers; if all agree, carry larger data and return what came."""
-        return await self._outer.exchange(
-            slot,
-            carry,
-            what=what or self._what,
-            signature=signature or self._signature,
-        )
-
-    def merging(self) -> AbstractContextManager[None]:
-        """Do what the turn of the merge function does."""
-        return self._outer.merging()
-
-
-async def _perform(turn: OpenTurn, generation: Generation) -> Parts:
-    with turn:
-        calls: list[Call] = generation.calls
-        return await calls[0].collective.across(generation.group, calls, turn)
-
-
-def _as_they_are(parts: Any) -> Any:
-    return parts
-
-
-async def _nothing(_wire: Wire, _slots: list[bytes]) -> None:
-    return None
 
 
 def _decoded(rows: Any) -> list[Frame]:

@@ -5,6 +5,7 @@ from ._across import SLOT_BYTES as SLOT_BYTES
 from ._across import Turn as Turn
 from ._across import Wire as Wire
 from ._across import broadcast_arrays as broadcast_arrays
+from ._across import broadcast_bytes as broadcast_bytes
 from ._across import gather_across as gather_across
 from ._across import gather_bytes as gather_bytes
 from ._across import join_across as join_across
@@ -55,6 +56,7 @@ __all__ = [
     "concatenate",
     "deal",
     "gather_across",
+    "broadcast_bytes",
     "gather_bytes",
     "gather_difference",
     "join_across",

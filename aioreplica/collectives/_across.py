@@ -56,22 +56,24 @@ class Turn(ABC):
     """The time in which one collective of a worker meets the same one of all other workers.
 
     Turns are taken in the order of the collectives, whatever their local parts take.
+
+    Args:
+        rank: The number of this worker, from 0.
+        num_workers: How many workers meet.
+        num_local_replicas: How many replicas each of them has.
+
+    Attributes:
+        rank: The same.
+        num_workers: The same.
+        num_local_replicas: The same.
     """
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """The number of this worker, from 0."""
+    __slots__ = ("num_local_replicas", "num_workers", "rank")
 
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """How many workers meet."""
-
-    @property
-    @abstractmethod
-    def num_local_replicas(self) -> int:
-        """How many replicas each of them has."""
+    def __init__(self, rank: int, num_workers: int, num_local_replicas: int) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.num_local_replicas = num_local_replicas
 
     @abstractmethod
     async def exchange(

@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._place import CARRIER as CARRIER
+from ._place import CLOSURE as CLOSURE
 from ._place import CLUSTER as CLUSTER
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
@@ -19,6 +20,7 @@ from ._registry import Registry as Registry
 
 __all__ = [
     "CARRIER",
+    "CLOSURE",
     "CLUSTER",
     "DEFAULT_PLACE",
     "DEVICE",

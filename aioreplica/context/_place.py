@@ -166,6 +166,10 @@ CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
 """Name of the outside call that runs here (see device_loop)."""
 
 
+CLOSURE: ContextVar[Any] = ContextVar("aioreplica_closure", default=None)
+"""The closure of a coordinator that runs here (see strategies.parameter_server)."""
+
+
 def in_cross_replica_context() -> bool:
     """Tell whether the code runs in a strategy's scope or merge function, outside any replica.
 

@@ -5,6 +5,7 @@ from ._errors import AioReplicaError as AioReplicaError
 from ._errors import CheckpointError as CheckpointError
 from ._errors import CheckpointNotCommittedError as CheckpointNotCommittedError
 from ._errors import CheckpointUncertainError as CheckpointUncertainError
+from ._errors import ClosureCancelledError as ClosureCancelledError
 from ._errors import ContextError as ContextError
 from ._errors import DeviceError as DeviceError
 from ._errors import JournalError as JournalError
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotCommittedError",
     "CheckpointUncertainError",
+    "ClosureCancelledError",
     "ContextError",
     "DeviceError",
     "JournalError",

@@ -119,13 +119,25 @@ class NonFiniteError(AioReplicaError, ArithmeticError):
 class WorkerLostError(AioReplicaError, ConnectionError):
     """Raised on every surviving worker when another one is gone, or has ended the group.
 
+    And by a `ClusterCoordinator`, when a parameter server is gone.
+
     Attributes:
-        ranks: The workers to blame, in ascending order; empty if that is not known.
+        ranks: The workers to blame, in ascending order, or the parameter servers; empty if that is
+            not known.
+        variables: Names of the variables that were lost with parameter servers.
     """
 
-    def __init__(self, message: str, *, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, ranks: tuple[int, ...] = (), variables: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.ranks = ranks
+        self.variables = variables
+
+
+@final
+class ClosureCancelledError(AioReplicaError, RuntimeError):
+    """Raised for the result of a closure that was cancelled because another one had failed."""
 
 
 class CheckpointError(AioReplicaError, OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Self, final
@@ -55,16 +55,21 @@ class Sharing:
         return split_sizes(num_examples, self.num_parts)
 
 
-def split_source(source: Source, options: InputOptions, sharing: Sharing, joiner: Joiner) -> Source:
-    """Return a source whose items are those of `source`, split over the replicas."""
+def split_source(
+    source: Source, options: InputOptions, sharing_now: Callable[[], Sharing], joiner: Joiner
+) -> Source:
+    """Return a source whose items are those of `source`, split over the replicas.
+
+    How, is asked at the beginning of each pass: workers may be fewer by then.
+    """
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
-        split = _split(source.read(start), sharing, joiner, source.label)
+        split = _split(source.read(start), sharing_now(), joiner, source.label)
         return split if is_inline else _ahead(split, options, source.label)
 
     def num_batches() -> int | None:
-        num_items = source.num_items()
+        num_items, sharing = source.num_items(), sharing_now()
         if not num_items or sharing.remainder != "drop":
             return num_items
         if not source.counts_examples:  # any batch may be too small to be delivered

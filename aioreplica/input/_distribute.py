@@ -29,7 +29,8 @@ class InputTarget:
     Attributes:
         device_names: One per local replica.
         has_plain_values: Whether batches stay plain (the default strategy).
-        context: Which of how many workers this is, and how many replicas they have together.
+        context_now: Says which of how many workers this is, and how many replicas they have
+            together; a worker that was lost changes that.
         open_loops: Where the strategy finds epochs to close.
         on_begin: Called when an epoch begins; raises if the strategy is closed.
         go_on: Asks the other workers whether they have a batch too; None if there are none.
@@ -37,7 +38,7 @@ class InputTarget:
 
     device_names: tuple[str, ...]
     has_plain_values: bool
-    context: InputContext
+    context_now: Callable[[], InputContext]
     open_loops: OpenLoops
     on_begin: Callable[[], object]
     go_on: GoOn | None = None
@@ -60,17 +61,21 @@ def distribute_dataset(
             "distribute_dataset splits one dataset over the replicas, but the options ask for one "
             "dataset per replica (PER_REPLICA). Use distribute_datasets_from_function."
         )
-    source = _sharded(dataset, options, target.context)
-    total, local = local_replicas(
-        options.sharding,
-        target.context.num_input_pipelines,
-        target.context.input_pipeline_id,
-        len(target.device_names),
-        target.context.num_replicas_in_sync,
-    )
-    sharing = Sharing(options.remainder, total, local)
+    source = _sharded(dataset, options, target.context_now())
     joiner = _joiner(target, options)
-    return _distributed(target, split_source(source, options, sharing, joiner), joiner, 1)
+
+    def sharing_now() -> Sharing:
+        context = target.context_now()
+        total, local = local_replicas(
+            options.sharding,
+            context.num_input_pipelines,
+            context.input_pipeline_id,
+            len(target.device_names),
+            context.num_replicas_in_sync,
+        )
+        return Sharing(options.remainder, total, local)
+
+    return _distributed(target, split_source(source, options, sharing_now, joiner), joiner, 1)
 
 
 def distribute_from_function(
@@ -96,16 +101,16 @@ def distribute_from_function(
             f"sharding={options.sharding!r} is for distribute_dataset. In dataset_fn, read what "
             "context.input_pipeline_id says."
         )
-    joiner = _joiner(target, options)
+    joiner, context = _joiner(target, options), target.context_now()
     if not options.is_per_replica:
-        source = _made(dataset_fn, target.context)
+        source = _made(dataset_fn, context)
         source = dealt_source(source, options, joiner, len(target.device_names))
         return _distributed(target, source, joiner, 1)
     lives_on_device = options.place_on_device and not target.has_plain_values
     sources = []
     num_local = len(target.device_names)
-    first = target.context.input_pipeline_id * num_local
-    num_in_sync = target.context.num_replicas_in_sync
+    first = context.input_pipeline_id * num_local
+    num_in_sync = context.num_replicas_in_sync
     for i, name in enumerate(target.device_names):
         context = InputContext(num_in_sync, first + i, num_in_sync)
         if lives_on_device:
@@ -154,7 +159,7 @@ def _distributed(
         target.open_loops,
         target.on_begin,
         num_pipelines,
-        target.context.num_replicas_in_sync,
+        lambda: target.context_now().num_replicas_in_sync,
         target.go_on,
     )
 

@@ -61,7 +61,7 @@ class DistributedDataset:
         open_loops: OpenLoops,
         on_begin: Callable[[], object],
         num_pipelines: int,
-        num_replicas: int,
+        num_replicas: Callable[[], int],
         go_on: GoOn | None = None,
     ) -> None:
         self._source = source  # of batches of distributed values
@@ -218,7 +218,8 @@ class DistributedDataset:
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"epoch {self.epoch}"
-        return f"<DistributedDataset of {self._source.label} for {self._num_replicas} | {state}>"
+        label, count = self._source.label, self._num_replicas()
+        return f"<DistributedDataset of {label} for {count} | {state}>"
 
     # ---- state ---------------------------------------------------------------------------
 

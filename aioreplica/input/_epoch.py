@@ -327,6 +327,12 @@ class OpenLoops:
         self._epochs.clear()
         self._num_forgotten = 0
 
+    async def end(self, reason: str) -> None:
+        """Close all epochs: those of a loop that goes on are told why, at their next batch."""
+        while self._epochs:
+            epoch, _ = self._epochs.popitem()
+            await epoch.aclose(reason)
+
     async def aclose(self, label: str) -> None:
         """Close all epochs; warn of those that were left open. Idempotent.
 

@@ -19,6 +19,30 @@ NUM_STEPS = 32
 
 
 @final
+class Closing:
+    """Whether a service closes. It may run several times, each time on another event loop."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def clear(self) -> None:
+        """Begin anew, for the loop that waits next."""
+        self._event = asyncio.Event()
+
+    def is_set(self) -> bool:
+        """Whether it closes."""
+        return self._event.is_set()
+
+    def set(self) -> None:
+        """End all streams."""
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until it closes."""
+        await self._event.wait()
+
+
+@final
 class EventStreams:
     """Sends the state to each client that follows, now and whenever it has changed.
 
@@ -37,7 +61,7 @@ class EventStreams:
         self,
         learner: OnlineLearner | SnapshotReader,
         state: Callable[[], dict[str, Any]],
-        closing: asyncio.Event,
+        closing: Closing,
         limits: Limits,
         *,
         interval_s: float,

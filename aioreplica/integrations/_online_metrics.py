@@ -113,6 +113,8 @@ class _LearnerCollector:
                 version = self._learner.read().version
                 yield GaugeMetricFamily(f"{prefix}_version", text, value=version)
             return
+        if self._learner.state == "new":
+            return
         now = self._learner.statistics()
         yield GaugeMetricFamily(f"{prefix}_version", text, value=now.version)
         for field, name, text in COUNTERS:

@@ -16,7 +16,6 @@ routes into FastAPI (`aioreplica.integrations.fastapi`)::
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from ..errors import CheckpointError, ContextError, JournalError, KeyReusedError
 from ..online import ExampleSpec, OnlineLearner, SnapshotReader
 from ..tree import flatten, map_leaves, unflatten
 from ..values import Snapshot
-from ._online_events import EventStreams
+from ._online_events import Closing, EventStreams
 from ._online_metrics import CONTENT_TYPE, ServiceMetrics
 from ._request import (
     GoneError,
@@ -118,6 +117,7 @@ class OnlineService:
     Raises:
         ImportError: If prometheus-client is not installed.
         ValueError: If the token is empty, or not of ASCII.
+        TypeError: If `hosts` is one text.
     """
 
     def __init__(
@@ -136,16 +136,18 @@ class OnlineService:
     ) -> None:
         if token is not None and not (token and token.isascii() and token.isprintable()):
             raise ValueError("The token must be of printable ASCII characters, and not empty.")
+        if isinstance(hosts, str):
+            raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
         self._learner = learner
         self._predict = predict
-        self._closing = asyncio.Event()
+        self._closing = Closing()
         self.input_like = input_like
         self.target_like = target_like
         self._input_spec = ExampleSpec(input_like)
         target = {} if target_like is None else {"target": target_like}
         self._example_spec = ExampleSpec({"input": input_like, **target})
         self._token = token
-        self._hosts = tuple(hosts)
+        self._hosts = tuple(host.lower() for host in hosts)
         self._limits = Limits() if limits is None else limits
         self._report = report
         self._read = learner.read if isinstance(learner, SnapshotReader) else learner.snapshot
@@ -179,6 +181,7 @@ class OnlineService:
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
         """Run the learner while a block runs: the `lifespan` of an application."""
         async with AsyncExitStack() as stack:
+            self._closing.clear()  # it may have run before, on another loop
             if isinstance(self._learner, OnlineLearner):
                 await stack.enter_async_context(self._learner)
             else:
@@ -294,7 +297,10 @@ class OnlineService:
         is_single = isinstance(found, dict) and "examples" not in found
         given = [found] if is_single else fields(found, ["examples"])[0]
         examples = self._checked(given, self._example_spec, "" if is_single else "examples")
-        now = learner.statistics()
+        try:
+            now = learner.statistics()
+        except ContextError as error:  # no lifespan has opened it
+            raise RefusedError(503, str(error), headers={"retry-after": "5"}) from error
         if len(examples) > now.queue_size:
             raise RefusedError(413, f"The queue has room for {now.queue_size} examples at most.")
         try:
@@ -352,7 +358,10 @@ class OnlineService:
 
     async def _on_dead_letters(self, _scope: Scope, _receive: Receive, send: Send) -> int:
         assert isinstance(self._learner, OnlineLearner)
-        letters = await self._learner.dead_letters(limit=100)
+        try:
+            letters = await self._learner.dead_letters(limit=100)
+        except (ContextError, JournalError) as error:
+            raise RefusedError(503, str(error), headers={"retry-after": "5"}) from error
         listed = [
             {
                 "number": letter.number,
@@ -385,6 +394,8 @@ class OnlineService:
             return "" if self._learner.is_published else "nothing is published yet"
         if self._learner.is_ready:
             return ""
+        if self._learner.state == "new":
+            return "new: the application does not run the service's lifespan"
         now = self._learner.statistics()
         return ": ".join(filter(None, (now.state, now.failure, now.journal_error)))
 

@@ -31,6 +31,10 @@ class DeadLetters:
         self._kept: deque[DeadLetter] = deque(maxlen=KEPT_IN_MEMORY)  # without a journal
         self._unsaved: list[Dead] = []
 
+    def take_over(self, other: DeadLetters) -> None:
+        """Take what an earlier opening keeps in memory, or has not written down."""
+        self._kept, self._unsaved = other._kept, other._unsaved
+
     async def add(self, taken: Taken, error: str) -> None:
         """Set an example aside. If the journal cannot be written, `save` tries again."""
         self.num_added += 1

@@ -17,8 +17,8 @@ from typing import Any, final
 from weakref import WeakSet
 
 from ..checkpoint import CheckpointManager, model_variables
-from ..devices import OwnedTask, run_on_host
-from ..errors import JournalError
+from ..devices import OwnedTask, run_on_host, running_loop
+from ..errors import ContextError, JournalError, LoopMismatchError
 from ..strategies import Strategy
 from ..values import Snapshot
 from ._dead_letters import DeadLetters
@@ -29,7 +29,7 @@ from ._published import publish_snapshot
 from ._records import LearnerStatistics, StepRecord
 from ._saving import Saving
 from ._signal import Signal
-from ._step import BlamelessError, StepResult, learn
+from ._step import BlamelessError, NotUndoneError, StepResult, learn
 from ._stream import RecordStream
 
 MAX_ERROR = 2000
@@ -58,9 +58,13 @@ class Settings:
 class Engine:
     """The tasks of an open learner, and what they share."""
 
-    def __init__(self, settings: Settings, step_fn: Callable[..., Any]) -> None:
+    def __init__(
+        self, settings: Settings, step_fn: Callable[..., Any], before: Engine | None
+    ) -> None:
         self.settings = settings
         self.step_fn = step_fn
+        self._before = before  # of the same learner, closed
+        self._loop = asyncio.get_running_loop()
         self.journal = None if settings.journal is None else OpenJournal(settings.journal)
         self.changed = Signal()
         self.saving = Saving(
@@ -99,13 +103,13 @@ class Engine:
                 undo.push_async_callback(self.journal.aclose)
             await self.saving.restore()
             self._model = model_variables(self.settings.variables)
-            learned = self.learned_number = self.saving.learned
-            last = learned if self.journal is None else self.journal.facts.last_number
-            self.backlog_end = max(last, learned)
-            self._version = self.saving.version
+            self.learned_number, self._version = self.saving.learned, self.saving.version
+            self._continue()
+            last = 0 if self.journal is None else self.journal.facts.last_number
+            self.backlog_end = max(last, self.learned_number)
             self._take_snapshot(self._version)
-            # An earlier learner may have published one version for each example since.
-            self._version += self.backlog_end - learned
+            if self.journal is not None and self.has_backlog:
+                self._version = await self.journal.skip_versions(self.learned_number, self._version)
             self.intake = Intake(
                 self.settings.queue_size, self.journal, self.backlog_end, self.changed
             )
@@ -113,6 +117,43 @@ class Engine:
                 await self._write_snapshot(self.settings.publish_to, is_required=True)
             self._main = OwnedTask(self._run(), "online learner")
             undo.pop_all()
+
+    def _continue(self) -> None:
+        """Go on where the learner was closed, if its variables are still as it left them.
+
+        Otherwise they would learn the whole journal once more.
+        """
+        before, self._before = self._before, None
+        if before is None or self.saving.saved_number is not None:
+            return
+        if self.journal is not None and before.journal_id != self.journal.facts.id:
+            return
+        components = before.snapshot.components
+        if all(
+            new is old
+            for variable in self._model.values()
+            for new, old in zip(variable.components, components[variable], strict=True)
+        ):
+            self.learned_number, self._version = before.learned_number, before.version
+            self.dead.take_over(before.dead)
+
+    @property
+    def journal_id(self) -> str:
+        """Which journal it has; "" without one."""
+        return "" if self.journal is None else self.journal.facts.id
+
+    def require_loop(self) -> None:
+        """Check that the caller is on the learner's event loop.
+
+        Raises:
+            ContextError: If no event loop is running: it is on a thread.
+            LoopMismatchError: If it is another one.
+        """
+        if running_loop("An OnlineLearner") is not self._loop:
+            raise LoopMismatchError(
+                "The learner runs on another event loop. Call it there, for example with "
+                "asyncio.run_coroutine_threadsafe(learner.submit(example), loop)."
+            )
 
     async def aclose(self) -> None:
         """See `OnlineLearner.aclose`."""
@@ -271,6 +312,12 @@ class Engine:
                     self.settings.variables,
                     [taken.example for taken in part],
                 )
+            except NotUndoneError as error:  # nothing may be learned, saved or shown after that
+                raise ContextError(
+                    "The learner has ended, as a step went wrong and could not be undone: "
+                    f"{_described(error.__cause__ or error)}. Restart the program; journal and "
+                    "checkpoints are as they were before the step."
+                ) from error.__cause__
             except BlamelessError as error:
                 self.failure = _described(error.__cause__ or error)
                 return
@@ -390,7 +437,15 @@ class Engine:
 
 
 def _described(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    group = ""
+    while isinstance(error, BaseExceptionGroup):
+        group = group or f" ({error.message})"
+        error = error.exceptions[0]
+    try:
+        text = f"{type(error).__name__}: {error}{group}"
+    except Exception:  # noqa: BLE001 - its `__str__` is not ours
+        text = f"{type(error).__name__}, whose text cannot be shown{group}"
+    text = text.encode(errors="backslashreplace").decode()  # SQLite takes no lone surrogates
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
 
 

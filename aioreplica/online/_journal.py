@@ -102,6 +102,9 @@ class OpenJournal:
     async def append(self, entries: Sequence[Entry]) -> Appended:
         return await self._lane.run(self._file.append, entries, self.clock_s)
 
+    async def skip_versions(self, learned: int, version: int) -> int:
+        return await self._lane.run(self._file.skip_versions, learned, version)
+
     async def rows(self, after: int, limit: int) -> list[Row]:
         return await self._lane.run(self._file.rows, after, limit)
 

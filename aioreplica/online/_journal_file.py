@@ -117,7 +117,7 @@ class JournalFile:
     def __init__(
         self, path: Path, keep_keys_s: float, busy_timeout_s: float, connect: Callable[..., Any]
     ) -> None:
-        self._path = path
+        self._path = Path(os.path.realpath(path))  # or a link would have a lock of its own
         self._keep_keys_s = keep_keys_s
         self._busy_timeout_s = busy_timeout_s
         self._connect = connect
@@ -320,6 +320,26 @@ class JournalFile:
             self._run("DELETE FROM examples WHERE number = ?", number)
         return found
 
+    def skip_versions(self, learned: int, version: int) -> int:
+        """Return a version behind all that learners of the rest may have published; blocks.
+
+        A learner publishes at most one version for each example, so the fact "ahead" is by how much
+        a version may be ahead of the number of its newest example.
+
+        Args:
+            learned: Number of the last example that was learned.
+            version: The version of that.
+
+        Raises:
+            JournalError: If that could not be written down.
+        """
+        with self._writing("written"):
+            known = self._run("SELECT value FROM facts WHERE name = 'ahead'")
+            ahead = max([version - learned, *(int(value) for (value,) in known)])
+            first = self._last + ahead
+            self._run("INSERT OR REPLACE INTO facts VALUES ('ahead', ?)", first - learned)
+        return first
+
     def _remember_last(self) -> None:
         """Keep the newest number, as its row may go."""
         self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", self._last)
@@ -477,6 +497,8 @@ class _Lock:
             return
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
@@ -484,8 +506,11 @@ class _Lock:
                 f"The journal {path} is in use: a learner of process {holder} has it open. Close "
                 "it, or give each learner a journal of its own."
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._fd)
+            raise JournalError(
+                f"The journal {path} cannot be locked: {error}. Put it on a local disk with room."
+            ) from error
 
     def close(self) -> None:
         os.close(self._fd)

@@ -65,7 +65,8 @@ class OnlineLearner:
         publish_to: A path for each `SnapshotReader` of another process.
 
     Raises:
-        ValueError: If a number is out of range, or `variables` is no container.
+        ValueError: If a number is out of range, `variables` is no container, or the strategy has
+            several workers.
         TypeError: If an argument is of the wrong type.
     """
 
@@ -86,6 +87,11 @@ class OnlineLearner:
     ) -> None:
         if not isinstance(strategy, Strategy):
             raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
+        if strategy.workers is not None and strategy.workers.has_others:
+            raise ValueError(
+                f"An OnlineLearner learns in one process, and {strategy!r} has several workers, "
+                "each of which would take examples of its own. Use MirroredStrategy."
+            )
         if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
             raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
         if validate is not None and not callable(validate):
@@ -109,6 +115,7 @@ class OnlineLearner:
         self._step_fn = _checked_step_fn(step_fn)
         self._validate = validate
         self._engine: Engine | None = None
+        self._is_opening = False
 
     # ---- examples in ---------------------------------------------------------------------
 
@@ -131,7 +138,9 @@ class OnlineLearner:
             ValueError: If `validate` refuses it, or there is a key and no journal.
             KeyReusedError: If the key came with another example before.
             JournalError: If the journal could not keep it.
-            ContextError: If the learner is not open.
+            ContextError: If the learner is not open, or no event loop is running: a plain function
+                on a thread has to ask the loop.
+            LoopMismatchError: If the learner runs on another event loop.
 
         Cancellation:
             While it waits for a place, nothing is taken. Later the example may be taken.
@@ -355,11 +364,16 @@ class OnlineLearner:
             await self._engine.aclose()
 
     async def __aenter__(self) -> Self:
-        if self._engine is not None and not self._engine.is_closed:
+        before = self._engine
+        if self._is_opening or (before is not None and not before.is_closed):
             raise ContextError("The learner is open already. Enter it once.")
-        engine = Engine(self._settings, self._step_fn)
-        await engine.open()
-        self._engine = engine
+        self._is_opening = True
+        try:
+            engine = Engine(self._settings, self._step_fn, before)
+            await engine.open()
+            self._engine = engine
+        finally:
+            self._is_opening = False
         return self
 
     async def __aexit__(
@@ -374,6 +388,7 @@ class OnlineLearner:
         engine = self._engine
         if engine is None or engine.is_closing:
             raise ContextError(CLOSED)
+        engine.require_loop()
         return engine
 
     def __repr__(self) -> str:
@@ -399,7 +414,7 @@ def _checked_submission(
 ) -> Submission:
     """Check what is to be taken, before anything is."""
     if key is not None:
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY:
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
             raise ValueError(f"key must be text of 1 to {MAX_KEY} characters, got {key!r}.")
         if settings.journal is None:
             raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
@@ -410,6 +425,11 @@ def _checked_submission(
         )
     kept = [as_example(each if validate is None else validate(each)) for each in examples]
     return Submission.of(kept, key, settings.journal is not None)
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether text has no lone surrogates, which no file takes."""
+    return text.encode(errors="replace").decode() == text
 
 
 def _optimizers(variables: Any) -> list[Optimizer]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -62,8 +63,9 @@ class PublishedSnapshot(Mapping[str, Array]):
 class SnapshotReader:
     """Reads what a learner of another process publishes with `publish_to`.
 
-    A read sees one version whole. All methods are plain calls that take microseconds while there is
-    nothing new; reading a new version maps its file and compares its checksum.
+    A read sees one version whole. All methods are plain calls, from any thread, that take
+    microseconds while there is nothing new; reading a new version maps its file and compares its
+    checksum.
 
     Args:
         path: Where it is published; a file in `/dev/shm` is in memory only.
@@ -79,10 +81,11 @@ class SnapshotReader:
         (7, array([1., 1.]))
     """
 
-    __slots__ = ("_file", "_inode", "_path", "_snapshot")
+    __slots__ = ("_file", "_inode", "_lock", "_path", "_snapshot")
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._lock = threading.Lock()
         self._snapshot: PublishedSnapshot | None = None
         self._inode: tuple[int, int] | None = None
         self._file: int | None = None  # open, so that its inode is not used again meanwhile
@@ -94,13 +97,14 @@ class SnapshotReader:
             FileNotFoundError: If nothing was published yet.
             CheckpointError: If the file is not what was published.
         """
-        status = os.stat(self._path)  # noqa: PTH116 - a third of the time
-        if self._snapshot is None or self._inode != (status.st_dev, status.st_ino):
-            self._open()
-        assert self._snapshot is not None  # opened now, or before
-        return self._snapshot
+        with self._lock:
+            status = os.stat(self._path)  # noqa: PTH116 - a third of the time
+            snapshot = self._snapshot
+            if snapshot is None or self._inode != (status.st_dev, status.st_ino):
+                snapshot = self._open()
+            return snapshot
 
-    def _open(self) -> None:
+    def _open(self) -> PublishedSnapshot:
         file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             status = os.fstat(file)
@@ -108,9 +112,10 @@ class SnapshotReader:
         except BaseException:
             os.close(file)
             raise
-        self.close()
+        self._let_go()
         self._file, self._inode = file, (status.st_dev, status.st_ino)
         self._snapshot = snapshot
+        return snapshot
 
     @property
     def is_published(self) -> bool:
@@ -119,6 +124,10 @@ class SnapshotReader:
 
     def close(self) -> None:
         """Let the last snapshot go; those handed out stay valid. Idempotent."""
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
         file, self._file = self._file, None
         self._snapshot = self._inode = None
         if file is not None:
@@ -131,7 +140,7 @@ class SnapshotReader:
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        self._let_go()  # takes no lock: a collection may come at any place
 
     def __repr__(self) -> str:
         version = "-" if self._snapshot is None else self._snapshot.version

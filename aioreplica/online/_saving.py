@@ -143,7 +143,7 @@ class Saving:
         self._due_at = math.inf
         try:
             await self._manager.save(learned, self._state, wait=False)
-        except (OSError, TypeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - storages and states of users raise anything
             self._failed(error, waiters)
         except BaseException:
             self._waiters = waiters
@@ -168,7 +168,7 @@ class Saving:
         try:
             try:
                 await self._manager.wait()
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 self._failed(error, waiters)
                 return
             self.saved_number, self.error, self._failure = learned, "", None

@@ -49,6 +49,11 @@ class BlamelessError(Exception):
     """Raised inside the package when a step was undone and its examples are not to blame."""
 
 
+@final
+class NotUndoneError(Exception):
+    """Raised inside the package when a step went wrong and could not be undone, for its cause."""
+
+
 async def learn(
     strategy: Strategy, step_fn: Callable[..., Any], variables: Any, examples: Sequence[Any]
 ) -> StepResult:
@@ -58,6 +63,7 @@ async def learn(
         BlamelessError: If it failed for a reason that has nothing to do with the examples, which is
             the cause.
         NonFiniteError: If it wrote what is not finite.
+        NotUndoneError: If it went wrong, and what it wrote could not be put back.
         Exception: What it raised.
 
     Cancellation:
@@ -68,7 +74,10 @@ async def learn(
         result = await _run(strategy, step_fn, examples)
         await _require_finite(savepoint)
     except BaseException as error:
-        savepoint.put_back()
+        try:
+            savepoint.put_back()
+        except Exception as failure:
+            raise NotUndoneError from failure
         if isinstance(error, Exception):
             _require_blame(strategy, error)
         raise

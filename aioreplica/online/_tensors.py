@@ -41,7 +41,10 @@ def dump_tensors(
 
     Raises:
         TypeError: If a dtype cannot be stored.
+        ValueError: If an array has a name that the format keeps for itself.
     """
+    if "__metadata__" in arrays:
+        raise ValueError("No array can be called '__metadata__': the format keeps that name.")
     for name, array in arrays.items():
         if not can_store(array.dtype):
             raise TypeError(f"{name!r} has dtype {array.dtype}, stored are {', '.join(_NAMES)}.")

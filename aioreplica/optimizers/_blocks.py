@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..collectives import Job
 from ..values import IndexedSlices, Variable
+from ._fused import fused_rules
+from ._kernels import Kernel
 from ._merged_gradient import MergedGradient
 
 Array = npt.NDArray[Any]
@@ -19,7 +21,7 @@ BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
 them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""
 
-RANGE_BLOCKS = 8
+RANGE_BLOCKS = 4
 """A large variable is cut into ranges of so many blocks, which threads share."""
 
 JOB_BYTES = 2 * 1024 * 1024
@@ -63,7 +65,20 @@ class Block:
         return f"<Block | {self.value.size} elements of {name}>"
 
 
-UpdateBlock: TypeAlias = Callable[[Any, Block], None]
+class BlockRule(Protocol):
+    """What an `ElementwiseOptimizer` supplies for every block; it explains the methods."""
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The rule for a compiler."""
+
+    def update_block(self, prepared: Any, block: Block, /) -> None:
+        """Fill in new values and slots."""
+
+    def kernel_numbers(self, prepared: Any, block: Block, /) -> tuple[float, ...]:
+        """Return the numbers of the kernel."""
+
+
 Range: TypeAlias = tuple[MergedGradient, Any, Sequence[Array], Sequence[Array], int, int]
 """A gradient, what the rule prepared, old and new arrays, the first element and the end."""
 
@@ -73,11 +88,11 @@ Scratch: TypeAlias = list[Array]
 pieces of two rows of `BLOCK_BYTES`. The methods of a list are safe from any thread."""
 
 
-def block_jobs(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -> Iterator[Job]:
+def block_jobs(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> Iterator[Job]:
     """Cut dense variables into jobs of about the same size.
 
     Args:
-        update: The rule.
+        rule: Whose step it is.
         ranges: Whole components.
         scratch: Free memory.
     """
@@ -92,22 +107,25 @@ def block_jobs(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -
             together.append(whole)
             size += end * each
             if size >= JOB_BYTES:
-                yield size, partial(run_blocks, update, together, scratch)
+                yield size, partial(run_blocks, rule, together, scratch)
                 together, size = [], 0
             continue
         for start in range(0, end, step):
             stop = min(start + step, end)
             part = [(gradient, prepared, old, new, start, stop)]
-            yield (stop - start) * each, partial(run_blocks, update, part, scratch)
+            yield (stop - start) * each, partial(run_blocks, rule, part, scratch)
     if together:
-        yield size, partial(run_blocks, update, together, scratch)
+        yield size, partial(run_blocks, rule, together, scratch)
 
 
-def run_blocks(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -> None:
+def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> None:
     """Run a rule over some ranges; gradients are summed, divided, checked and clipped on the way.
 
+    Where the rule is compiled, one call does all of that for up to two parts of a gradient, over
+    the whole range; of more parts NumPy adds up the others first, block by block.
+
     Args:
-        update: The rule.
+        rule: Whose step it is.
         ranges: Of any variables.
         scratch: Free memory.
     """
@@ -125,17 +143,28 @@ def run_blocks(update: UpdateBlock, ranges: Sequence[Range], scratch: Scratch) -
                 columns = [each if each.ndim == 1 else each.reshape(-1) for each in arrays]
                 count = len(gradient.parts)
                 middle = count + len(old)
-                is_whole = stop == columns[0].size and stop <= free.size
-                for begin in range(start, stop, free.size):
-                    end = min(begin + free.size, stop)
+                fused = fused_rules().find(rule.kernel, new[0].dtype, columns[:count])
+                is_whole_range = fused is not None and count <= 2
+                step = stop - start if is_whole_range else free.size
+                is_whole = start == 0 and stop == columns[0].size <= step
+                for begin in range(start, stop, max(1, step)):
+                    end = min(begin + step, stop)
                     rows = columns if is_whole else [each[begin:end] for each in columns]
                     room, part = free[: end - begin], rows[0]
                     out = spare[: end - begin]
-                    for other in rows[1:count]:
+                    for other in rows[1 : count if fused is None else count - 1]:
                         part = np.add(part, other, out=out)
-                    part = gradient.finished(part, out, room)
-                    block = Block(gradient.variable, rows[count:middle], rows[middle:], part, room)
-                    update(prepared, block)
+                    if fused is None:
+                        part = gradient.finished(part, out, room)
+                    variable = gradient.variable
+                    block = Block(variable, rows[count:middle], rows[middle:], part, room)
+                    if fused is None:
+                        rule.update_block(prepared, block)
+                        continue
+                    last = rows[count - 1] if count > 1 else part[:0]
+                    numbers = rule.kernel_numbers(prepared, block)
+                    if not fused(part, last, gradient.how(part.dtype), *rows[count:], *numbers):
+                        gradient.is_finite = False
     finally:
         scratch.append(memory)
 
@@ -195,7 +224,7 @@ class TouchedRows:
 
 
 def run_rows(
-    update: UpdateBlock,
+    rule: BlockRule,
     prepared: Any,
     gradient: MergedGradient,
     group: Sequence[Variable],
@@ -207,7 +236,7 @@ def run_rows(
     """Update the rows that a sparse gradient has, a few of them at a time.
 
     Args:
-        update: The rule.
+        rule: Whose step it is.
         prepared: What it prepared for the variable.
         gradient: One IndexedSlices.
         group: The variable and its slots.
@@ -231,7 +260,7 @@ def run_rows(
         new_rows = [np.empty_like(array) for array in old_rows]
         if old_rows[0].size:
             whole: Range = (some, prepared, old_rows, new_rows, 0, old_rows[0].size)
-            run_blocks(update, [whole], scratch)
+            run_blocks(rule, [whole], scratch)
         if not some.is_finite:
             gradient.is_finite = False
         for array, changed in zip(new, new_rows, strict=True):

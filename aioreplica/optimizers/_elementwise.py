@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ._blocks import Block
-from ._fused import fused_rules
 from ._kernels import Kernel
 from ._optimizer import Optimizer
 
@@ -73,16 +72,6 @@ class ElementwiseOptimizer(Optimizer):
     def kernel_numbers(self, prepared: Any, block: Block) -> tuple[float, ...]:
         """Return the numbers that the kernel takes behind the arrays, if the rule has a kernel."""
         return ()
-
-    def fill(self, prepared: Any, block: Block) -> None:
-        """Fill a block in: by the compiled kernel if there is one, else by `update_block`."""
-        fused = None if self.kernel is None else fused_rules().find(self.kernel, block)
-        if fused is None:
-            self.update_block(prepared, block)
-            return
-        numbers = self.kernel_numbers(prepared, block)
-        old, new = (block.value, *block.slots), (block.new_value, *block.new_slots)
-        fused(*old, block.gradient, *new, *numbers)
 
     def update(
         self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]

@@ -1,9 +1,9 @@
 """Rules compiled to one pass over memory, by numba where it is installed (the extra `fast`).
 
-A rule goes over its arrays up to a dozen times in NumPy; compiled, it goes over them once. Nothing
-else changes: results have the same bits, blocks and threads are the same, and the interpreter's
-lock is free meanwhile. A kernel is compiled in the first step that can use it, never on the event
-loop, and kept on disk for the next program.
+A step goes over its arrays up to a dozen times in NumPy; compiled, it goes over them once, and over
+those of the gradients' parts. Results have the same bits, and the interpreter's lock is free
+meanwhile, so that several threads are worth waking sooner. A kernel is compiled in the first step
+that can use it, never on the event loop, and kept on disk for the next program.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
 from ..context import REGISTRY
-from ._blocks import Block
-from ._kernels import Kernel
+from ._kernels import Kernel, gather
 
-Compiled: TypeAlias = Callable[..., None]
+Compiled: TypeAlias = Callable[..., bool]
 DType: TypeAlias = np.dtype[Any]
 
 FUSED_RULES = "fused_rules"
@@ -31,7 +31,8 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 class FusedRules:
     """Compiles kernels, each once for a dtype, and finds the one for a block.
 
-    Where numba is installed, `SGD`, `Adam`, `AdamW` and `Adagrad` find the process's by themselves.
+    Where numba is installed, `SGD`, `Adam`, `AdamW`, `Adagrad` and `RMSprop` find the process's
+    by themselves.
     NUMBA_DISABLE_JIT=1 in the environment leaves every rule in NumPy.
 
     Args:
@@ -43,12 +44,24 @@ class FusedRules:
         self._is_on = find_spec("numba") is not None if is_on is None else is_on
         self._compiled: dict[tuple[Kernel, DType], Compiled | None] = {}
 
-    def find(self, kernel: Kernel, block: Block) -> Compiled | None:
-        """Return what runs a kernel over a block; None if NumPy has to."""
-        dtype, gradient = block.scratch.dtype, block.gradient
-        if gradient.dtype is not dtype or not gradient.flags.aligned:
-            return None
-        return self._compiled.get((kernel, dtype))
+    def find(self, kernel: Kernel | None, dtype: DType, parts: Iterable[Any]) -> Compiled | None:
+        """Return what runs a kernel on variables of a dtype; None if NumPy has to.
+
+        Args:
+            kernel: The kernel, if there is one.
+            dtype: Of the variables.
+            parts: Of the gradient: arrays.
+        """
+        found = None if kernel is None else self._compiled.get((kernel, dtype))
+        if found is not None:
+            for part in parts:
+                if part.dtype is not dtype or not part.flags.aligned:
+                    return None
+        return found
+
+    def has(self, kernel: Kernel | None, dtype: DType) -> bool:
+        """Tell whether a kernel is compiled for a dtype."""
+        return kernel is not None and self._compiled.get((kernel, dtype)) is not None
 
     def missing(self, kernel: Kernel, dtypes: Iterable[DType]) -> list[DType]:
         """Return the dtypes for which a kernel has to be compiled."""
@@ -97,12 +110,16 @@ def _compiled(kernel: Kernel, dtype: DType) -> Compiled | None:
     number = from_dtype(dtype)
     read = types.Array(number, 1, "C", readonly=True)
     written = types.Array(number, 1, "C")
-    signature = types.void(
-        *[read] * kernel.num_read, *[written] * kernel.num_written, *[number] * kernel.num_numbers
-    )
+    how = types.UniTuple(number, 5)
+    old, new = [read] * (kernel.num_slots + 1), [written] * (kernel.num_slots + 1)
+    signature = types.boolean(read, read, how, *old, *new, *[number] * kernel.num_numbers)
     options = {"nogil": True, "error_model": "numpy"}
+    gathers = njit(types.boolean(written, types.intp, read, read, how), **options)(gather)
+    # The kernel finds it under the name of what it calls in plain Python.
+    names = {**kernel.function.__globals__, gather.__name__: gathers}
+    function = FunctionType(kernel.function.__code__, names)
     try:
-        made: Compiled = njit(signature, cache=True, **options)(kernel.function)
+        made: Compiled = njit(signature, cache=True, **options)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written
-        made = njit(signature, **options)(kernel.function)
+        made = njit(signature, **options)(function)
     return made

@@ -28,6 +28,8 @@ _CHECKED_BY_DOT = 4096
 """Up to so many elements of a block are checked by the sum of their squares, which takes a third of
 the time. Above, BLAS may wake threads for it, which pays for a whole array only."""
 
+LARGEST = {np.dtype(kind): float(np.finfo(kind).max) for kind in ("float32", "float64")}
+
 MEASURED = 32 * 1024
 """Elements whose squares are added up at a time. It is part of the result: partial sums depend on
 where they are cut."""
@@ -145,6 +147,14 @@ class MergedGradient:
         if self.factor != 1.0:
             part = np.multiply(part, self.factor, out=out)
         return part
+
+    def how(self, dtype: np.dtype[Any]) -> tuple[float, ...]:
+        """Say how `finished` works as `_kernels.gather` does it, which finds the same bits."""
+        inverse, divisor = (1.0, self.divisor)
+        if _is_power_of_two(divisor):
+            inverse, divisor = 1.0 / divisor, 1.0
+        limit = math.inf if self.limit is None else self.limit
+        return inverse, divisor, self.factor, limit, LARGEST[dtype]
 
     def check(self, part: Array, mask: Array | None = None) -> None:
         """Look whether some elements are finite; `mask` is memory for that."""
@@ -301,9 +311,13 @@ def _divided(part: Array, divisor: float, out: Array) -> Array:
     """Divide; by a power of two with a multiplication, which is faster and has the same bits."""
     if part.dtype == np.float16:  # a divisor above 65504 would be infinite, its inverse 0
         return np.divide(part, divisor, out=out, dtype=np.float32, casting="same_kind")
-    if math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100:
+    if _is_power_of_two(divisor):
         return np.multiply(part, 1.0 / divisor, out=out)
     return np.divide(part, divisor, out=out)
+
+
+def _is_power_of_two(divisor: float) -> bool:
+    return math.frexp(divisor)[0] == 0.5 and 2.0**-100 < divisor < 2.0**100
 
 
 def _sum_of_squares(part: Array, out: Array) -> float | None:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, final
 
 from ..collectives import no_data
-from ..context import PLACE, Place
+from ..context import CLOSURE, PLACE, Place
 from ..devices import is_process_device, run_on_host
 from ..replica import CallSite, ReplicaContext
 from ..values import Variable
@@ -206,6 +206,12 @@ class Optimizer(UpdateRule):
         replica = place.replica
         if type(replica) is not ReplicaContext:
             require_replica(place, "apply_gradients")
+            closure = CLOSURE.get()
+            if closure is not None:
+                grads_and_vars = list(grads_and_vars)
+                if closure.takes(grads_and_vars):
+                    pushed: Any = closure.apply_gradients(self, grads_and_vars, global_step)
+                    return pushed  # type: ignore[no-any-return]  # done; it can be awaited
         brought = _contribution(self, place, grads_and_vars, global_step, not aggregate)
         if type(replica) is not ReplicaContext:
             return _take_step_alone(brought)
@@ -383,7 +389,7 @@ class Optimizer(UpdateRule):
 
     def __repr__(self) -> str:
         settings = self._settings
-        done, size = settings.iterations.components[0], len(settings.slots)
+        done, size = settings.iterations.cell.components[0], len(settings.slots)
         return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
 
 
@@ -421,6 +427,12 @@ class BlockingOptimizer:
             Leaves everything as it was, or everything updated.
         """
         name = "optimizer.blocking.apply_gradients"
+        closure = CLOSURE.get()
+        if closure is not None:
+            grads_and_vars = list(grads_and_vars)
+            if closure.takes(grads_and_vars):
+                closure.apply_gradients(self._optimizer, grads_and_vars, global_step)
+                return
         self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
 
     def minimize(
@@ -445,11 +457,16 @@ class BlockingOptimizer:
             Exception: As `Optimizer.minimize`.
         """
         name = "optimizer.blocking.minimize"
-        replica_on_device(name)
+        closure = CLOSURE.get()
+        if closure is None:
+            replica_on_device(name)
         require_loss(loss, var_list)
         scaling = self._optimizer.loss_scale
         scale = None if scaling is None else scaling.scale
         value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
+        if closure is not None and closure.takes(pairs):
+            closure.apply_gradients(self._optimizer, pairs, global_step)
+            return value
         self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
 
@@ -482,6 +499,10 @@ async def _minimize(
     frame: FrameType,
 ) -> Any:
     value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
+    closure = CLOSURE.get()
+    if closure is not None and closure.takes(pairs):
+        closure.apply_gradients(optimizer, pairs, global_step)
+        return value
     brought = _contribution(optimizer, place, pairs, global_step, False)
     if isinstance(place.replica, ReplicaContext):
         await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)

@@ -12,6 +12,7 @@ from ..values import Variable
 from ._blocks import Block
 from ._elementwise import ElementwiseOptimizer
 from ._hyperparameter import LearningRate, checked_decay, checked_number
+from ._kernels import DIVIDE_BY_ROOT, DIVIDE_BY_ROOT_WITH_MOMENTUM
 from ._settings import OptimizerOptions
 
 Array = npt.NDArray[Any]
@@ -62,6 +63,8 @@ class RMSprop(ElementwiseOptimizer):
         self._momentum = checked_decay("momentum", momentum)
         self._epsilon = checked_number("epsilon", epsilon, "> 0", lambda value: value > 0)
         self._centered = bool(centered)
+        if not centered:
+            self.kernel = DIVIDE_BY_ROOT_WITH_MOMENTUM if self._momentum else DIVIDE_BY_ROOT
         names = ("rms", "mean" if centered else "", "momentum" if self._momentum else "")
         super().__init__(learning_rate, tuple(filter(None, names)), **options)
 
@@ -98,6 +101,11 @@ class RMSprop(ElementwiseOptimizer):
             direction = np.add(new, scratch, out=new)
         np.multiply(direction, prepared, out=scratch)
         np.subtract(block.value, scratch, out=block.new_value)
+
+    def kernel_numbers(self, prepared: float, block: Block) -> tuple[float, ...]:
+        """Return the share of what is new in the mean, epsilon, the momentum and the rate."""
+        momentum = (self._momentum,) if self._momentum else ()
+        return 1 - self._rho, self._epsilon, *momentum, prepared
 
     def finish(self, prepared: float) -> Mapping[Variable, Array]:
         """Nothing."""

@@ -32,7 +32,7 @@ from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._blocks import Range, UpdateBlock, block_jobs, run_rows
+from ._blocks import BlockRule, Range, block_jobs, run_rows
 from ._fused import fused_rules
 from ._hyperparameter import learning_rate_at
 from ._kernels import Kernel
@@ -53,6 +53,9 @@ millisecond; a thread would have it done 0.2 ms later."""
 STEP_THREAD_BYTES = 64 * 1024 * 1024
 """What a further thread has to read and write to be worth waking: two threads of short NumPy calls
 wait for each other's lock, and up to here that costs more than the second core brings."""
+
+FUSED_THREAD_BYTES = 8 * 1024 * 1024
+"""The same where the rule is compiled: then a call takes a range of a variable and no lock."""
 
 SHOWN = 8
 """So many variables are named in a message; then only the first that differs is."""
@@ -223,19 +226,25 @@ def take_step(
         Of the awaitable: what has started ends first; nothing is written.
     """
     stages = _stages(optimizer, gradients, reducer, global_step)
-    return run_stages(stages, is_blocking=is_blocking)
+    kernel: Kernel | None = getattr(optimizer, "kernel", None)
+    is_fused = fused_rules().has(kernel, gradients[0].variable.dtype)
+    thread_bytes = FUSED_THREAD_BYTES if is_fused else STEP_THREAD_BYTES
+    return run_stages(stages, is_blocking=is_blocking, thread_bytes=thread_bytes)
 
 
-def run_stages(stages: Iterator[Sequence[Job]], *, is_blocking: bool) -> Awaitable[None] | None:
+def run_stages(
+    stages: Iterator[Sequence[Job]], *, is_blocking: bool, thread_bytes: int = STEP_THREAD_BYTES
+) -> Awaitable[None] | None:
     """Run all jobs of all stages; return what to await if one has much to read.
 
     Args:
         stages: Each is complete before the next one is asked for.
         is_blocking: Whether to do everything in the calling thread.
+        thread_bytes: What a further thread has to read and write to be worth waking.
     """
     for jobs in stages:
         if not is_blocking and sum([size for size, _ in jobs]) > INLINE_STEP_BYTES:
-            return _go_on_in_threads(jobs, stages)
+            return _go_on_in_threads(jobs, stages, thread_bytes)
         for _, run in jobs:
             run()
     return None
@@ -349,12 +358,7 @@ def apply(
         write.replace(settings.norm, norm)
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
-        update: UpdateBlock = optimizer.fill  # type: ignore[attr-defined]
-        return (
-            write,
-            prepared,
-            _jobs_of_blocks(optimizer, update, write, groups, gradients, of_each),
-        )
+        return write, prepared, _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
@@ -388,11 +392,13 @@ def publish(
 # ---- parts of these ------------------------------------------------------------------------------
 
 
-async def _go_on_in_threads(jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]]) -> None:
+async def _go_on_in_threads(
+    jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]], thread_bytes: int
+) -> None:
     while jobs is not None:
         size = sum(size for size, _ in jobs)
         if size > INLINE_STEP_BYTES:
-            await run_on_threads(jobs, num_threads(size, STEP_THREAD_BYTES))
+            await run_on_threads(jobs, num_threads(size, thread_bytes))
         else:
             run_here(jobs)
         jobs = next(stages, None)
@@ -471,12 +477,12 @@ def _prepared(
 
 def _jobs_of_blocks(
     optimizer: Optimizer,
-    update: UpdateBlock,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
     prepared: Sequence[Any],
 ) -> list[Job]:
+    rule: BlockRule = optimizer  # type: ignore[assignment]  # its `is_elementwise` says so
     settings = optimizer.settings
     jobs: list[Job] = []
     ranges: list[Range] = []
@@ -484,12 +490,12 @@ def _jobs_of_blocks(
         for old, new in write.begin(group):
             if isinstance(gradient.parts[0], IndexedSlices):
                 memory = (settings.scratch, settings.touched)
-                run = partial(run_rows, update, of_one, gradient, group, old, new, *memory)
+                run = partial(run_rows, rule, of_one, gradient, group, old, new, *memory)
                 jobs.append((gradient.num_bytes * 2 * len(group), run))
             else:
                 ranges.append((gradient, of_one, old, new, 0, old[0].size))
     if ranges:
-        jobs += block_jobs(update, ranges, settings.scratch)
+        jobs += block_jobs(rule, ranges, settings.scratch)
     return jobs
 
 

@@ -18,16 +18,46 @@ from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
+from .parameter_server import ClusterCoordinator as ClusterCoordinator
+from .parameter_server import CoordinatorStatistics as CoordinatorStatistics
+from .parameter_server import FixedShardsPartitioner as FixedShardsPartitioner
+from .parameter_server import MaxSizePartitioner as MaxSizePartitioner
+from .parameter_server import MinSizePartitioner as MinSizePartitioner
+from .parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from .parameter_server import ParameterServerVariable as ParameterServerVariable
+from .parameter_server import Partitioner as Partitioner
+from .parameter_server import PerWorkerDataset as PerWorkerDataset
+from .parameter_server import PerWorkerIterator as PerWorkerIterator
+from .parameter_server import PerWorkerResource as PerWorkerResource
+from .parameter_server import RemoteValue as RemoteValue
+from .parameter_server import ServedVariable as ServedVariable
+from .parameter_server import Shard as Shard
+from .parameter_server import ShardedVariable as ShardedVariable
 
 __all__ = [
     "CentralStorageStrategy",
+    "ClusterCoordinator",
+    "CoordinatorStatistics",
     "DefaultStrategy",
     "Extended",
+    "FixedShardsPartitioner",
     "GroupView",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
+    "ParameterServerVariable",
+    "Partitioner",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "PerWorkerResource",
+    "RemoteValue",
     "RunOptions",
+    "ServedVariable",
+    "Shard",
+    "ShardedVariable",
     "Strategy",
     "StrategyStatistics",
     "TPUStrategy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from ..cluster import Workers, WorkersRun
 from ..collectives import (
     broadcast_arrays,
     gather_across,
+    gather_bytes,
     join_across,
     no_data,
     reduce_across,
@@ -50,6 +52,7 @@ async def equalize(strategy: HasVariables, across: WorkersRun) -> None:
     table = strategy.variable_table
     number, made = table.made_since_last()
     if not made:
+        table.are_equal_up_to(number)
         return
     kinds = [(each, "" if each.is_mirrored else " on read") for each in made]
     text = "; ".join(f"{v.name!r}: {v.dtype}{list(v.shape)}{kind}" for v, kind in kinds)
@@ -63,6 +66,18 @@ async def equalize(strategy: HasVariables, across: WorkersRun) -> None:
     if changes:
         strategy.store.write(changes)
     table.are_equal_up_to(number)
+
+
+async def agree_on_names(workers: Workers, table: VariableTable) -> None:
+    """Take the variables that any worker has for equal: those that others make later too.
+
+    Workers that have put back one state may differ in slots, which an optimizer makes when it
+    first needs them, with the values of that state.
+    """
+    names = json.dumps([variable.name for variable in table.all()]).encode()
+    async with workers.operation("shrink", "variables") as turn:
+        rows = await turn.exchange(b"", lambda wire, _slots: gather_bytes(wire, names))
+    table.are_equal(name for row in rows for name in json.loads(row))
 
 
 async def reduce_leaves_across(

@@ -164,7 +164,7 @@ class Distribution(ABC):
         return InputTarget(
             self.device_names,
             self.has_plain_values,
-            self._input_context(),
+            self._input_context,
             self._open_loops,
             self._lifecycle.open,
             None if self.workers is None else partial(all_go_on, self.workers),

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, final
 
+from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
 from ..collectives import CommunicationOptions, require_options
 from ..devices import Device
 from ..values import Variable, VariableOptions
+from ._across import agree_on_names
 from ._mirrored import chosen_devices
 from ._one_device import new_mirrored
 from ._strategy import Strategy
@@ -84,6 +86,46 @@ class MultiWorkerMirroredStrategy(Strategy):
     def create_variable(self, value: Any, options: VariableOptions) -> Variable:
         """Make a mirrored variable."""
         return new_mirrored(self, value, options)
+
+    async def shrink(self, savepoint: Savepoint | None = None) -> None:
+        """Go on with the workers that are left, after one was lost; all of them must call this.
+
+        For a `WorkerLostError` of an engine that can go on: MPI started as `mpirun --with-ft ulfm`,
+        and a `LocalCommunicator`. Waits for the run in progress to end. Workers are numbered anew,
+        in their order, and replicas with them. Loops over datasets are ended; with
+        `sharding="data"` or `"off"` the next one is shared out among those who are left.
+
+        Args:
+            savepoint: This worker's state after its newest complete step. The one of the worker
+                that has done most steps is put back on all; on-read variables keep what this
+                worker's own replicas have, and variables that are not in it stay as they are.
+                None leaves the state to you: restore a checkpoint next.
+
+        Raises:
+            ContextError: If no worker was lost, the engine cannot go on without one, or this is
+                called in a step.
+            WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
+                one that the others have lost.
+            StallError: If not all workers that are left came before the timeout.
+            CheckpointError: If workers have savepoints of different states.
+
+        Cancellation:
+            Closes the strategy for good: start this worker again.
+
+        Source:
+            Horovod's elastic training has the same cycle: commit, shrink, restore, go on.
+        """
+        self.require_cross_replica("shrink", None)
+        if savepoint is not None and not isinstance(savepoint, Savepoint):
+            raise TypeError(f"shrink takes an ar.checkpoint.Savepoint or None, got {savepoint!r}.")
+        self.open()
+        workers = self._workers
+        assert workers is not None  # this kind of strategy always has them
+        await workers.shrink()
+        await self._open_loops.end("The loop was ended because its strategy has lost a worker.")
+        if savepoint is not None:
+            await savepoint.put_back_newest(workers)
+        await agree_on_names(workers, self.variable_table)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MultiWorkerMirroredStrategy:
         if isinstance(self.cluster_resolver, Communicator):

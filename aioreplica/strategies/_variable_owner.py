@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 from weakref import WeakValueDictionary
 
@@ -27,12 +27,13 @@ class VariableTable:
     Variables are held weakly: one that the program has dropped is gone, and its name is free.
     """
 
-    __slots__ = ("_by_name", "_by_number", "_lock", "_next", "_num_equal")
+    __slots__ = ("_by_name", "_by_number", "_equal_names", "_lock", "_next", "_num_equal")
 
     def __init__(self) -> None:
         self._by_number: WeakValueDictionary[int, Variable] = WeakValueDictionary()
         self._by_name: WeakValueDictionary[str, Variable] = WeakValueDictionary()
         self._next = self._num_equal = 0
+        self._equal_names: set[str] = set()
         self._lock = threading.Lock()  # device threads make slots and variables too
 
     def __len__(self) -> int:
@@ -50,11 +51,18 @@ class VariableTable:
             if self._next == self._num_equal:
                 return self._next, ()
             found = [(i, variable) for i, variable in self._by_number.items()]
-            return self._next, tuple(v for i, v in found if i >= self._num_equal)
+            known = self._equal_names
+            made = (v for i, v in found if i >= self._num_equal and v.name not in known)
+            return self._next, tuple(made)
 
     def are_equal_up_to(self, number: int) -> None:
         """Record that the variables made before the number was given are equal on all workers."""
         self._num_equal = number
+
+    def are_equal(self, names: Iterable[str]) -> None:
+        """Record that all variables of now, and any of these names, are equal on all workers."""
+        self._equal_names = set(names)
+        self._num_equal = self._next
 
     def has(self, name: str) -> bool:
         """Tell whether a variable has that name."""

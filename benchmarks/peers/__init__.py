@@ -12,17 +12,21 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 from .._environments import Environments
-from ._cases import PEERS, Case, Peer, all_cases, named
+from ._cases import PEERS, WIDE, Case, Peer, all_cases, named
 from ._program import Program
 from ._results import Contender, Measured, Result, format_results, write_results
 
 TOLERANCE = 1e-4  # of losses, relative
+NUM_STARTS = 3  # rounds at most: TensorFlow alone takes seconds
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -32,29 +36,60 @@ def main(arguments: Sequence[str]) -> None:
     interpreters = dict(_installed(named(PEERS, options.peers.split(","))))
     cases = [case for case in all_cases(is_quick=options.quick) if _is_chosen(case, options)]
     result = Result(is_quick=options.quick)
+    if options.add and options.output.exists():
+        result.read(options.output)
     for size, group in groupby(cases, key=lambda case: case.num_replicas):
-        with ExitStack() as stack:
-            programs = {
-                peer.name: stack.enter_context(Program(peer.name, interpreter, size))
-                for peer, interpreter in interpreters.items()
-                if size <= peer.max_replicas
-            }
-            for name, program in programs.items():
-                result.starts.setdefault(name, {})[size] = program.start_s
-            for case in group:
-                measured = measure(case, list(interpreters), programs, rounds, seconds)
-                result.measured.append(measured)
-                print(measured.summary(), flush=True)
-            for name, program in programs.items():
-                result.memory.setdefault(name, {})[size] = program.memory()
+        for measured in _measure_all(list(group), size, interpreters, rounds, seconds):
+            result.add(measured)
+            print(measured.summary(), flush=True)
+        write_results(options.output, result)  # now, as the next ones may take long
     print(format_results(result))
-    write_results(options.output, result)
     print(f"Written to {options.output}.")
     if options.charts is not None:
         from ._charts import draw_charts
 
-        for path in draw_charts(result, options.charts):
+        for path in draw_charts(result.rows, options.charts):
             print(f"Drawn: {path}")
+
+
+def _measure_all(
+    cases: Sequence[Case], size: int, interpreters: dict[Peer, str], rounds: int, seconds: float
+) -> Iterator[Measured]:
+    """Measure the cases of one number of replicas; programs run as long as that takes."""
+    for case in cases:
+        if case.task == "start":
+            yield from measure_starts(case, interpreters, min(rounds, NUM_STARTS))
+    others = [case for case in cases if case.task != "start"]
+    tasks = {case.task for case in others}
+    with ExitStack() as stack:
+        programs = {
+            peer.name: stack.enter_context(Program(peer, interpreter, size))
+            for peer, interpreter in interpreters.items()
+            if size <= peer.max_replicas and tasks & peer.modes.keys()
+        }
+        for case in others:
+            yield measure(case, list(interpreters), programs, rounds, seconds)
+
+
+def measure_starts(
+    case: Case, interpreters: dict[Peer, str], rounds: int
+) -> tuple[Measured, Measured]:
+    """Start every program anew in each round: how long that takes, and what memory it holds then.
+
+    The memory is taken when replicas have met once, or run once, whatever it can.
+    """
+    times = Measured(case)
+    memory = Measured(replace(case, title="memory", unit="MiB"))
+    for _ in range(rounds):
+        for peer, interpreter in interpreters.items():
+            if "start" not in peer.modes or case.num_replicas > peer.max_replicas:
+                continue
+            way = Contender(peer.name, "")
+            with Program(peer, interpreter, case.num_replicas) as program:
+                times.samples.setdefault(way, []).append(program.start_s)
+                program.make("merge", peer.modes["merge"][0], {})
+                memory.samples.setdefault(way, []).append(program.memory() / 2**20)
+    return times, memory
 
 
 def measure(
@@ -105,6 +140,12 @@ def _require_same(measured: Measured, way: Contender, losses: list[float]) -> No
 def _installed(peers: Sequence[Peer]) -> Iterator[tuple[Peer, str]]:
     environments = Environments("peers")
     for peer in peers:
+        if peer.library and find_spec(peer.library) is None:
+            print(f"{peer.name}: left out. {peer.library} is not installed here.")
+            continue
+        if peer.name == WIDE and not _would_be_wider():
+            print(f"{peer.name}: left out. OpenBLAS chooses by itself, or there is no AVX-512.")
+            continue
         if not peer.package:
             yield peer, sys.executable
             continue
@@ -115,6 +156,14 @@ def _installed(peers: Sequence[Peer]) -> Iterator[tuple[Peer, str]]:
         else:
             if interpreter is not None:
                 yield peer, str(interpreter)
+
+
+def _would_be_wider() -> bool:
+    """Tell whether the processor has AVX-512 and OpenBLAS took something narrower."""
+    cpuinfo = Path("/proc/cpuinfo")
+    has_it = cpuinfo.exists() and "avx512vl" in cpuinfo.read_text(encoding="utf-8").split()
+    chosen = {library.get("architecture") for library in threadpool_info()}
+    return has_it and bool(chosen & {"Haswell", "Zen"})
 
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
@@ -129,10 +178,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="few cases, two short rounds: does it run")
     add("--peers", default=",".join(peer.name for peer in PEERS), metavar="NAMES",
         help="default: %(default)s")  # fmt: skip
-    add("--tasks", metavar="NAMES", help="some of merge,run,all_reduce,train,small,failure")
+    add("--tasks", metavar="NAMES", help="some of start,merge,run,all_reduce,train,small,failure")
     add("--replicas", type=int, action="append", metavar="N", help="only so many; repeatable")
     add("--rounds", type=int, default=7, help="default: %(default)s")
     add("--seconds", type=float, default=0.3, help="of one sample; default: %(default)s")
     add("--charts", type=Path, metavar="FOLDER", help="draw PNG charts into this folder")
+    add(
+        "--add",
+        action="store_true",
+        help="keep what the output file has of other cases, as a long run can be taken in parts",
+    )
     add("--output", type=Path, default=Path("benchmark-results-peers.json"), metavar="PATH")
     return parser.parse_args(arguments)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 OURS = "aioreplica"
+WIDE = f"{OURS}, AVX-512"
+"""The same with the AVX-512 routines of OpenBLAS, which it does not choose by itself on all
+processors that have them; the libraries of the others do."""
+
 NUM_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 MAX_TORCH = 8  # each of its replicas is a process
 
@@ -23,6 +27,8 @@ class Peer:
         needs: What else the environment holds.
         modes: Its ways to do a task, by task.
         max_replicas: Most replicas that it is asked for.
+        library: What computes gradients in our program, if it is not NumPy; must be installed.
+        environ: Environment variables of its program.
     """
 
     name: str
@@ -31,33 +37,55 @@ class Peer:
     needs: tuple[str, ...]
     modes: Mapping[str, tuple[str, ...]]
     max_replicas: int = 64
+    library: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its program is this package's."""
+        return self.name.startswith(OURS)
 
 
+WAYS = ("run", "plain steps", "run_steps")
 PEERS = (
     Peer(
         OURS, "", "", (),
         {
-            "merge": ("",), "run": ("",), "all_reduce": ("",), "failure": ("",),
-            "train": ("run", "plain steps", "run_steps"),
-            "small": ("run", "plain steps", "run_steps"),
+            "start": ("",), "merge": ("",), "run": ("",), "all_reduce": ("",), "failure": ("",),
+            "train": WAYS, "small": WAYS,
         },
     ),
+    Peer(WIDE, "", "", (), {"train": WAYS}, environ={"OPENBLAS_CORETYPE": "SKYLAKEX"}),
+    Peer(
+        f"{OURS} without fast", "", "", (), {"train": WAYS[::2]},
+        environ={"NUMBA_DISABLE_JIT": "1"},
+    ),
+    Peer(f"{OURS} on jax", "", "", (), {"train": WAYS[::2]}, library="jax"),
+    Peer(f"{OURS} on torch", "", "", (), {"train": WAYS[::2]}, library="torch"),
     Peer("floor", "", "", (), dict.fromkeys(("merge", "run", "all_reduce", "train"), ("",))),
     Peer(
         "tensorflow", "tensorflow-cpu", "2.21.0", (),
         {
-            "merge": ("eager",), "run": ("eager", "function"), "failure": ("eager",),
+            "start": ("",), "merge": ("eager",), "run": ("eager", "function"),
+            "failure": ("eager",),
             "all_reduce": ("eager", "function"), "train": ("eager", "function"),
             "small": ("eager", "function"),
         },
     ),
     Peer(
         "jax", "jax", "0.10.2", ("optax",),
-        dict.fromkeys(("merge", "run", "all_reduce", "train", "small"), ("jit",)),
+        {
+            "start": ("",),
+            **dict.fromkeys(("merge", "run", "all_reduce", "train", "small"), ("jit",)),
+        },
     ),
     Peer(
         "torch", "torch", "2.13.0", ("numpy",),
-        dict.fromkeys(("merge", "all_reduce", "train", "small"), ("gloo",)), MAX_TORCH,
+        {
+            "start": ("",),
+            **dict.fromkeys(("merge", "all_reduce", "train", "small"), ("gloo",)),
+        },
+        MAX_TORCH,
     ),
 )  # fmt: skip
 
@@ -93,6 +121,8 @@ def _cases_of(size: int, *, is_quick: bool) -> list[Case]:
         Case("merge", size, "merge", "us/replica"),
         Case("run", size, "empty run", "us/run"),
     ]
+    if size in (1, 4):
+        cases.insert(0, Case("start", size, "start-up", "s"))
     if size in (2, 4, 8):
         for num_bytes in NUM_BYTES[1:4:2] if is_quick else NUM_BYTES:
             title = f"all_reduce {show_bytes(num_bytes)}"
@@ -123,13 +153,15 @@ def _training(size: int, optimizer: str, batch: int) -> Case:
 def promised(case: Case, peer: str, mode: str) -> float | None:
     """Return how many times faster than a peer we promised to be; None where nothing was."""
     size = case.num_replicas
+    if peer == "floor" or peer.startswith(OURS):
+        return None
     if case.task == "merge" and peer == "tensorflow" and size > 1:
         return 10.0
     if case.task == "merge" and peer == "jax" and size >= 4:
         return 1.0
-    if case.task == "all_reduce" and peer != "floor":
+    if case.task == "all_reduce":
         return 3.0 if case.settings["size"] == NUM_BYTES[-1] else 1.0
-    if case.task == "train" and peer != "floor" and size > 1:
+    if case.task == "train" and size > 1:
         return 5.0 if mode == "eager" else 1.0
     if case.task == "small" and mode != "eager":
         return 1.0

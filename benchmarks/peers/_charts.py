@@ -6,22 +6,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ._cases import OURS
-from ._results import Result
+from ._cases import OURS, WIDE
 
-COLOURS = {OURS: "C3", "floor": "0.6", "tensorflow": "C1", "jax": "C0", "torch": "C2"}
+COLOURS = {
+    OURS: "C3", WIDE: "darkred", f"{OURS} without fast": "C6",
+    f"{OURS} on jax": "C4", f"{OURS} on torch": "C5",
+    "floor": "0.6", "tensorflow": "C1", "jax": "C0", "torch": "C2",
+}  # fmt: skip
 STYLES = ("-", "--", ":")
 WIDTH, HEIGHT = 9.0, 4.2
 
 
-def draw_charts(result: Result, folder: Path) -> Iterator[Path]:
-    """Draw a chart for each kind of task that was measured; return their paths.
+def draw_charts(rows: list[dict[str, Any]], folder: Path) -> Iterator[Path]:
+    """Draw a chart for each kind of task that has rows; return their paths.
 
     Raises:
         ImportError: If matplotlib is not installed (the extra `examples` has it).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = result.rows()
     tasks: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
         ("merge", "replicas", lambda row: row["num_replicas"]),
         ("all_reduce", "bytes per replica", lambda row: row["settings"]["size"]),

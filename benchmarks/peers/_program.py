@@ -14,6 +14,8 @@ from typing import Any, Self, final
 
 import psutil
 
+from ._cases import OURS, Peer
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CLOSE_S = 20.0
@@ -28,19 +30,22 @@ class Program:
     """One peer with one number of replicas, in a process of its own until the block ends.
 
     Args:
-        name: Of the peer.
+        peer: Whose program it is.
         interpreter: Of its environment.
         num_replicas: How many replicas it makes.
     """
 
-    def __init__(self, name: str, interpreter: str, num_replicas: int) -> None:
-        self.name = name
+    def __init__(self, peer: Peer, interpreter: str, num_replicas: int) -> None:
+        self.name = peer.name
+        file = HERE / "programs" / f"{OURS if peer.is_ours else peer.name}_program.py"
+        arguments = [str(num_replicas), *([peer.library] if peer.library else [])]
         self._errors = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed at the end
         begin = perf_counter()
         self._process = subprocess.Popen(
-            [interpreter, str(HERE / "programs" / f"{name}_program.py"), str(num_replicas)],
+            [interpreter, str(file), *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore",
+                 **peer.environ},
         )  # fmt: skip
         self._read()
         self.start_s = perf_counter() - begin

@@ -6,12 +6,13 @@ import json
 import os
 import platform
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, final
 
 from .._measure import compare
-from ._cases import OURS, Case, promised
+from ._cases import OURS, WIDE, Case, promised
 
 HEADER = ("measured", "N", "who", "median", "unit", "times ours", "rounds", "goal")
 
@@ -46,24 +47,25 @@ class Measured:
     @property
     def best(self) -> Contender:
         """Our fastest way."""
-        ours = [key for key in self.samples if key.peer == OURS]
+        ours = [key for key in self.samples if key.peer in (OURS, WIDE)]
         return min(ours, key=lambda key: median(self.samples[key]))
 
     def rows(self) -> list[dict[str, Any]]:  # Any: what the json module takes
-        """Return a row per contender; ratios are theirs to our fastest way, above 1 if we lead."""
+        """Return a row per contender; a ratio is our fastest way's time to its own."""
         best = self.samples[self.best]
         rows = []
         for key, samples in self.samples.items():
-            found = compare(samples, best)
-            goal = None if key.peer == OURS else promised(self.case, key.peer, key.mode)
+            found = compare(best, samples)
+            goal = promised(self.case, key.peer, key.mode)
             rows.append(
                 {
-                    "name": self.case.title, "num_replicas": self.case.num_replicas,
+                    "name": self.case.title, "loop": "asyncio", "against": str(key),
+                    "num_replicas": self.case.num_replicas,
                     "task": self.case.task, "settings": dict(self.case.settings),
                     "peer": key.peer, "mode": key.mode, "is_best": key == self.best,
-                    "median": found.ours, "unit": self.case.unit, "ratio": found.ratio,
+                    "median": found.floor, "unit": self.case.unit, "ratio": found.ratio,
                     "lowest": found.lowest, "highest": found.highest, "goal": goal,
-                    "is_met": None if goal is None else found.ratio >= goal,
+                    "is_met": None if goal is None else found.ratio * goal <= 1,
                     "report": self.reports.get(key),
                 }
             )  # fmt: skip
@@ -84,37 +86,37 @@ class Result:
 
     Attributes:
         is_quick: Whether it was a smoke run.
-        measured: The cases.
-        starts: Seconds until a program was ready, by peer and number of replicas.
-        memory: Bytes that it held at the end, likewise.
+        rows: A row per case and contender.
     """
 
     is_quick: bool
-    measured: list[Measured] = field(default_factory=list)
-    starts: dict[str, dict[int, float]] = field(default_factory=dict)
-    memory: dict[str, dict[int, int]] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of all cases."""
-        return [row for each in self.measured for row in each.rows()]
+    def add(self, measured: Measured) -> None:
+        """Add the rows of a case, in place of those that are there already."""
+        rows = measured.rows()
+        self.rows = [row for row in self.rows if _case_of(row) != _case_of(rows[0])] + rows
+
+    def read(self, path: Path) -> None:
+        """Add the rows of a file."""
+        self.rows += json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 def format_results(result: Result) -> str:
     """Lay everything out as text."""
     lines = [HEADER]
-    rows = result.rows()
-    for row in rows:
+    for row in result.rows:
         goal = (
             ""
             if row["goal"] is None
             else f">= {row['goal']:g} {'ok' if row['is_met'] else 'MISSED'}"
         )
-        who = f"{row['peer']} {row['mode']}".strip() + (" *" if row["is_best"] else "")
         lines.append(
             (
-                row["name"], str(row["num_replicas"]), who,
-                f"{row['median']:.4g}", row["unit"], f"{row['ratio']:.2f}",
-                f"{row['lowest']:.2f}-{row['highest']:.2f}", goal,
+                row["name"], str(row["num_replicas"]),
+                row["against"] + (" *" if row["is_best"] else ""),
+                f"{row['median']:.4g}", row["unit"], f"{1 / row['ratio']:.2f}",
+                f"{1 / row['highest']:.2f}-{1 / row['lowest']:.2f}", goal,
             )
         )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -122,18 +124,33 @@ def format_results(result: Result) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     ]
-    marks = [row["is_met"] for row in rows if row["is_met"] is not None]
+    marks = [row["is_met"] for row in result.rows if row["is_met"] is not None]
     text.append(f"{sum(marks)} of {len(marks)} goals met. * is our fastest way.")
-    for each in result.measured:
-        text += [f"{each.case.title}, {key}: {said[:400]}" for key, said in each.reports.items()]
-    for title, found, scale, unit in (
-        ("start-up", result.starts, 1.0, "s"),
-        ("memory", result.memory, 2.0**20, "MiB"),
-    ):
-        for name, by_size in found.items():
-            numbers = ", ".join(f"{value / scale:.3g} at {size}" for size, value in by_size.items())
-            text.append(f"{title}, {name}: {numbers} ({unit}, by number of replicas)")
-    return "\n".join(text)
+    text += [
+        f"{row['name']}, {row['against']}: {row['report'][:400]}"
+        for row in result.rows
+        if row["report"]
+    ]
+    return "\n".join([*text, *_memory_of_a_replica(result.rows)])
+
+
+def _memory_of_a_replica(rows: list[dict[str, Any]]) -> list[str]:
+    """Say what a further replica adds, where memory was measured with few and with many."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row["name"] == "memory":
+            found.setdefault(row["peer"], {})[row["num_replicas"]] = row["median"]
+    text = []
+    for peer, by_size in found.items():
+        few, many = min(by_size), max(by_size)
+        if few < many:
+            each = (by_size[many] - by_size[few]) / (many - few)
+            text.append(f"memory of a further replica, {peer}: {each:.2f} MiB")
+    return text
+
+
+def _case_of(row: dict[str, Any]) -> tuple[str, int]:
+    return row["name"], row["num_replicas"]
 
 
 def write_results(path: Path, result: Result) -> None:
@@ -144,8 +161,7 @@ def write_results(path: Path, result: Result) -> None:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "num_cores": os.cpu_count(),
-        "rows": result.rows(),
-        "start_s": result.starts,
-        "memory_bytes": result.memory,
+        "has_fast": find_spec("numba") is not None,
+        "rows": result.rows,
     }
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 
+from . import internals
 from .drawing import PALETTES, Palette, Picture
-
-SETTINGS = Path(__file__).resolve().parents[2] / "pyproject.toml"
-CENTRAL = {
-    "testing": "loop",
-    "strategies": "meeting",
-    "device_loop": "meeting",
-    "replica": "meeting",
-    "collectives": "meeting",
-    "values": "value",
-    "devices": "device",
-}
-"""Kinds of the boxes of the packages a step passes through."""
 
 
 def overview(pen: Picture) -> None:
@@ -144,85 +130,6 @@ def device_loop(pen: Picture) -> None:
     pen.label(405, 256, "collectives block here", anchor="middle", size=12, soft=True)
 
 
-def step(pen: Picture) -> None:
-    """One step, from a batch to updated variables: who does what, from top to bottom."""
-    for x, width, name in ((10, 104, "your task"), (134, 196, "event loop"), (350, 140, "devices")):
-        kind = {"event loop": "loop", "devices": "device"}.get(name, "frame")
-        pen.box(x, 10, width, 386, name, kind=kind, top=True)
-    pen.box(18, 44, 88, 34, "async for")
-    pen.box(144, 44, 176, 34, "input splits the batch")
-    pen.arrow((142, 61), (108, 61))
-    pen.box(18, 98, 88, 34, "await run")
-    pen.arrow((106, 115), (142, 115))
-    for number, x in enumerate((144, 236)):
-        pen.box(x, 98, 84, 34, f"replica {number}", kind="value")
-    for number, y in enumerate((90, 126)):
-        pen.box(360, y, 120, 30, f"ops on part {number}")
-        pen.arrow((320, 106 + 16 * number), (358, y + 15))
-    for x in (186, 278):
-        pen.arrow((x, 132), (x, 176))
-    pen.arrow((420, 156), (420, 168), (322, 168))
-    pen.box(144, 178, 176, 54, ("the last to arrive", "merges for all"), kind="meeting")
-    pen.box(360, 184, 120, 42, ("large arrays,", "in blocks"))
-    pen.arrow((320, 198), (358, 198))
-    pen.arrow((358, 212), (322, 212))
-    pen.arrow((232, 232), (232, 254))
-    pen.box(144, 256, 176, 54, ("new versions, built", "beside the old ones"), kind="value")
-    pen.arrow((232, 310), (232, 334))
-    pen.box(144, 336, 176, 48, ("results are put", "together by leaves"))
-    pen.arrow((142, 360), (108, 360))
-    pen.box(18, 343, 88, 34, "PerReplica")
-
-
-def meeting(pen: Picture) -> None:
-    """Three kinds of waiters bring their calls to one meeting point."""
-    ways = (
-        ("task of an async step", "TaskWaiter:", "awaits a future"),
-        ("device thread", "ThreadWaiter:", "parks at a gate"),
-        ("op of an async step", "OpWaiter:", "the loop calls"),
-    )
-    for number, (who, waiter, how) in enumerate(ways):
-        x = 10 + 163 * number
-        pen.label(x + 77, 22, f"replica {number}", anchor="middle")
-        pen.label(x + 77, 40, who, anchor="middle", soft=True, size=13)
-        pen.box(x, 50, 154, 30, "Call #3", kind="value")
-        pen.arrow((x + 77, 80), (x + 77, 96))
-        pen.box(x, 98, 154, 46, (waiter, how))
-        pen.arrow((x + 77, 144), (x + 77, 164))
-    pen.box(10, 166, 480, 206, "MeetingPoint", kind="meeting", top=True)
-    pen.box(24, 198, 220, 64, ("Rendezvous:", "Generation #3, 0 missing"), kind="plain")
-    pen.arrow((244, 214), (268, 214))
-    pen.box(270, 198, 206, 34, "never complete: Mismatch")
-    pen.arrow((134, 262), (134, 288))
-    pen.label(142, 280, "complete", soft=True)
-    pen.box(24, 290, 220, 34, "Collective.perform(calls)")
-    pen.arrow((244, 307), (268, 307))
-    pen.box(270, 282, 206, 50, ("Pending:", "a task awaits the rest"))
-    pen.label(250, 358, "one part for each", anchor="middle")
-    pen.arrow((134, 324), (134, 353), (180, 353))
-    pen.arrow((373, 332), (373, 353), (318, 353))
-    for number in range(3):
-        x = 87 + 163 * number
-        pen.arrow((x, 372), (x, 392))
-    pen.label(250, 410, "every waiter takes its member's part", anchor="middle", soft=True)
-
-
-def layers(pen: Picture) -> None:
-    """The packages; each may import those below it."""
-    settings = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["tool"]["importlinter"]
-    (contract,) = (each for each in settings["contracts"] if each["id"] == "layers")
-    y = 10
-    for layer in contract["layers"]:
-        names = [name.strip(" ()") for name in re.split("[|:]", layer)]
-        if names[0].startswith("_"):
-            continue
-        width = (480 - 8 * (len(names) - 1)) / len(names)
-        for place, name in enumerate(names):
-            kind = CENTRAL.get(name, "plain")
-            pen.box(10 + place * (width + 8), y, width, 28, name, kind=kind, code=True)
-        y += 34
-
-
 Draw = Callable[[Picture], None]
 
 PICTURES: dict[str, tuple[Draw, int, int, str]] = {
@@ -236,9 +143,15 @@ PICTURES: dict[str, tuple[Draw, int, int, str]] = {
     "contexts": (contexts, 500, 346, "Cross-replica, replica and update context"),
     "versions": (versions, 500, 256, "Versions of a variable"),
     "device-loop": (device_loop, 500, 282, "A device loop and its infeed"),
-    "step": (step, 500, 406, "One step, from a batch to updated variables"),
-    "meeting": (meeting, 500, 420, "How calls of replicas become one merge"),
-    "layers": (layers, 500, 520, "The packages of the library in layers"),
+    "step": (internals.step, 500, 406, "One step, from a batch to updated variables"),
+    "meeting": (internals.meeting, 500, 420, "How calls of replicas become one merge"),
+    "layers": (internals.layers, 500, 520, "The packages of the library in layers"),
+    "optimizer-step": (internals.optimizer_step, 500, 306, "An optimizer step"),
+    "save": (internals.save, 500, 446, "Saving a checkpoint"),
+    "restore": (internals.restore, 500, 308, "Restoring a checkpoint"),
+    "learner": (internals.learner, 500, 328, "An example in an online learner"),
+    "sources": (internals.sources, 500, 258, "From a source to batches"),
+    "observers": (internals.observers, 500, 420, "Who tells of what, and who is told"),
 }
 
 

@@ -1,6 +1,7 @@
 """Peers: what the rounds say, and a whole run of this package beside its floor."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from benchmarks.peers import main
 from benchmarks.peers._cases import PEERS, Case, all_cases, promised
 from benchmarks.peers._charts import draw_charts
-from benchmarks.peers._results import Contender, Measured, Result, format_results
+from benchmarks.peers._results import Contender, Measured, Result, format_results, write_results
 
 MERGE = Case("merge", 4, "merge", "us/replica")
 
@@ -27,12 +28,15 @@ def measured() -> Measured:
 def test_ratios_are_taken_round_by_round_and_goals_are_marked() -> None:
     rows = {row["peer"]: row for row in measured().rows()}
     tensorflow, jax = rows["tensorflow"], rows["jax"]
-    assert (tensorflow["ratio"], tensorflow["lowest"], tensorflow["highest"]) == (15, 10, 20)
+    assert (tensorflow["ratio"], tensorflow["lowest"], tensorflow["highest"]) == (
+        pytest.approx(1 / 15), 1 / 20, 1 / 10
+    )  # fmt: skip
     assert tensorflow["is_met"] is True
-    assert (jax["ratio"], jax["is_met"]) == (0.5, False)
+    assert (jax["ratio"], jax["is_met"]) == (2, False)
     assert rows["floor"]["goal"] is None
-    text = format_results(Result(is_quick=True, measured=[measured()]))
+    text = format_results(Result(is_quick=True, rows=measured().rows()))
     assert "1 of 2 goals met" in text
+    assert re.search(r"tensorflow eager +40 +us/replica +15.00 +10.00-20.00 +>= 10 ok", text)
 
 
 def test_ratios_are_to_the_fastest_of_our_ways() -> None:
@@ -43,7 +47,33 @@ def test_ratios_are_to_the_fastest_of_our_ways() -> None:
         Contender("torch", "gloo"): [12.0],
     }
     assert str(found.best) == "aioreplica run_steps"
-    assert [row["ratio"] for row in found.rows()] == [1.5, 1.0, 2.0]
+    assert [row["ratio"] for row in found.rows()] == [6 / 9, 1.0, 0.5]
+
+
+def test_a_run_in_parts_keeps_the_other_cases(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    first, other = Result(is_quick=True), measured()
+    other.case = Case("merge", 2, "merge", "us/replica")
+    first.add(measured())
+    first.add(other)
+    write_results(file, first)
+    second = Result(is_quick=True)
+    second.read(file)
+    again = measured()
+    again.samples[Contender("jax", "jit")] = [9.0, 9.0, 9.0]
+    second.add(again)
+    found = {(row["num_replicas"], row["peer"]): row["median"] for row in second.rows}
+    assert len(second.rows) == len(found) == 8
+    assert (found[2, "jax"], found[4, "jax"]) == (1.5, 9.0)
+
+
+def test_the_memory_of_a_further_replica_is_a_difference() -> None:
+    result = Result(is_quick=True)
+    for size, mebibytes in ((1, 50.0), (4, 53.0)):
+        found = Measured(Case("start", size, "memory", "MiB"))
+        found.samples = {Contender("aioreplica", ""): [mebibytes]}
+        result.add(found)
+    assert "memory of a further replica, aioreplica: 1.00 MiB" in format_results(result)
 
 
 def test_every_task_of_a_peer_has_a_case() -> None:
@@ -51,6 +81,7 @@ def test_every_task_of_a_peer_has_a_case() -> None:
     assert {case.task for case in cases} == {task for peer in PEERS for task in peer.modes}
     sixty_four = [case for case in cases if case.num_replicas == 64]
     assert [case.title for case in sixty_four] == ["merge", "empty run"]
+    assert all(promised(case, "floor", "") is None for case in cases)
     assert promised(MERGE, "tensorflow", "eager") == 10
 
 
@@ -60,7 +91,8 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
     reduce.samples = {Contender("aioreplica", ""): [1.0], Contender("jax", "jit"): [2.0]}
     train = Measured(Case("train", 2, "MLP", "us/step"))
     train.samples = {Contender("aioreplica", "run"): [1.0], Contender("jax", "jit"): [2.0]}
-    drawn = list(draw_charts(Result(is_quick=True, measured=[found, reduce, train]), tmp_path))
+    rows = [row for each in (found, reduce, train) for row in each.rows()]
+    drawn = list(draw_charts(rows, tmp_path))
     assert [path.name for path in drawn] == [
         "peers_merge.png", "peers_all_reduce.png", "peers_train.png"
     ]  # fmt: skip
@@ -76,5 +108,5 @@ def test_a_whole_run_without_other_peers(
     written = json.loads(output.read_text())
     reports = {row["name"]: row["report"] for row in written["rows"] if row["report"]}
     assert "Replica 0 returned" in reports["report of a mismatch"]
-    assert set(written["memory_bytes"]) == {"aioreplica", "floor"}
-    assert "start-up, aioreplica" in capsys.readouterr().out
+    assert {row["peer"] for row in written["rows"]} == {"aioreplica", "floor"}
+    assert "goals met" in capsys.readouterr().out

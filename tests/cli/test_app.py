@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import aioreplica
-from aioreplica.cli import _bench, main
+from aioreplica.cli import _app, _bench, main
 
 pytest.importorskip("typer")
 
@@ -24,6 +24,17 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
     assert "python -m aioreplica" in out
     for command in ("bench", "ckpt", "devices", "doctor", "top", "trace"):
         assert command in out
+
+
+def test_interrupted_while_it_imports_it_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str, package: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_app, "import_module", interrupted)
+
+    assert ended(capsys, "doctor") == (130, "", "")
 
 
 def test_its_name_is_the_one_it_was_called_by(

@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from threadpoolctl import threadpool_info
 
 from aioreplica.cli import _doctor, main
 
@@ -39,6 +40,13 @@ def test_it_tells_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_extra_of_the_package_says_what_it_brings() -> None:
     assert EXTRAS - set(_doctor.BRINGS) == set()
+
+
+def test_every_extra_is_on_the_page_about_installing() -> None:
+    page = (Path(__file__).parents[2] / "docs/installing.md").read_text(encoding="utf-8")
+    rows = " ".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("|"))
+
+    assert {extra for extra in EXTRAS if f"`{extra}`" not in rows} == set()
 
 
 def test_bare_it_names_the_extra_that_brings_each(
@@ -84,3 +92,18 @@ def test_more_threads_than_cores_are_pointed_out(
     monkeypatch.setattr(_doctor, "_num_cores", lambda: 0)
 
     assert {row[-1] for row in answers(capsys)["BLAS"].values()} == {"more than the cores"}
+
+
+def test_unused_avx512_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {row["architecture"] for row in threadpool_info() if "architecture" in row}
+    monkeypatch.setattr(_doctor, "NARROW", chosen)
+    monkeypatch.setattr(_doctor, "_num_cores", lambda: 1000)
+    notes = {}
+    for has_it in (True, False):
+        monkeypatch.setattr(_doctor, "_has_avx512", lambda has_it=has_it: has_it)
+        notes[has_it] = " ".join(row[-1] for row in answers(capsys)["BLAS"].values())
+
+    assert ("OPENBLAS_CORETYPE" in notes[True]) is bool(chosen)
+    assert "OPENBLAS_CORETYPE" not in notes[False]

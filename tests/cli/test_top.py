@@ -68,6 +68,10 @@ def test_the_only_process_is_found_or_named(
         assert "MirroredStrategy  open  step 1" in text
         assert "cpu:1" in text
 
+    with pytest.raises(SystemExit) as end:
+        main(["top"])  # into a pipe it does not go on either
+    assert (end.value.code, "step 1" in capsys.readouterr().out) == (0, True)
+
 
 def test_no_process_says_how_to_opt_in(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
+STRATEGY_PROGRAM = str(Path(__file__).with_name("strategy_program.py"))
+ULFM = ("--with-ft", "ulfm")
 ROOT = str(Path(__file__).parents[2])
 LIMIT_S = 90.0
 
@@ -38,18 +40,29 @@ class Launch:
     output: str = ""
 
 
-def mpi(size: int, *arguments: str, options: Sequence[str] = (), **variables: str) -> Launch:
+def mpi(
+    size: int,
+    *arguments: str,
+    options: Sequence[str] = (),
+    program: str = PROGRAM,
+    **variables: str,
+) -> Launch:
     """Start workers with the mpirun beside this interpreter."""
-    with started_by_mpi(size, *arguments, options=options, **variables) as process:
+    process = started_by_mpi(size, *arguments, options=options, program=program, **variables)
+    with process:
         return ended([process])
 
 
 def started_by_mpi(
-    size: int, *arguments: str, options: Sequence[str] = (), **variables: str
+    size: int,
+    *arguments: str,
+    options: Sequence[str] = (),
+    program: str = PROGRAM,
+    **variables: str,
 ) -> subprocess.Popen[str]:
     launcher = str(Path(sys.executable).with_name("mpirun"))
     command = [launcher, *options, "--map-by", ":OVERSUBSCRIBE", "-n", str(size)]
-    return started([*command, sys.executable, PROGRAM, *arguments], variables)
+    return started([*command, sys.executable, program, *arguments], variables)
 
 
 def gloo(
@@ -57,6 +70,7 @@ def gloo(
     *arguments: str,
     port: int | None = None,
     of_rank: Mapping[int, Mapping[str, str]] | None = None,
+    program: str = PROGRAM,
     **variables: str,
 ) -> Launch:
     """Start workers one by one, with the variables that torchrun sets."""
@@ -67,7 +81,7 @@ def gloo(
     of_rank = of_rank or {}
     processes = [
         started(
-            [sys.executable, PROGRAM, *arguments],
+            [sys.executable, program, *arguments],
             {**common, "RANK": str(rank), **of_rank.get(rank, {})},
         )
         for rank in range(size)

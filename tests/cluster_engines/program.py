@@ -86,7 +86,7 @@ async def kill(c: Communicator, argument: str) -> Any:
             await c.all_reduce(np.ones(100_000))
         except ar.errors.WorkerLostError as error:
             again = await _error_of(c)
-            return {**_row(error), "after": time.monotonic() - start, "again": again["error"]}
+            return {**row_of(error), "after": time.monotonic() - start, "again": again["error"]}
     return "nobody died"
 
 
@@ -135,7 +135,7 @@ async def reconnecting(c: Communicator, argument: str) -> Any:
 async def waiting(c: Communicator, argument: str) -> Any:
     """Wait for a worker that does not come, until the launcher is interrupted."""
     await c.barrier()
-    _say(c.rank, "waiting")
+    say(c.rank, "waiting")
     if c.rank == 1:
         await asyncio.sleep(60.0)
     return await _error_of(c)
@@ -146,16 +146,16 @@ async def _error_of(c: Communicator) -> Any:
     try:
         await c.all_reduce(np.ones(1000))
     except Exception as error:
-        return {**_row(error), "after": time.monotonic() - start}
+        return {**row_of(error), "after": time.monotonic() - start}
     return "no error"
 
 
-def _row(error: Exception) -> dict[str, Any]:
+def row_of(error: Exception) -> dict[str, Any]:
     ranks = list(getattr(error, "ranks", ()))
     return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
 
 
-def _say(rank: int, result: Any) -> None:
+def say(rank: int, result: Any) -> None:
     """Write a line in one piece: workers share a pipe, and unbuffered `print` writes two."""
     sys.stdout.write(json.dumps({"rank": rank, "result": result}) + "\n")
     sys.stdout.flush()
@@ -179,11 +179,11 @@ async def main(scenario: str, argument: str) -> None:
     try:
         c = await connect(resolver, engine=os.environ.get("TEST_ENGINE"), timeout=timeout)
     except Exception as error:
-        result = _row(error)
+        result = row_of(error)
     else:
         async with c:
             result = await globals()[scenario](c, argument)
-    _say(rank, result)
+    say(rank, result)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ def environment() -> dict[str, str]:
     }
 
 
-def launch(launcher: str, *arguments: Any) -> subprocess.Popen[str]:
-    line = [*LAUNCHERS[launcher], *map(str, arguments)]
+def launch(launcher: str, *arguments: Any, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start the example, with more options of the launcher."""
+    *begin, script = LAUNCHERS[launcher]
+    line = [*begin, *options, script, *map(str, arguments)]
     return subprocess.Popen(
         line, cwd=ROOT, env=environment(), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

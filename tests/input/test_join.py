@@ -69,7 +69,9 @@ def fake() -> Iterator[FakeBackend]:
 
 
 def target() -> InputTarget:
-    return InputTarget(("fake:0", "fake:1"), False, Context(1, 0, 2), OpenLoops(), lambda: None)
+    return InputTarget(
+        ("fake:0", "fake:1"), False, lambda: Context(1, 0, 2), OpenLoops(), lambda: None
+    )
 
 
 @pytest.mark.asyncio

@@ -53,7 +53,7 @@ def target(num_workers: int, worker: int, num_local: int = 2) -> InputTarget:
     """Return what a strategy of one of several workers would pass."""
     names = tuple(f"cpu:{i}" for i in range(num_local))
     context = ar.InputContext(num_workers, worker, num_workers * num_local)
-    return InputTarget(names, False, context, OpenLoops(), lambda: None)
+    return InputTarget(names, False, lambda: context, OpenLoops(), lambda: None)
 
 
 async def parts(dataset: Any, options: ar.InputOptions, who: InputTarget) -> list[list[list[int]]]:

@@ -400,3 +400,64 @@ async def test_a_reader_of_another_learner_only_predicts(
 
     assert [early.status, unready.status, unheard.status] == [503] * 3
     assert (predicted.status, learned.status) == (200, 404)
+
+
+def test_a_service_runs_again_on_another_loop(tmp_path: Path) -> None:
+    """As the tests of an application do, which enter its lifespan once for each."""
+    strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])
+    made: list[tuple[OnlineService, OnlineLearner]] = []
+
+    async def first() -> None:
+        async with serving(strategy, journal=tmp_path / "journal") as found:
+            made.append(found)
+            await use(found[0], 1)
+
+    async def again() -> None:
+        async with made[0][0].lifespan():
+            await use(made[0][0], 2)
+
+    async def use(service: OnlineService, number: int) -> None:
+        assert (await ask(service, "GET", "/readyz")).status == 200
+        assert (await post(service, "/learn", example())).json()["number"] == number
+        await until_learned(made[0][1])
+        follower = asyncio.create_task(ask(service, "GET", "/events", stalls=True))
+        await asyncio.sleep(0.05)
+        assert not follower.done()
+        service.close()
+        events = events_of((await follower).body)
+        assert events[-1]["statistics"]["learned_number"] == number
+
+    asyncio.run(first())
+    asyncio.run(again())
+    assert made[0][1].version == 2
+
+
+@pytest.mark.asyncio
+async def test_without_its_lifespan_a_service_says_so(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        weight = ar.Variable(0.0)
+    learner = OnlineLearner(pair, print, {"w": weight}, max_batch=1, max_delay_s=0.0, queue_size=1)
+    service = OnlineService(learner, lambda _s, x: x, input_like=np.zeros(2))
+    ready = await ask(service, "GET", "/readyz")
+    metrics = await ask(service, "GET", "/metrics")
+    answers = [
+        await post(service, "/learn", {"input": [0, 0]}),
+        await post(service, "/predict", {"input": [0, 0]}),
+        await ask(service, "GET", "/events"),
+        await ask(service, "GET", "/dead-letters"),
+    ]
+    assert ready.status == 503
+    assert "lifespan" in ready.json()["status"]
+    assert metrics.status == 200
+    assert [answer.status for answer in answers] == [503] * 4
+
+
+def test_hosts_are_names_in_any_case_and_not_one_text(pair: ar.MirroredStrategy) -> None:
+    with pytest.raises(TypeError, match="got one text: 'example.org'"):
+        OnlineService(SnapshotReader("x"), print, input_like=0.0, hosts="example.org")
+
+    async def main() -> int:
+        service = OnlineService(SnapshotReader("x"), print, input_like=0.0, hosts=["Example.org"])
+        return (await ask(service, "GET", "/snapshot", host="eXample.org")).status
+
+    assert asyncio.run(main()) == 503  # nothing is published, and not 400

@@ -42,7 +42,7 @@ async def test_a_key_takes_one_example_once(folder: Path) -> None:
         assert [await t for t in twice] == [2, 2]
         assert learner.statistics().num_duplicates == 3
         assert learner.statistics().queue_depth == 0
-        for key in ("", "x" * 201, 3):
+        for key in ("", "x" * 201, 3, "half \ud800"):
             with pytest.raises(ValueError, match="1 to 200 characters"):
                 await learner.submit(example(1), key=key)  # type: ignore[arg-type]
     async with Counting(folder) as program:  # compacted by the checkpoint, and still known
@@ -404,3 +404,28 @@ def test_checkpoints_are_saved_when_they_are_due(folder: Path) -> None:
             assert learner.statistics().num_checkpoints == 1
 
     art.run(main)
+
+
+class Cloud(ar.checkpoint.LocalStorage):
+    """Fails as a library of another kind of storage may: with an error of its own."""
+
+    is_down = False
+
+    def replace(self, path: str, data: bytes) -> None:
+        if self.is_down:
+            raise RuntimeError("the cloud is down")
+        super().replace(path, data)
+
+
+@pytest.mark.asyncio
+async def test_a_storage_that_fails_in_its_own_way_is_told(folder: Path) -> None:
+    cloud = Cloud(folder / "cloud")
+    async with Counting(folder, checkpoints=ar.CheckpointManager(cloud)) as program:
+        learner = program.learner
+        await (await learner.submit(example(0)))
+        cloud.is_down = True
+        with pytest.raises(CheckpointError, match="the cloud is down"):
+            await learner.checkpoint()
+        assert "the cloud is down" in learner.statistics().checkpoint_error
+        with pytest.raises(CheckpointError, match="the cloud is down"):
+            await learner.aclose()

@@ -10,8 +10,14 @@ import pytest
 
 import aioreplica as ar
 from aioreplica import testing as art
-from aioreplica.errors import ContextError, DeviceError, PoisonedExampleError
+from aioreplica.errors import (
+    ContextError,
+    DeviceError,
+    LoopMismatchError,
+    PoisonedExampleError,
+)
 from aioreplica.online import OnlineLearner
+from tests.strategies.workers import strategies
 
 from .program import Counting, example
 
@@ -338,3 +344,38 @@ async def test_closing_that_is_cancelled_before_anything_began_closes_the_journa
         async with program.learner:
             await program.learner.submit(example(0))
     assert program.learned() == [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_journal", [False, True])
+async def test_threads_and_other_loops_are_told_to_ask_the_learners_loop(
+    folder: Path, has_journal: bool
+) -> None:
+    """A plain function of a web framework runs on a thread; it must not hold a place for ever."""
+    async with Counting(folder if has_journal else None) as program:
+        learner = program.learner
+
+        async def elsewhere() -> None:
+            learner.submit_nowait(example(1))
+
+        with pytest.raises(ContextError, match="needs a running event loop"):
+            await asyncio.to_thread(learner.submit_nowait, example(0))
+        with pytest.raises(LoopMismatchError, match="run_coroutine_threadsafe"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        assert learner.statistics().queue_depth == 0
+        loop = asyncio.get_running_loop()
+
+        def ask() -> Any:
+            return asyncio.run_coroutine_threadsafe(learner.submit(example(2)), loop).result(30)
+
+        assert await (await asyncio.to_thread(ask)) == 1
+    assert program.learned() == [0, 0, 1]
+
+
+def test_several_workers_are_refused_before_anything_is_taken() -> None:
+    """Each would give its examples to all replicas, and set all of them aside."""
+    workers = strategies(2, 1)
+    with workers[0].scope():
+        weight = ar.Variable(0.0)
+    with pytest.raises(ValueError, match="has several workers"):
+        OnlineLearner(workers[0], print, {"w": weight}, max_batch=1, max_delay_s=0.0, queue_size=1)

@@ -1,5 +1,6 @@
 """Poisoned examples: found among the good ones, whatever they do; nothing of them stays."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.checkpoint import Savepoint
-from aioreplica.errors import PoisonedExampleError
+from aioreplica.errors import ContextError, PoisonedExampleError
 
 from .program import RAISES, WRITES_NAN, Counting, example
 
@@ -119,3 +120,85 @@ async def test_a_savepoint_puts_everything_back() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
         assert (rng.random(), state["notes"], mean.result()) == (drawn, [1], 3.0)
         assert program.weight.version == version + 3
+
+
+@pytest.mark.asyncio
+async def test_what_a_step_put_into_the_containers_of_the_state_is_undone() -> None:
+    async with Counting() as program:
+        table = np.zeros(2)
+        state: dict[str, Any] = {"w": program.weight, "loss": 0.0, "table": table, "parts": [table]}
+        savepoint = Savepoint(state)
+
+        async def step() -> None:
+            await program.adam.apply_gradients([(np.ones(1), program.weight)])
+
+        await program.strategy.run(step)
+        table[:] = 5
+        state["loss"] = np.float64(3.0)  # of another kind than it was
+        state["table"] = np.ones(3)
+        state["parts"].clear()
+        state["seen"] = 1
+        savepoint.put_back()
+        assert program.weight.value == 0.0
+        assert state["loss"] == 0.0
+        assert state["table"] is state["parts"][0] is table
+        assert np.array_equal(table, np.zeros(2))
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_cannot_be_undone_ends_the_learner(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_self: Savepoint) -> None:
+        raise RuntimeError("no way back")
+
+    program = Counting(folder)
+    assert program.manager is not None
+    async with program.strategy, program.manager:
+        learner = program.learner
+        await learner.__aenter__()
+        await (await learner.submit(example(0)))
+        monkeypatch.setattr(Savepoint, "put_back", broken)
+        ticket = await learner.submit(example(1, RAISES))
+        with pytest.raises(ContextError, match="The journal has it"):
+            await ticket
+        assert program.counts.value[1] == 1  # of half a step: nobody may see that
+        assert learner.snapshot()[program.counts][1] == 0
+        with pytest.raises(ContextError, match="could not be undone: RuntimeError: no way back"):
+            await learner.aclose()
+        assert program.manager.steps() == ()
+    monkeypatch.undo()
+    async with Counting(folder) as program:
+        await (await program.learner.submit(example(2)))
+        assert program.learned() == [1, 0, 1]
+        assert [letter.number for letter in await program.learner.dead_letters()] == [2]
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("a bad \ud800 text"), r"ValueError: a bad \ud800 text"),
+        (UnspeakableError(), "UnspeakableError, whose text cannot be shown"),
+    ],
+)
+async def test_a_dead_letter_says_what_all_replicas_raised_whatever_its_text(
+    folder: Path, error: Exception, said: str
+) -> None:
+    async def step(ctx: ar.ReplicaContext, batch: Any) -> None:
+        await ctx.barrier()
+        raise type(error)(*error.args)
+
+    async with Counting(folder) as program:
+        learner = program.learner
+        learner.step_fn = step
+        with pytest.raises(PoisonedExampleError):
+            await (await learner.submit(example(0)))
+        [letter] = await learner.dead_letters()
+        assert letter.error.startswith(said)
+        assert await learner.checkpoint() == 1

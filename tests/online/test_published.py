@@ -1,10 +1,13 @@
 """Snapshots for other processes: each read is one version, whatever is published meanwhile."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from aioreplica.errors import CheckpointError
-from aioreplica.online import SnapshotReader, publish_snapshot
+from aioreplica.online import PublishedSnapshot, SnapshotReader, publish_snapshot
+from aioreplica.online import _published as published
 
 from .program import Counting, example
 
@@ -153,3 +157,30 @@ async def test_a_learner_publishes_what_it_has_learned(folder: Path) -> None:
             pass
     async with Counting(folder):  # the journal was given back
         pass
+
+
+def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics are read on a thread while the loop predicts: neither closes what the other opens."""
+    path = folder / "model"
+    publish_snapshot(path, 1, {"w": np.ones(3)})
+    load, pool = published._load, ThreadPoolExecutor(1)
+    others: list[Future[PublishedSnapshot]] = []
+
+    def overtaken(*args: Any) -> Any:
+        found = load(*args)
+        if not others:  # another thread reads while this one is between mapping and keeping
+            others.append(pool.submit(reader.read))
+            wait(others, 0.1)
+        return found
+
+    monkeypatch.setattr(published, "_load", overtaken)
+    with pool, SnapshotReader(path) as reader:
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert reader.read() is others[0].result(30)
+        assert len(os.listdir("/proc/self/fd")) == num_open + 2  # the file, and its mapping
+
+
+def test_the_name_that_the_format_keeps_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="'__metadata__'"):
+        publish_snapshot(folder / "model", 1, {"__metadata__": np.ones(1)})
+    assert not [*folder.iterdir()]

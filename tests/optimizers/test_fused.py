@@ -11,6 +11,7 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.context import REGISTRY
+from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import FusedRules
 from aioreplica.optimizers._fused import FUSED_RULES, fused_rules
 from aioreplica.optimizers._kernels import ADAPT
@@ -22,7 +23,10 @@ RULES: dict[str, Callable[[], Any]] = {
     "Adam": lambda: ar.optimizers.Adam(0.1),
     "AdamW": lambda: ar.optimizers.AdamW(0.1, weight_decay=0.3),
     "Adagrad": lambda: ar.optimizers.Adagrad(0.1),
-    "clipped": lambda: ar.optimizers.Adam(0.1, global_clipnorm=0.5, loss_scale=128.0),
+    "RMSprop": lambda: ar.optimizers.RMSprop(0.1),
+    "RMSprop with momentum": lambda: ar.optimizers.RMSprop(0.1, momentum=0.9),
+    "norm": lambda: ar.optimizers.Adam(0.1, global_clipnorm=0.5, loss_scale=128.0),
+    "value": lambda: ar.optimizers.SGD(0.1, clipvalue=0.25, loss_scale=3.0),
 }
 
 
@@ -36,42 +40,70 @@ def rules() -> Iterator[FusedRules]:
     REGISTRY.replace(FUSED_RULES, old)
 
 
-def trained(make: Callable[[], Any]) -> list[Any]:
+def trained(make: Callable[[], Any], num_replicas: int = 1) -> list[Any]:
     """Train arrays of several sizes and dtypes, one of them by rows; return what was written."""
     rng = np.random.default_rng(0)
     shapes = [((300, 401), "f4"), ((7,), "f4"), ((5, 3), "f8"), ((), "f4"), ((3,), "f2")]
-    variables = [ar.Variable(rng.normal(size=shape).astype(kind)) for shape, kind in shapes]
-    table = ar.Variable(rng.normal(size=(50, 4)).astype("f4"))
-    optimizer = make()
+    devices = [f"cpu:{index}" for index in range(num_replicas)]
 
-    async def train() -> None:
-        for _ in range(3):
-            pairs: list[Any] = [
-                (np.asarray(rng.normal(size=v.shape), v.dtype), v) for v in variables
+    async def train() -> list[Any]:
+        async with ar.MirroredStrategy(devices) as strategy:
+            with strategy.scope():
+                variables = [
+                    ar.Variable(rng.normal(size=size).astype(kind)) for size, kind in shapes
+                ]
+                table = ar.Variable(rng.normal(size=(50, 4)).astype("f4"))
+                optimizer = make()
+            everything = (*variables, table)
+            for _ in range(3):
+                parts = [
+                    [np.asarray(rng.normal(size=v.shape), v.dtype) for v in variables]
+                    for _ in devices
+                ]
+                rows = [rng.normal(size=(2, 4)).astype("f4") for _ in devices]
+
+                async def step(own: list[Any], of_table: Any) -> None:
+                    slices = ar.IndexedSlices(of_table, np.array([3, 40]), (50, 4))
+                    pairs = zip((*own, slices), everything, strict=True)
+                    weighted = [
+                        (ar.Weighted(gradient, 1.5), variable) for gradient, variable in pairs
+                    ]
+                    await optimizer.apply_gradients(weighted)
+
+                await strategy.run(step, args=(ar.PerReplica(parts), ar.PerReplica(rows)))
+            slots = [
+                optimizer.get_slot(v, name) for v in everything for name in optimizer.slot_names
             ]
-            rows = rng.normal(size=(2, 4)).astype("f4")
-            pairs.append((ar.IndexedSlices(rows, np.array([3, 40]), (50, 4)), table))
-            await optimizer.apply_gradients(pairs)
+            return [np.array(variable.value) for variable in (*everything, *slots)]
 
-    asyncio.run(train())
-    slots = [
-        optimizer.get_slot(variable, name).value
-        for variable in (*variables, table)
-        for name in optimizer.slot_names
-    ]
-    return [*(variable.value for variable in (*variables, table)), *slots]
+    return asyncio.run(train())
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize("name", RULES)
-def test_the_bits_are_those_of_numpy(name: str, rules: FusedRules) -> None:
+def test_the_bits_are_those_of_numpy(name: str, num_replicas: int, rules: FusedRules) -> None:
     old = REGISTRY.replace(FUSED_RULES, FusedRules(is_on=False))
-    expected = trained(RULES[name])
+    expected = trained(RULES[name], num_replicas)
     assert REGISTRY.replace(FUSED_RULES, rules) is not old
-    found = trained(RULES[name])
+    found = trained(RULES[name], num_replicas)
     kernel = RULES[name]().kernel
     assert not rules.missing(kernel, [np.dtype(kind) for kind in ("f4", "f8", "f2")])
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs, strict=True)
+
+
+@pytest.mark.parametrize("place", [0, 1023, 1024, 5000])
+def test_what_is_not_finite_is_found_wherever_it_is(place: int, rules: FusedRules) -> None:
+    w = ar.Variable(np.ones(5001, np.float32))
+    sgd = ar.optimizers.SGD(0.5)
+    gradient = np.ones(5001, np.float32)
+    asyncio.run(sgd.apply_gradients([(gradient, w)]))
+    for number in (np.nan, np.inf, -np.inf):
+        gradient[place] = number
+        with pytest.raises(NonFiniteError, match=rf"{number} at index \({place},\)"):
+            asyncio.run(sgd.apply_gradients([(gradient, w)]))
+    assert w.value.tolist() == [0.5] * 5001
+    assert rules.find(sgd.kernel, w.dtype, [gradient]) is not None
 
 
 def test_a_gradient_of_another_layout_stays_in_numpy(rules: FusedRules) -> None:

@@ -48,8 +48,10 @@ async def test_a_thousand_clients_that_break_off_leave_nothing(tmp_path: Path) -
         for each in gone:  # all at once, and with a reset
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             each.close()
-        assert (await learn(client, *range(100, 200))).status_code == 202
         async with asyncio.timeout(60):
+            while (answer := await learn(client, *range(100, 200))).status_code == 429:
+                await asyncio.sleep(0.05)  # the queue is full of what the gone ones sent
+            assert answer.status_code == 202
             while watched.num_fds() > files + 2:
                 await asyncio.sleep(0.05)
         now, num_threads = await until_learned(client), watched.num_threads()

@@ -4,9 +4,20 @@ Imported when the first of them gets an op: it needs cloudpickle.
 """
 
 from ..._export import export_public
+from ._parcel import Reduced as Reduced
+from ._parcel import dumps as dumps
+from ._parcel import find_obstacle as find_obstacle
 from ._process import RemoteTracebackError as RemoteTracebackError
 from ._process import WorkerProcess as WorkerProcess
+from ._worker import kind_of as kind_of
 
-__all__ = ["RemoteTracebackError", "WorkerProcess"]
+__all__ = [
+    "Reduced",
+    "RemoteTracebackError",
+    "WorkerProcess",
+    "dumps",
+    "find_obstacle",
+    "kind_of",
+]
 
 export_public(__name__, __all__, globals())

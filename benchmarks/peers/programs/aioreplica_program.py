@@ -1,8 +1,17 @@
-"""aioreplica: awaited runs, plain steps and device loops, gradients by hand in NumPy."""
+"""aioreplica: awaited runs, plain steps and device loops.
+
+Gradients are computed by hand in NumPy; by jax or torch where the second argument says so.
+"""
 
 import contextlib
+import os
 import sys
 from functools import partial
+
+COUNT = int(sys.argv[1])
+LIBRARY = sys.argv[2] if len(sys.argv) > 2 else "numpy"
+if LIBRARY == "torch":  # in each thread that computes
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // COUNT))
 
 import _serve as peer
 import numpy as np
@@ -10,10 +19,10 @@ import numpy as np
 import aioreplica as ar
 from benchmarks._mlp import Backprop
 
-COUNT = int(sys.argv[1])
 MERGES = 100
 REDUCTIONS = 10
-LOOP_STEPS = 10
+LOOP_STEPS = 10  # of a device loop: of the network, and when it is checked
+SMALL_STEPS = 200  # of the linear model
 ar.set_logical_devices("cpu", max(2, COUNT))
 strategy = ar.MirroredStrategy(ar.list_devices("cpu")[:COUNT])
 
@@ -50,10 +59,67 @@ def make_all_reduce(_mode, size):
     return peer.Work(lambda: strategy.run(replica, args=(values,)), number)
 
 
+class NumpyNetwork:
+    """Differentiates the sum of the cross entropies, by hand."""
+
+    def __init__(self, images, labels):
+        self._gradients = Backprop(len(labels))
+        self._batch = images, labels
+
+    def __call__(self, parameters):
+        return self._gradients(parameters, *self._batch)
+
+
+class JaxNetwork:
+    """The same, differentiated and compiled by jax."""
+
+    def __init__(self, images, labels):
+        import jax
+        import jax.numpy as jnp
+
+        def loss(values, x, y):
+            for weight, bias in zip(values[:-2:2], values[1:-2:2], strict=True):
+                x = jax.nn.relu(x @ weight + bias)
+            scores = jax.nn.log_softmax(x @ values[-2] + values[-1])
+            return -jnp.take_along_axis(scores, y[:, None], axis=1).sum()
+
+        self._gradients = jax.jit(jax.grad(loss))
+        self._batch = jax.device_put((images, labels))
+
+    def __call__(self, parameters):
+        return list(map(np.asarray, self._gradients(parameters, *self._batch)))
+
+
+class TorchNetwork:
+    """The same, differentiated by torch."""
+
+    def __init__(self, images, labels):
+        import torch
+
+        self._torch = torch
+        self._batch = torch.tensor(images), torch.tensor(labels)
+
+    def __call__(self, parameters):
+        torch, (x, y) = self._torch, self._batch
+        values = [torch.from_numpy(array).requires_grad_() for array in parameters]
+        for weight, bias in zip(values[:-2:2], values[1:-2:2], strict=True):
+            x = torch.relu(torch.addmm(bias, x, weight))
+        scores = torch.addmm(values[-1], x, values[-2])
+        total = torch.nn.functional.cross_entropy(scores, y, reduction="sum")
+        return [gradient.numpy() for gradient in torch.autograd.grad(total, values)]
+
+
+NETWORKS = {"numpy": NumpyNetwork, "jax": JaxNetwork, "torch": TorchNetwork}
+
+
 class Linear:
     """Differentiates the sum of half the squares of a linear model."""
 
-    def __call__(self, parameters, inputs, labels):
+    def __init__(self, inputs, labels):
+        self._batch = inputs, labels
+
+    def __call__(self, parameters):
+        inputs, labels = self._batch
         return [(inputs @ parameters[0] - labels) @ inputs]
 
 
@@ -64,38 +130,47 @@ def make_train(mode, optimizer, batch, num_parameters=0):
         variables = [ar.Variable(array) for array in peer.start_of(num_parameters)]
         settings = {"epsilon": peer.EPSILON} if optimizer == "Adam" else {}
         rule = getattr(ar.optimizers, optimizer)(peer.LEARNING_RATE[optimizer], **settings)
-    programs = [Linear() if num_parameters else Backprop(len(x)) for x in xs]
-    parts = tuple(map(ar.PerReplica, (programs, xs, ys)))
+    network = Linear if num_parameters else NETWORKS[LIBRARY]
+    programs = ar.PerReplica([network(x, y) for x, y in zip(xs, ys, strict=True)])
+    sizes = ar.PerReplica(list(map(len, ys)))
 
-    def differentiate(program, x, y):
-        found = program([variable.value for variable in variables], x, y)
+    def differentiate(program, size):
+        found = program([variable.value for variable in variables])
         return [
-            (ar.Weighted(gradient, len(y)), variable)
+            (ar.Weighted(gradient, size), variable)
             for gradient, variable in zip(found, variables, strict=True)
         ]
 
-    async def awaited(program, x, y):
+    async def awaited(program, size):
         if num_parameters:  # too little work for a way to another thread
-            pairs = differentiate(program, x, y)
+            pairs = differentiate(program, size)
         else:
             ctx = ar.get_replica_context()
-            pairs = await ctx.run_on_device(differentiate, program, x, y)
+            pairs = await ctx.run_on_device(differentiate, program, size)
         await rule.apply_gradients(pairs)
 
-    def plain(program, x, y):
-        rule.blocking.apply_gradients(differentiate(program, x, y))
+    def plain(program, size):
+        rule.blocking.apply_gradients(differentiate(program, size))
 
-    def looped(_ctx, program, x, y):
-        rule.blocking.apply_gradients(differentiate(program, x, y))
+    def looped(_ctx, program, size):
+        rule.blocking.apply_gradients(differentiate(program, size))
 
+    parts = (programs, sizes)
     calls = {
         "run": lambda: strategy.run(awaited, args=parts),
         "plain steps": lambda: strategy.run(plain, args=parts),
-        "run_steps": lambda: strategy.run_steps(looped, [parts] * LOOP_STEPS, LOOP_STEPS),
     }
+    num_steps = SMALL_STEPS if num_parameters else LOOP_STEPS
+
+    def loop(count):
+        return strategy.run_steps(looped, [parts] * count, count)
+
+    is_loop = mode == "run_steps"
     return peer.Work(
-        calls[mode],
-        LOOP_STEPS if mode == "run_steps" else 1,
+        partial(loop, num_steps) if is_loop else calls[mode],
+        num_steps if is_loop else 1,
+        checked=partial(loop, LOOP_STEPS) if is_loop else None,
+        num_checked=LOOP_STEPS,
         parameters=lambda: [variable.value for variable in variables],
         images=images,
         labels=labels,

@@ -36,15 +36,20 @@ def main():
     if rank:
         follow()
     else:
-        with contextlib.suppress(BrokenPipeError):
-            peer.serve(led)
-        told(ENDED)
+        lead()
     dist.destroy_process_group()
     for process in others:
         process.wait()
 
 
 ENDED, CALLED, MADE = range(3)
+
+
+def lead():
+    """Answer requests, and tell the other ranks."""
+    with contextlib.suppress(BrokenPipeError):
+        peer.serve(led)
+    told(ENDED)
 
 
 def told(what=ENDED):
@@ -153,4 +158,5 @@ def network(start):
     return torch.nn.Sequential(*layers[:-1])
 
 
-main()
+if __name__ == "__main__":
+    main()

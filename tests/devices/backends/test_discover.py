@@ -1,5 +1,6 @@
 """Finding backends by entry point, and the backend of an array."""
 
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,7 @@ def discover(monkeypatch: pytest.MonkeyPatch, *points: FakePoint) -> list[str]:
         asked.append(group)
         return points
 
-    monkeypatch.setattr(_discover, "entry_points", entry_points)
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
     monkeypatch.setattr(_discover, "REGISTRY", Registry())
     found = find_backends()
     assert asked == ["aioreplica.backends"]

@@ -1,0 +1,38 @@
+"""Parameter servers: variables that live on them, and a coordinator that runs closures."""
+
+from ..._export import export_public
+from ._coordinator import ClusterCoordinator as ClusterCoordinator
+from ._coordinator import CoordinatorStatistics as CoordinatorStatistics
+from ._coordinator import RemoteValue as RemoteValue
+from ._packing import PerWorkerDataset as PerWorkerDataset
+from ._packing import PerWorkerIterator as PerWorkerIterator
+from ._packing import PerWorkerResource as PerWorkerResource
+from ._partition import FixedShardsPartitioner as FixedShardsPartitioner
+from ._partition import MaxSizePartitioner as MaxSizePartitioner
+from ._partition import MinSizePartitioner as MinSizePartitioner
+from ._partition import Partitioner as Partitioner
+from ._partition import Shard as Shard
+from ._strategy import ParameterServerStrategy as ParameterServerStrategy
+from ._variables import ParameterServerVariable as ParameterServerVariable
+from ._variables import ServedVariable as ServedVariable
+from ._variables import ShardedVariable as ShardedVariable
+
+__all__ = [
+    "ClusterCoordinator",
+    "CoordinatorStatistics",
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "ParameterServerStrategy",
+    "ParameterServerVariable",
+    "Partitioner",
+    "PerWorkerDataset",
+    "PerWorkerIterator",
+    "PerWorkerResource",
+    "RemoteValue",
+    "ServedVariable",
+    "Shard",
+    "ShardedVariable",
+]
+
+export_public(__name__, __all__, globals())

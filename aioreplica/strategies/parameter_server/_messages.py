@@ -1,0 +1,196 @@
+"""What closures and the coordinator tell parameter servers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...values import IndexedSlices
+from ._partition import Shard
+
+Array: TypeAlias = npt.NDArray[Any]
+Key: TypeAlias = tuple[int, int]
+"""A shard: the number of its variable, and which shard of it."""
+
+Slot: TypeAlias = tuple[int, str]
+"""What an optimizer keeps beside a shard: the optimizer's number and the name of the slot."""
+
+FROM_COORDINATOR = -1
+"""In place of the number of a closure, where the coordinator writes."""
+
+
+@final
+class Spec(NamedTuple):
+    """What a closure knows of a variable.
+
+    Attributes:
+        variable_id: Its number in the strategy.
+        name: Its name.
+        shape: Of the whole variable.
+        dtype: Of its elements.
+        trainable: Whether optimizers update it by default.
+        shards: Where its rows are.
+        slot: Which slot of that variable it is, None for the variable itself.
+    """
+
+    variable_id: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    trainable: bool
+    shards: tuple[Shard, ...]
+    slot: Slot | None = None
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """Return the shape of one shard."""
+        if len(self.shards) == 1:
+            return self.shape
+        shard = self.shards[index]
+        return (shard.end - shard.begin, *self.shape[1:])
+
+
+@final
+class Stamp(NamedTuple):
+    """Says whose push it is.
+
+    Attributes:
+        epoch: Counts how often the servers were restored.
+        closure: Number of the closure.
+        oldest: Every closure below this one is over: what it pushes is dropped.
+        step: The step of the closure, in synchronous mode.
+        attempt: Tells one run of a closure from another.
+    """
+
+    epoch: int
+    closure: int
+    oldest: int
+    step: int = 0
+    attempt: str = ""
+
+
+@final
+class Write(NamedTuple):
+    """An `assign`, `assign_add` and so on of a shard.
+
+    Attributes:
+        key: The shard.
+        ordinal: Which push it is of those that the closure makes to the shard.
+        verb: The method's name.
+        value: An array of the shard's shape, or IndexedSlices.
+    """
+
+    key: Key
+    ordinal: int
+    verb: str
+    value: Any
+
+
+@final
+class Count(NamedTuple):
+    """Counts an update; one per step in synchronous mode, however many closures count it."""
+
+    key: Key
+    ordinal: int
+
+
+@final
+class Gradient(NamedTuple):
+    """The gradient of a shard, to be applied by an optimizer's rule.
+
+    Attributes:
+        key: The shard.
+        ordinal: As in `Write`.
+        optimizer: The optimizer's number, which is that of its `iterations`.
+        gradient: An array, IndexedSlices, or a Weighted of one.
+        iteration: How many updates were done before; None if a `Count` of the same push says that.
+        read_version: The version of the shard that it was computed from, None if it was not read.
+        is_mean: Whether gradients without weights are averaged, in synchronous mode.
+    """
+
+    key: Key
+    ordinal: int
+    optimizer: int
+    gradient: Any
+    iteration: int | None
+    read_version: int | None
+    is_mean: bool
+
+
+Item: TypeAlias = Write | Count | Gradient
+
+
+@final
+class Pull(NamedTuple):
+    """Asks for a shard.
+
+    Attributes:
+        key: The shard.
+        known_version: The one that the caller has; -1 for none.
+        rows: Only these rows of the shard; None for all.
+        slot: A slot of the shard in its place.
+    """
+
+    key: Key
+    known_version: int = -1
+    rows: Array | None = None
+    slot: Slot | None = None
+
+
+@final
+class NewShard(NamedTuple):
+    """A shard that a server is to keep.
+
+    Attributes:
+        key: Names it.
+        value: Its first value.
+        name: Name of the variable.
+        trainable: Whether it can be trained.
+        constraint: Applied to the shard after each update; None for nothing.
+    """
+
+    key: Key
+    value: Array
+    name: str
+    trainable: bool
+    constraint: Any
+
+
+@final
+class ServerStatistics(NamedTuple):
+    """What a parameter server has done.
+
+    Attributes:
+        pulls: Shards that were asked for.
+        pushes: Writes, counts and gradients that took effect.
+        bytes_pulled: Sent.
+        bytes_pushed: Received.
+        dropped: Pushes that had been seen before, or whose closure was over.
+        late: Pushes of an older step, in synchronous mode.
+        stale: Gradients that were too old to be applied.
+        retries: Runs of closures that had pushed before.
+        max_staleness: How many versions old a gradient was at most.
+        staleness_sum: Added up over all gradients that were applied.
+        gradients: How many these are.
+    """
+
+    pulls: int = 0
+    pushes: int = 0
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
+    dropped: int = 0
+    late: int = 0
+    stale: int = 0
+    retries: int = 0
+    max_staleness: int = 0
+    staleness_sum: int = 0
+    gradients: int = 0
+
+
+def num_bytes(value: Any) -> int:
+    """Return the size of an array, of IndexedSlices, or of what a Weighted holds."""
+    value = getattr(value, "total", value)
+    if isinstance(value, IndexedSlices):
+        return value.nbytes
+    return int(np.asarray(value).nbytes)

@@ -1,0 +1,241 @@
+"""What travels from the program to closures: functions, with names in place of variables."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, final
+
+from ...cluster import ClosureEngine
+from ...context import CARRIER, CLOSURE
+from ...errors import ContextError
+from ...input import InputContext
+from ...optimizers import Optimizer, OptimizerRecipe, recipe_of
+from ...values import Variable, VariableOptions
+from ._messages import Spec
+from ._pickles import Packed, Reduced, obstacle, pack
+from ._variables import ServedVariable, new_served
+
+
+@final
+class HomeSide:
+    """The program's side of pickling a closure: names its variables, optimizers and resources.
+
+    Args:
+        strategy: Whose variables may be named.
+
+    Attributes:
+        recipes: Of the optimizers that were named, pickled, by number.
+    """
+
+    def __init__(self, strategy: Any) -> None:  # Any: it needs this class
+        self._strategy = strategy
+        self.recipes: dict[int, bytes] = {}
+
+    def view(self, block: Any) -> Any:
+        """Not used: buffers come with the pickle."""
+        raise NotImplementedError
+
+    def find(self, name: Any) -> Any:
+        """Return the variable that a result names."""
+        return self._strategy.servers.variable(name)
+
+    def refer(self, thing: Any) -> Reduced:
+        """Name a variable or a resource.
+
+        Raises:
+            ContextError: If it is a variable of another strategy, or of none.
+            TypeError: If it is something else that asks for a name.
+        """
+        if isinstance(thing, ServedVariable) and thing.strategy is self._strategy:
+            options = VariableOptions(thing.name, thing.trainable, thing.aggregation)
+            return variable_in_closure, (thing.spec, options)
+        if isinstance(thing, PerWorkerResource):
+            thing.require_owner(self._strategy)
+            return resource_in_closure, (thing.number, thing.factory)
+        if isinstance(thing, Variable):
+            owner = "no strategy" if thing.strategy is None else repr(thing.strategy)
+            raise ContextError(
+                f"Variable {thing.name!r} belongs to {owner}, so a closure of {self._strategy!r} "
+                "cannot use it. Make it in that strategy's scope: `with strategy.scope(): "
+                "ar.Variable(...)`."
+            )
+        raise TypeError(f"{thing!r} is of no use in a closure.")
+
+    def reduced(self, thing: Any) -> Reduced | None:
+        """Send optimizers as what they are made of; the strategy itself cannot travel."""
+        if thing is self._strategy or isinstance(thing, ClosureEngine):
+            raise TypeError(f"{thing!r} cannot be used in a closure: it lives in the program.")
+        if not isinstance(thing, Optimizer):
+            return None
+        iterations = thing.settings.iterations
+        if not isinstance(iterations, ServedVariable):
+            raise ContextError(
+                f"{type(thing).__name__} {iterations.name!r} was made outside the scope of "
+                f"{self._strategy!r}. Make optimizers that closures use in it: "
+                "`with strategy.scope(): ar.optimizers.Adam(...)`."
+            )
+        recipe = self._recipe(thing)
+        number = iterations.spec.variable_id
+        self.recipes[number] = pack(recipe, self).data
+        self._strategy.servers.know(number, thing.settings)
+        settings = thing.settings
+        return optimizer_in_closure, (recipe, iterations, settings.skipped, settings.norm)
+
+    def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
+        recipe = recipe_of(optimizer, self._strategy.variable_table.all())
+        limits = (recipe.clipnorm, recipe.global_clipnorm)
+        if self._strategy.mode == "sync" and any(limit is not None for limit in limits):
+            raise ValueError(
+                f"{type(optimizer).__name__} {optimizer.settings.iterations.name!r} clips norms, "
+                "which needs the sum of all gradients in one place; in synchronous mode they are "
+                "summed on several parameter servers. Use clipvalue."
+            )
+        return recipe
+
+
+def variable_in_closure(spec: Spec, options: VariableOptions) -> ServedVariable:
+    """Return what a closure has of a variable."""
+    return new_served(spec, options)
+
+
+def optimizer_in_closure(
+    recipe: OptimizerRecipe,
+    iterations: Variable,
+    skipped: Variable | None,
+    norm: Variable | None,
+) -> Optimizer:
+    """Return what a closure has of an optimizer."""
+    return recipe.rebuilt(iterations, skipped, norm)
+
+
+def resource_in_closure(number: int, factory: Packed) -> Any:
+    """Return what the worker that unpickles keeps of a resource."""
+    side: Any = CARRIER.get()
+    return side.resource(number, factory)
+
+
+def pack_call(fn: Any, args: Any, kwargs: Any, side: HomeSide, what: str) -> Packed:
+    """Pickle a function with its arguments, or something else that goes to workers.
+
+    Raises:
+        TypeError: If something cannot be pickled; names it.
+        ContextError: If a variable belongs to another strategy.
+    """
+    try:
+        return pack((fn, args, kwargs), side)
+    except Exception as error:
+        things = {"the function": fn, "args": args, "kwargs": kwargs}
+        if isinstance(error, ContextError | ValueError):
+            raise
+        where, reason = obstacle(things, side, error)
+        if isinstance(reason, ContextError | ValueError):
+            raise reason from None
+        raise TypeError(
+            f"{what} cannot be sent to a worker: {where}. Make it in the closure, or with "
+            "coordinator.create_per_worker_resource(fn)."
+        ) from error
+
+
+class PerWorkerResource:
+    """Something that each worker makes for itself, at the first use in a closure.
+
+    `ClusterCoordinator.create_per_worker_resource` gives it; as an argument of a closure it is what
+    the function has made on that worker.
+    """
+
+    def __init__(self, strategy: Any, number: int, factory: Packed, label: str) -> None:
+        self._strategy = strategy
+        self._label = label
+        self.number = number
+        self.factory = factory
+
+    def require_owner(self, strategy: Any) -> None:
+        """Check that a strategy made it.
+
+        Raises:
+            ContextError: If another one did.
+        """
+        if strategy is not self._strategy:
+            raise ContextError(
+                f"{self!r} belongs to {self._strategy!r}, not to {strategy!r}. Make it with the "
+                "coordinator that uses it."
+            )
+
+    def __reduce__(self) -> Reduced:
+        carrier = CARRIER.get()
+        if carrier is None:
+            raise TypeError(f"{self!r} cannot be pickled. Pass it to `coordinator.schedule`.")
+        return carrier.refer(self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._label}>"
+
+
+@final
+class PerWorkerDataset(PerWorkerResource):
+    """A dataset that each worker makes for itself; `iter` gives an iterator of each worker's.
+
+    Pass the iterator to closures; `next(iterator)` there gives the next element. Each iterator has
+    a dataset of its own on each worker. A worker that was restarted begins anew.
+
+    Attributes:
+        make: Makes the dataset on a worker.
+    """
+
+    make: DatasetOf
+
+    def __iter__(self) -> PerWorkerIterator:
+        strategy = self._strategy
+        make = _IteratorOf(self.make)
+        factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")
+        number = strategy.servers.next_resource()
+        return PerWorkerIterator(strategy, number, factory, f"of {self._label}")
+
+
+@final
+class PerWorkerIterator(PerWorkerResource):
+    """An iterator of each worker, for `next(iterator)` in closures."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise ContextError(
+            f"{self!r} is on the workers. Pass it to `await coordinator.schedule(fn, "
+            "(iterator,))` and call next(iterator) there."
+        )
+
+
+@final
+class DatasetOf:
+    """Makes a dataset on a worker.
+
+    Args:
+        dataset_fn: Returns an iterable.
+        takes_context: Whether it takes an InputContext.
+        num_workers: How many workers there are.
+    """
+
+    def __init__(self, dataset_fn: Any, takes_context: bool, num_workers: int) -> None:
+        self._dataset_fn = dataset_fn
+        self._takes_context = takes_context
+        self._num_workers = num_workers
+
+    def __call__(self) -> Any:
+        """Call the function."""
+        if not self._takes_context:
+            return self._dataset_fn()
+        closure: Any = CLOSURE.get()
+        index = closure.worker_index()
+        count = max(self._num_workers, index + 1)
+        return self._dataset_fn(InputContext(count, index, count))
+
+
+@final
+class _IteratorOf:
+    """Makes an iterator on a worker."""
+
+    def __init__(self, make: DatasetOf) -> None:
+        self._make = make
+
+    def __call__(self) -> Any:
+        return iter(self._make())

@@ -1,0 +1,381 @@
+"""The state of a parameter server: shards, slots beside them, and which pushes were seen.
+
+Plain synchronous code, called one method at a time: each update is whole.
+
+Invariants:
+    * A push is applied at most once: what `_seen` holds, what is below `_oldest` and what is of
+      another epoch is dropped.
+    * `_seen` holds no closure below `_oldest`.
+    * In synchronous mode nothing changes between two commits.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+
+from ...optimizers import Optimizer, OptimizerRecipe, merge_gradients, take_step
+from ...typing import VariableAggregation
+from ...values import PlainVariable, VariableOptions
+from ._messages import (
+    FROM_COORDINATOR,
+    Array,
+    Count,
+    Gradient,
+    Item,
+    Key,
+    NewShard,
+    Pull,
+    ServerStatistics,
+    Slot,
+    Stamp,
+    Write,
+    num_bytes,
+)
+
+Pulled = tuple[int, Array | None]
+
+
+@final
+@dataclass(slots=True)
+class _Totals:
+    pulls: int = 0
+    pushes: int = 0
+    bytes_pulled: int = 0
+    bytes_pushed: int = 0
+    dropped: int = 0
+    late: int = 0
+    stale: int = 0
+    retries: int = 0
+    max_staleness: int = 0
+    staleness_sum: int = 0
+    gradients: int = 0
+
+
+@final
+class ParameterServer:
+    """Keeps shards of variables and applies what closures push.
+
+    Args:
+        server: Its number.
+        is_sync: Whether pushes wait for the commit of their step.
+        max_staleness: Gradients that are older, in versions, are dropped; None drops none.
+        epoch: Counts how often the servers were restored.
+        oldest: The oldest closure that is not over.
+        first_index: What the first worker that asks is numbered.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        is_sync: bool = False,
+        max_staleness: int | None = None,
+        epoch: int = 0,
+        oldest: int = 0,
+        first_index: int = 0,
+    ) -> None:
+        self._server = server
+        self._is_sync = is_sync
+        self._max_staleness = max_staleness
+        self._epoch = epoch
+        self._oldest = oldest
+        self._step = 0
+        self._shards: dict[Key, PlainVariable] = {}
+        self._optimizers: dict[int, Optimizer] = {}
+        self._seen: dict[int, set[tuple[Key, int]]] = {}
+        self._attempts: dict[int, set[str]] = {}
+        self._staged: dict[int, dict[int, list[Item]]] = {}
+        self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
+        self._indices: dict[str, int] = {}
+        self._first_index = first_index
+        self._totals = _Totals()
+
+    # ---- variables -----------------------------------------------------------------------
+
+    def create(self, shards: Sequence[NewShard]) -> None:
+        """Keep new shards."""
+        for new in shards:
+            value = np.array(new.value)
+            value.flags.writeable = False
+            options = VariableOptions(
+                new.name, new.trainable, VariableAggregation.NONE, constraint=new.constraint
+            )
+            self._shards[new.key] = PlainVariable(value, options)
+
+    def forget(self, variables: Sequence[int]) -> None:
+        """Let variables go that the program has dropped."""
+        gone = set(variables)
+        for key in [key for key in self._shards if key[0] in gone]:
+            del self._shards[key]
+        for number in gone & self._optimizers.keys():
+            del self._optimizers[number]
+
+    def learn(self, optimizer: int, data: bytes) -> None:
+        """Take an optimizer, or new settings of one whose slots stay."""
+        recipe: OptimizerRecipe = pickle.loads(data)
+        new = recipe.applying(clips_values=self._is_sync)
+        old = self._optimizers.get(optimizer)
+        if old is not None and old.slot_names == new.slot_names:
+            new.settings.slots = old.settings.slots
+        self._optimizers[optimizer] = new
+        for key, slots in self._restored.pop(optimizer, {}).items():
+            self._restore_slots(new, self._shards[key], slots)
+
+    def pull(self, pulls: Sequence[Pull]) -> list[Pulled]:
+        """Return version and value of shards; no value where the caller has that version."""
+        return [self._pull(pull) for pull in pulls]
+
+    def _pull(self, pull: Pull) -> Pulled:
+        shard = self._shards[pull.key]
+        version = shard.version
+        self._totals.pulls += 1
+        if pull.slot is not None:
+            shard = self._slot(shard, pull.slot)
+        elif pull.known_version == version and pull.rows is None:
+            return version, None
+        value = shard.components[0]
+        if pull.rows is not None:
+            value = value[pull.rows]
+        self._totals.bytes_pulled += value.nbytes
+        return version, value
+
+    def _slot(self, shard: PlainVariable, slot: Slot) -> PlainVariable:
+        optimizer, name = slot
+        owner = self._optimizers[optimizer]
+        slots = owner.settings.slots.make(shard, owner.new_slot)
+        found: Any = slots[owner.slot_names.index(name)]
+        return found  # type: ignore[no-any-return]  # made without a strategy
+
+    # ---- pushes --------------------------------------------------------------------------
+
+    def push(self, stamp: Stamp, items: Sequence[Item]) -> dict[Key, int]:
+        """Apply what a closure pushes, or keep it for its step; return the counts.
+
+        Returns:
+            For each `Count` how many updates there are, this one included.
+        """
+        if stamp.closure != FROM_COORDINATOR:
+            self._totals.bytes_pushed += sum(_size_of(item) for item in items)
+            items = self._new_items(stamp, items)
+            if self._is_sync:
+                staged = self._staged.setdefault(stamp.step, {})
+                staged.setdefault(stamp.closure, []).extend(items)
+                return {}
+        counts: dict[Key, int] = {}
+        for item in items:
+            self._apply(item, counts)
+            if stamp.closure != FROM_COORDINATOR:
+                self._seen.setdefault(stamp.closure, set()).add((item.key, item.ordinal))
+        return counts
+
+    def _new_items(self, stamp: Stamp, items: Sequence[Item]) -> list[Item]:
+        """Return the items that are to be applied; count the others."""
+        totals = self._totals
+        if stamp.epoch != self._epoch:
+            totals.dropped += len(items)
+            return []
+        self._forget_below(stamp.oldest)
+        if stamp.closure < self._oldest:
+            totals.dropped += len(items)
+            return []
+        attempts = self._attempts.setdefault(stamp.closure, set())
+        if stamp.attempt not in attempts:
+            totals.retries += bool(attempts)
+            attempts.add(stamp.attempt)
+        if self._is_sync and stamp.step < self._step:
+            totals.late += len(items)
+            return []
+        seen = self._seen.setdefault(stamp.closure, set())
+        fresh = [item for item in items if (item.key, item.ordinal) not in seen]
+        totals.dropped += len(items) - len(fresh)
+        if self._is_sync:
+            seen.update((item.key, item.ordinal) for item in fresh)
+        return fresh
+
+    def _forget_below(self, oldest: int) -> None:
+        if oldest > self._oldest:
+            self._oldest = oldest
+            for record in (self._seen, self._attempts):
+                for closure in [closure for closure in record if closure < oldest]:
+                    del record[closure]
+
+    def _apply(self, item: Item, counts: dict[Key, int]) -> None:
+        shard = self._shards[item.key]
+        if isinstance(item, Gradient):
+            self._apply_gradient(item, shard, counts)
+            return
+        verb, value = ("assign_add", 1) if isinstance(item, Count) else (item.verb, item.value)
+        fitting = shard.fitting(value)
+        shard.commit((shard.combined(verb, shard.components[0], fitting),))
+        self._totals.pushes += 1
+        if isinstance(item, Count):
+            counts[item.key] = int(shard.components[0])
+
+    def _apply_gradient(self, item: Gradient, shard: PlainVariable, counts: dict[Key, int]) -> None:
+        totals = self._totals
+        if item.read_version is not None:
+            staleness = shard.version - item.read_version
+            totals.max_staleness = max(totals.max_staleness, staleness)
+            if self._max_staleness is not None and staleness > self._max_staleness:
+                totals.stale += 1
+                return
+            totals.staleness_sum += staleness
+        iteration = item.iteration
+        if iteration is None:
+            key = (item.optimizer, 0)
+            done = counts.get(key)
+            iteration = int(self._shards[key].components[0]) if done is None else done
+            iteration = max(0, iteration - 1)
+        self._step_with(item.optimizer, shard, [item.gradient], iteration, 1.0)
+
+    def _step_with(
+        self,
+        number: int,
+        shard: PlainVariable,
+        gradients: Sequence[Any],
+        iteration: int,
+        divisor: float,
+    ) -> None:
+        optimizer = self._optimizers[number]
+        optimizer.settings.iterations.commit((_frozen(np.int64(iteration)),))
+        merged = merge_gradients([shard], [gradients], is_mean=False)
+        merged[0].divisor *= divisor
+        pending = take_step(optimizer, merged, None, None, is_blocking=True)
+        assert pending is None
+        self._totals.pushes += 1
+        self._totals.gradients += 1
+
+    # ---- synchronous steps -----------------------------------------------------------------
+
+    def commit(self, step: int, closures: Sequence[int], num_replicas: int) -> None:
+        """Apply what some closures of a step have pushed; the others come too late.
+
+        Args:
+            step: The step, whose pushes are let go after that.
+            closures: Those that count, ascending.
+            num_replicas: How many there should be: sums are scaled to so many.
+
+        Determinism:
+            In ascending number of the closure, whatever the order of arrival.
+        """
+        staged = self._staged.pop(step, {})
+        chosen = [staged.get(closure, []) for closure in closures]
+        others = [items for closure, items in staged.items() if closure not in closures]
+        self._totals.late += sum(map(len, others))
+        self._step = max(self._step, step + 1)
+        self._staged = {s: items for s, items in self._staged.items() if s >= self._step}
+        counts: dict[Key, int] = {}
+        for item in _counted_once([item for items in chosen for item in items]):
+            if not isinstance(item, Gradient):
+                self._apply(item, counts)
+        gradients = [item for items in chosen for item in items if isinstance(item, Gradient)]
+        order = dict.fromkeys((item.ordinal, item.key, item.optimizer) for item in gradients)
+        for wanted in order:
+            own = [g for g in gradients if (g.ordinal, g.key, g.optimizer) == wanted]
+            is_weighted = hasattr(own[0].gradient, "weight")
+            count = len(closures)
+            scale = 1.0 if is_weighted else count / num_replicas
+            if own[0].is_mean and not is_weighted:
+                scale = float(count)
+            parts = [item.gradient for item in own]
+            self._step_with(
+                own[0].optimizer, self._shards[own[0].key], parts, own[0].iteration or 0, scale
+            )
+
+    # ---- checkpoints -----------------------------------------------------------------------
+
+    def slots(self) -> list[tuple[Key, Slot]]:
+        """Return every slot that there is."""
+        return [
+            (key, (number, name))
+            for key, shard in self._shards.items()
+            for number, optimizer in self._optimizers.items()
+            if optimizer.slot_names and optimizer.settings.slots.made.get(shard) is not None
+            for name in optimizer.slot_names
+        ]
+
+    def load(
+        self,
+        values: Mapping[Key, Array],
+        slots: Mapping[tuple[Key, int], Mapping[str, Array]],
+        epoch: int,
+        oldest: int,
+    ) -> None:
+        """Take values of a checkpoint; slots of these shards that are not given are forgotten.
+
+        Args:
+            values: By shard.
+            slots: By shard and optimizer, then by name.
+            epoch: From now on; pushes of another one are dropped.
+            oldest: The oldest closure that is not over.
+        """
+        for key, value in values.items():
+            shard = self._shards[key]
+            shard.commit((_frozen(value),))
+            for optimizer in self._optimizers.values():
+                optimizer.settings.slots.made.pop(shard)
+            for waiting in self._restored.values():
+                waiting.pop(key, None)
+        for (key, number), given in slots.items():
+            known = self._optimizers.get(number)
+            if known is not None:
+                self._restore_slots(known, self._shards[key], given)
+            else:  # until a closure brings it
+                self._restored.setdefault(number, {})[key] = given
+        self._epoch = epoch
+        self._oldest = oldest
+        self._seen.clear()
+        self._attempts.clear()
+        self._staged.clear()
+
+    def _restore_slots(
+        self, optimizer: Optimizer, shard: PlainVariable, values: Mapping[str, Array]
+    ) -> None:
+        table = optimizer.settings.slots
+        table.made.pop(shard)
+        table.restored[shard] = dict(values)
+        table.make(shard, optimizer.new_slot)
+
+    # ---- the rest --------------------------------------------------------------------------
+
+    def worker_index(self, name: str) -> int:
+        """Return the index of a worker, the next free one at its first call."""
+        return self._indices.setdefault(name, self._first_index + len(self._indices))
+
+    def report(self, oldest: int, step: int) -> ServerStatistics:
+        """Learn which closures are over; return what was done so far."""
+        self._forget_below(oldest)
+        self._step = max(self._step, step)
+        totals = self._totals
+        return ServerStatistics(*(getattr(totals, name) for name in ServerStatistics._fields))
+
+    def __repr__(self) -> str:
+        pushes = self._totals.pushes
+        return f"<ParameterServer {self._server} | {len(self._shards)} shards, {pushes} pushes>"
+
+
+def _size_of(item: Item) -> int:
+    if isinstance(item, Gradient):
+        return num_bytes(item.gradient)
+    return num_bytes(item.value) if isinstance(item, Write) else 8
+
+
+def _counted_once(items: Sequence[Item]) -> Iterator[Item]:
+    """Leave out what another closure of the step has counted already."""
+    counted: set[tuple[Key, int]] = set()
+    for item in items:
+        if isinstance(item, Count):
+            if (item.key, item.ordinal) in counted:
+                continue
+            counted.add((item.key, item.ordinal))
+        yield item
+
+
+def _frozen(value: Any) -> Array:
+    array = np.array(value)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,291 @@
+"""The strategy of parameter servers: variables live there, closures run on workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, final
+
+from ...cluster import ClosureEngine, DaskClosureEngine
+from ...errors import ContextError
+from ...values import Snapshot, StepGate, Variable, VariableOptions
+from .._mirrored import chosen_devices
+from .._strategy import Strategy
+from ._partition import PartitionFn, cut_rows
+from ._queue import ClosureQueue, ScheduledClosure
+from ._servers import Servers
+from ._variables import new_served
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Keeps variables on parameter servers and lets a `ClusterCoordinator` run closures on workers.
+
+    Variables made in its scope live on the servers in turn, whole or in shards of rows. Closures
+    pull what they read and push what they write; optimizers update a variable where it lives, with
+    their slots beside it. The values are gone when the strategy is closed: save a checkpoint.
+
+    Args:
+        resolver_or_client: The cluster: the address of a Dask scheduler, a `distributed.Client` of
+            the running loop, or a `ClosureEngine`. None starts a local cluster of processes, which
+            needs `if __name__ == "__main__":` in the program, as they import it.
+        num_ps: How many parameter servers.
+        num_workers: How many workers a local cluster has.
+        variable_partitioner: Cuts variables into shards; None keeps them whole.
+        mode: "async": pushes are applied as they come. "sync": as many closures as there are
+            workers make a step, whose gradients are summed and applied together.
+        replicas_to_aggregate: In synchronous mode, how many closures of a step are waited for; the
+            others come too late. None waits for all.
+        max_staleness: In asynchronous mode, gradients computed from a value that was replaced more
+            often than this are dropped; None drops none.
+        security: A `distributed.Security` for an address.
+
+    Raises:
+        ImportError: If Dask distributed is not installed.
+        TypeError: If an argument is of the wrong type.
+        ValueError: If a number is out of range, `mode` is unknown, or an option does not belong to
+            it.
+
+    Source:
+        tf.distribute.ParameterServerStrategy; the synchronous mode: Chen et al., "Revisiting
+        Distributed Synchronous SGD" (2016).
+    """
+
+    def __init__(
+        self,
+        resolver_or_client: Any = None,  # Any: a client of a package that need not be installed
+        *,
+        num_ps: int = 1,
+        num_workers: int = 2,
+        variable_partitioner: PartitionFn | None = None,
+        mode: Literal["async", "sync"] = "async",
+        replicas_to_aggregate: int | None = None,
+        max_staleness: int | None = None,
+        security: Any = None,
+    ) -> None:
+        _check_mode(mode, replicas_to_aggregate, max_staleness)
+        _check_count("num_ps", num_ps, 1)
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise TypeError(
+                "variable_partitioner must be a function of shape and dtype, such as "
+                f"ar.FixedShardsPartitioner(2), got {variable_partitioner!r}."
+            )
+        if isinstance(resolver_or_client, ClosureEngine):
+            self._engine: ClosureEngine = resolver_or_client
+        else:
+            self._engine = DaskClosureEngine(
+                resolver_or_client, num_workers=num_workers, security=security
+            )
+        self._num_ps = num_ps
+        self._partitioner = variable_partitioner
+        self._mode: Literal["async", "sync"] = mode
+        self._replicas_to_aggregate = replicas_to_aggregate
+        self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
+        self._coordinator: object | None = None
+        self._next_step = 0  # of the synchronous mode
+        self._next_closure = 0
+        super().__init__(chosen_devices("ParameterServerStrategy", ["cpu:0"]))
+
+    # ---- variables -------------------------------------------------------------------------
+
+    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
+        """Make a variable, to be placed on its servers at the next occasion."""
+        cuts = cut_rows(self._partitioner, options.name, value.shape, value.dtype)
+
+        def make(name: str) -> Variable:
+            spec = self._servers.new_spec(name, value, options.trainable, cuts)
+            named = VariableOptions(
+                name, options.trainable, options.aggregation, options.synchronization,
+                options.constraint,
+            )  # fmt: skip
+            variable = new_served(spec, named, self, self._store, self._servers, value)
+            self._servers.add(variable)
+            return variable
+
+        return self.variable_table.add(options.name, make)
+
+    @property
+    def num_ps(self) -> int:
+        """How many parameter servers there are."""
+        return self._num_ps
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are, as far as is known."""
+        return self._engine.num_workers
+
+    @property
+    def variable_partitioner(self) -> PartitionFn | None:
+        """What cuts variables into shards."""
+        return self._partitioner
+
+    @property
+    def mode(self) -> Literal["async", "sync"]:
+        """When pushes are applied."""
+        return self._mode
+
+    @property
+    def engine(self) -> ClosureEngine:
+        """Where servers and workers are."""
+        return self._engine
+
+    @property
+    def servers(self) -> Servers:
+        """The parameter servers; for the library."""
+        return self._servers
+
+    @property
+    def lost_variables(self) -> tuple[str, ...]:
+        """Names of the variables that were lost with a parameter server and not restored."""
+        return tuple(variable.name for variable in self._servers.lost_variables)
+
+    # ---- for its coordinator -----------------------------------------------------------------
+
+    def take_coordinator(self, coordinator: object) -> None:
+        """Belong to a coordinator.
+
+        Raises:
+            ContextError: If the strategy belongs to another one, or is closed.
+        """
+        self.open()
+        if self._coordinator is not None and self._coordinator is not coordinator:
+            raise ContextError(
+                f"{self!r} has a coordinator already: {self._coordinator!r}. Use that one, or "
+                "close it first."
+            )
+        self._coordinator = coordinator
+
+    def drop_coordinator(self, coordinator: object, next_step: int = 0) -> None:
+        """Belong to it no more; the next one numbers its synchronous steps from `next_step`."""
+        if self._coordinator is coordinator:
+            self._coordinator = None
+            self._next_step = max(self._next_step, next_step)
+
+    def new_queue(self, size: int) -> ClosureQueue:
+        """Return the queue of a coordinator.
+
+        Raises:
+            ValueError: If more replicas are to be aggregated than there are workers.
+        """
+        if self._mode == "async":
+            return ClosureQueue(size)
+        count = self.num_workers
+        needed = self._replicas_to_aggregate or count
+        if needed > count:
+            raise ValueError(
+                f"replicas_to_aggregate is {needed}, but there are {count} workers, and so many "
+                "closures in a step."
+            )
+        return ClosureQueue(size, count, needed, self._next_step)
+
+    @property
+    def gate(self) -> StepGate:
+        """What holds closures back while a checkpoint reads or replaces the variables."""
+        return self._store.gate
+
+    def new_step(self) -> int:
+        """Number a closure; no number comes twice, though a checkpoint may take steps back."""
+        number = max(self._next_closure, self.gate.next_step)
+        self._next_closure = self.gate.next_step = number + 1
+        return number
+
+    def closure_began(self, closure: ScheduledClosure) -> None:
+        """Count a closure under way."""
+        self._lifecycle.started(closure)  # type: ignore[arg-type]  # it has a step and an abort
+
+    def closure_ended(self, closure: ScheduledClosure) -> None:
+        """Forget one."""
+        self._lifecycle.ended(closure)  # type: ignore[arg-type]  # as above
+
+    # ---- what needs replicas -----------------------------------------------------------------
+
+    async def run(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: closures are scheduled.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_coordinator("run")
+
+    async def run_steps(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: closures are scheduled.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_coordinator("run_steps")
+
+    def distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: workers have datasets of their own.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_per_worker("distribute_dataset")
+
+    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: workers have datasets of their own.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise self._use_per_worker("distribute_datasets_from_function")
+
+    def snapshot(self, *variables: Variable) -> Snapshot:
+        """Refuse: values are on the servers.
+
+        Raises:
+            ContextError: Always.
+        """
+        raise ContextError(
+            f"{self!r} has no snapshots: the values of its variables live on parameter servers. "
+            "Use `await variable.read()`."
+        )
+
+    def _use_per_worker(self, what: str) -> ContextError:
+        return ContextError(
+            f"{what} was called on {self!r}, whose steps run on workers. Use "
+            "`coordinator.create_per_worker_dataset(dataset_fn)`."
+        )
+
+    def _use_coordinator(self, what: str) -> ContextError:
+        return ContextError(
+            f"{what} was called on {self!r}, which has no replicas here. Use `async with "
+            "ar.ClusterCoordinator(strategy) as coordinator:` and `await "
+            "coordinator.schedule(fn, args)`."
+        )
+
+    # ---- its life ----------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """End closures, disconnect, and end a local cluster. Idempotent."""
+        try:
+            await super().aclose()
+        finally:
+            if self._lifecycle.state == "closed":
+                await self._servers.aclose()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise TypeError(f"{self!r} cannot be copied: a cluster is its own. Make another one.")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        raise TypeError(f"{self!r} cannot be pickled: a cluster is its own. Make another one.")
+
+
+def _check_mode(mode: Any, replicas_to_aggregate: Any, max_staleness: Any) -> None:
+    if mode not in ("async", "sync"):
+        raise ValueError(f'mode must be "async" or "sync", got {mode!r}.')
+    if replicas_to_aggregate is not None:
+        _check_count("replicas_to_aggregate", replicas_to_aggregate, 1)
+        if mode == "async":
+            raise ValueError('replicas_to_aggregate is for mode="sync"; leave it out.')
+    if max_staleness is not None:
+        _check_count("max_staleness", max_staleness, 0)
+        if mode == "sync":
+            raise ValueError('max_staleness is for mode="async": in a step nothing is stale.')
+
+
+def _check_count(name: str, value: Any, lowest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if value < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {value!r}.")

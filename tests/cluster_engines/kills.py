@@ -1,0 +1,106 @@
+"""Workers of a strategy are killed, again and again: `python -m tests.cluster_engines.kills`.
+
+Each time one of 2 or 4 workers kills itself (SIGKILL) in the middle of a step. Every survivor has
+to raise a `WorkerLostError` that names it, within 5 seconds, and once more in the next run. On MPI
+with ULFM survivors also shrink, and end with the numbers that a single worker computes. With plain
+MPI the launcher ends all workers.
+
+`--repeat 20` does each of it twenty times. Exits with 1 if anything else happens than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from tests.cluster_engines.launching import STRATEGY_PROGRAM, ULFM, Launch, gloo, mpi
+
+SECONDS = 5.0
+
+
+def killed(engine: str, size: int, turn: int) -> float:
+    """Kill one worker; return the seconds until the last survivor knew.
+
+    Raises:
+        AssertionError: If a survivor was told something else, or too late.
+    """
+    if engine == "ulfm":
+        victim = turn % size
+        launch = mpi(size, "kill", str(victim), options=ULFM, program=STRATEGY_PROGRAM)
+    else:
+        victim = size - 1 - turn % (size - 1)  # worker 0 keeps the store: a test of its own
+        launch = gloo(size, "kill", str(victim), program=STRATEGY_PROGRAM, TEST_ENGINE="gloo")
+    rows = survivors(launch, size, victim)
+    for row in rows:
+        assert row["error"] == "WorkerLostError", row
+        assert row["ranks"] == [victim], row
+        assert "cannot meet the other workers any more" in row["again"], row
+        assert row["after"] < SECONDS, row
+        assert engine == "ulfm" or "torchrun --max-restarts" in row["shrink"], row
+    return float(max(row["after"] for row in rows))
+
+
+def shrunk(size: int, turn: int) -> float:
+    """Kill one worker; the others shrink and go on to the end. Return the seconds of all."""
+    victim = turn % size
+    launch = mpi(size, "shrink", str(victim), options=ULFM, program=STRATEGY_PROGRAM)
+    for rank, row in enumerate(survivors(launch, size, victim)):
+        expected = {
+            "rank": rank, "replicas": 2 * (size - 1), "lost": [[victim]], "learned": True,
+            "chief": rank == 0,
+        }  # fmt: skip
+        assert row == expected, row
+    return launch.seconds
+
+
+def ended_by_launcher(size: int, turn: int) -> float:
+    """Kill one worker of plain MPI; the launcher ends the others. Return the seconds of all."""
+    launch = mpi(size, "kill", str(turn % size), program=STRATEGY_PROGRAM)
+    assert launch.codes == [137], (launch.codes, launch.output)
+    assert launch.results == {}, launch.results
+    return launch.seconds
+
+
+def survivors(launch: Launch, size: int, victim: int) -> list[dict[str, object]]:
+    """Return what all but one worker have said, by rank."""
+    assert sorted({*launch.results, victim}) == list(range(size)), (launch.codes, launch.output)
+    return [launch.results[rank] for rank in sorted(launch.results)]
+
+
+CASES: dict[str, Callable[[int], float]] = {
+    "ulfm, 2 workers, one is killed": lambda turn: killed("ulfm", 2, turn),
+    "ulfm, 4 workers, one is killed": lambda turn: killed("ulfm", 4, turn),
+    "gloo, 2 workers, one is killed": lambda turn: killed("gloo", 2, turn),
+    "gloo, 4 workers, one is killed": lambda turn: killed("gloo", 4, turn),
+    "ulfm, 3 workers shrink to 2": lambda turn: shrunk(3, turn),
+    "plain MPI, 2 workers, the launcher ends all": lambda turn: ended_by_launcher(2, turn),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all cases; print a line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", default="", help="a part of the names of cases")
+    options = parser.parse_args(arguments)
+    num_failed = 0
+    for name, case in CASES.items():
+        if options.only not in name:
+            continue
+        seconds = []
+        for turn in range(options.repeat):
+            try:
+                seconds.append(case(turn))
+            except AssertionError as error:
+                num_failed += 1
+                print(f"{name}, turn {turn}: {error}", flush=True)
+        slowest = f"slowest {max(seconds):.2f} s" if seconds else ""
+        print(f"{name}: {len(seconds)} of {options.repeat} as promised, {slowest}", flush=True)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""What each worker of a strategy does: `python strategy_program.py SCENARIO [ARGUMENT]`.
+
+As `program.py`, one line of JSON. Workers kill themselves, in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import aioreplica as ar
+from aioreplica.checkpoint import Savepoint
+from aioreplica.errors import ContextError, WorkerLostError
+from tests.cluster_engines.program import row_of, say
+
+warnings.simplefilter("error")
+TIMEOUT_S = 20.0
+NUM_STEPS, BATCH = 12, 6
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+def rank_of(strategy: ar.MultiWorkerMirroredStrategy) -> int:
+    assert strategy.workers is not None
+    return strategy.workers.rank
+
+
+class Training:
+    """A model whose weights show which examples it has seen, how often, and in which step."""
+
+    def __init__(self, strategy: ar.MultiWorkerMirroredStrategy, victims: dict[int, int]) -> None:
+        self.strategy = strategy
+        self.victims = victims  # by the step in which each dies
+        self.first_rank = rank_of(strategy)
+        self.began = time.monotonic()
+        with strategy.scope():
+            self.seen = ar.Variable(np.zeros(BATCH * NUM_STEPS), name="seen")
+            self.sgd = ar.optimizers.SGD(1.0, momentum=0.5)
+        self.settings = {"steps": 0}
+        data = ar.ArrayDataset(np.arange(BATCH * NUM_STEPS), batch_size=BATCH)
+        self.batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
+        self.state = {
+            "seen": self.seen, "sgd": self.sgd, "batches": self.batches, "settings": self.settings,
+        }  # fmt: skip
+        self.kept = Savepoint(self.state)
+
+    async def step(self, batch: Any) -> None:
+        gradient = np.zeros(BATCH * NUM_STEPS)
+        gradient[batch] = -1.0
+        large = me().start_all_reduce("sum", np.ones(200_000))
+        if self.victims.get(self.settings["steps"]) == self.first_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await self.sgd.apply_gradients([(gradient, self.seen)])
+        await large
+
+    async def to_the_end(self) -> None:
+        async for batch in self.batches:
+            self.began = time.monotonic()
+            await self.strategy.run(self.step, (batch,))
+            self.settings["steps"] += 1
+            self.kept = Savepoint(self.state)
+
+    def learned(self) -> Any:
+        slots = [variable.value.tolist() for variable in self.sgd.variables]
+        return [self.seen.value.tolist(), slots, self.settings["steps"]]
+
+
+async def alone() -> Any:
+    """Return what a worker without others learns: the same numbers, since all are exact."""
+    async with ar.MultiWorkerMirroredStrategy(ar.cluster.ClusterResolver()) as strategy:
+        training = Training(strategy, {})
+        async with training.batches:
+            await training.to_the_end()
+        return training.learned()
+
+
+async def kill(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """A worker is killed in the middle of a step; say what the others are told, and how soon."""
+    training = Training(strategy, {3: int(argument)})
+    async with training.batches:
+        try:
+            await training.to_the_end()
+        except WorkerLostError as error:
+            told = {**row_of(error), "after": time.monotonic() - training.began}
+        else:
+            return "nobody died"
+        try:
+            await strategy.run(training.step, (np.arange(2),))
+        except WorkerLostError as error:
+            told["again"] = str(error)
+        if "gloo" in os.environ.get("TEST_ENGINE", ""):
+            try:
+                await strategy.shrink(training.kept)
+            except ContextError as error:
+                told["shrink"] = str(error)
+    return told
+
+
+async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Workers are killed, "2" or "2,0" for one after the other; the others go on to the end."""
+    victims = {3 * (i + 1): int(rank) for i, rank in enumerate(argument.split(","))}
+    expected = await alone()
+    training = Training(strategy, victims)
+    lost = []
+    async with training.batches:
+        while True:
+            try:
+                await training.to_the_end()
+                break
+            except WorkerLostError as error:
+                lost.append(list(error.ranks))
+                await strategy.shrink(training.kept)
+    await strategy.check_in_sync(strategy.trainable_variables)
+    return {
+        "rank": rank_of(strategy),
+        "replicas": strategy.num_replicas_in_sync,
+        "lost": lost,
+        "learned": training.learned() == expected,
+        "chief": strategy.extended.should_checkpoint,
+    }
+
+
+async def main(scenario: str, argument: str) -> None:
+    ar.set_logical_devices("cpu", 2)
+    options = ar.CommunicationOptions(timeout_seconds=TIMEOUT_S)
+    strategy = ar.MultiWorkerMirroredStrategy(options=options)
+    rank = rank_of(strategy)
+    async with strategy:
+        result = await globals()[scenario](strategy, argument)
+    say(rank, result)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))

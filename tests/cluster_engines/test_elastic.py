@@ -1,0 +1,35 @@
+"""Going on after a loss: survivors that shrink under ULFM, and the restarts of torchrun."""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.cluster_engines.launching import STRATEGY_PROGRAM, ULFM, free_port, mpi
+from tests.cluster_engines.test_training import launch, workers_of
+
+
+def test_survivors_of_two_losses_end_with_the_numbers_of_one_worker() -> None:
+    """Worker 2 is killed in step 3, worker 0, the chief, in step 6."""
+    launched = mpi(4, "shrink", "2,0", options=ULFM, program=STRATEGY_PROGRAM)
+
+    assert sorted(launched.results) == [1, 3], launched.output
+    for rank, row in enumerate(launched.results[each] for each in (1, 3)):
+        assert row == {
+            "rank": rank, "replicas": 4, "lost": [[2], [0]], "learned": True, "chief": rank == 0,
+        }  # fmt: skip
+
+
+def test_torchrun_starts_all_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    options = ["--max-restarts", "1", "--master-addr", "127.0.0.1"]
+    options += ["--master-port", str(free_port())]
+    arguments = ["--epochs", 12, "--checkpoints", tmp_path]
+    with launch("torchrun", *arguments, options=options) as process:
+        assert process.stdout is not None
+        seen = next((line for line in process.stdout if line.startswith("epoch 2:")), None)
+        assert seen is not None
+        os.kill(workers_of(tmp_path)[-1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=120)
+
+    assert process.returncode == 0, output
+    assert output.count("goes on from checkpoint") == 1, output
+    assert "epoch 12:" in output

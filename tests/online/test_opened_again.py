@@ -1,0 +1,134 @@
+"""Learners that are opened more than once: in one process, after crashes, twice at the same time."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError, JournalError
+from aioreplica.online import Journal
+
+from .program import RAISES, Counting, example
+from .test_journal import cancelled_close
+
+
+async def until_running(learner: ar.online.OnlineLearner) -> None:
+    async with asyncio.timeout(30):
+        while learner.state != "running":
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+async def test_a_learner_opened_again_learns_nothing_twice(
+    folder: Path, has_checkpoints: bool
+) -> None:
+    """Its variables hold what it has learned, although no checkpoint was saved."""
+    options = {} if has_checkpoints else {"checkpoints": None}
+    program = Counting(folder, **options)
+    async with program:
+        learner = program.learner
+        for i in range(3):
+            await (await learner.submit(example(i)))
+        dead = await learner.submit(example(7, RAISES))
+        with pytest.raises(ar.errors.PoisonedExampleError):
+            await dead
+        await learner.pause()
+        left = await learner.submit(example(3))
+        await cancelled_close(program)
+        with pytest.raises(ContextError, match="The journal has it"):
+            await left
+        version = learner.version
+        learner.step_fn = program.step
+        async with learner:
+            await until_running(learner)
+            assert program.learned() == [1, 1, 1, 1]
+            assert learner.version > version
+            assert (await learner.submit(example(4))).number == 6
+        assert program.learned() == [1, 1, 1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_fresh_values_learn_the_whole_journal(folder: Path) -> None:
+    program = Counting(folder, checkpoints=None)
+    async with program:
+        await (await program.learner.submit(example(0)))
+        await program.learner.aclose()
+        for variable in (program.counts, program.sums):
+            await variable.assign(np.zeros_like(variable.value))
+        async with program.learner:
+            await until_running(program.learner)
+            assert program.learned() == [1]
+
+
+@pytest.mark.asyncio
+async def test_a_dead_letter_that_was_not_written_is_written_when_it_is_opened_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Counting(folder, checkpoints=None)
+    async with program:
+        learner = program.learner
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "aioreplica.online._journal_file.JournalFile.set_aside",
+                lambda _self, _letters: (_ for _ in ()).throw(JournalError("full")),
+            )
+            ticket = await learner.submit(example(0, RAISES))
+            with pytest.raises(ar.errors.PoisonedExampleError):
+                await ticket
+            with pytest.raises(JournalError, match="Dead letters were not written down: full"):
+                await learner.aclose()
+        async with learner:
+            pass
+        async with learner:
+            assert [letter.number for letter in await learner.dead_letters()] == [1]
+    assert program.learned() == []
+
+
+@pytest.mark.asyncio
+async def test_no_version_is_used_twice_if_a_crash_follows_a_restart(folder: Path) -> None:
+    """The second learner makes fewer versions of the same examples; the third must know of both."""
+    used: set[int] = set()
+    here = folder / "0"
+    here.mkdir()
+    for crash in range(4):
+        async with Counting(here) as program:
+            learner = program.learner
+            records = learner.records(buffer_size=100)
+            for i in range(9):
+                await (await learner.submit(example(i)))
+            here = folder / str(crash + 1)
+            shutil.copytree(folder / str(crash), here)  # what a crash at this moment leaves
+        versions = [record.version async for record in records]
+        assert versions == sorted(versions)
+        assert not used & set(versions)
+        used |= set(versions)
+
+
+@pytest.mark.asyncio
+async def test_entering_twice_at_once_is_refused(folder: Path) -> None:
+    program = Counting(folder, journal=None)
+    assert program.manager is not None
+    async with program.strategy, program.manager:
+        async with program.learner:
+            await (await program.learner.submit(example(0)))
+        entered = await asyncio.gather(
+            program.learner.__aenter__(), program.learner.__aenter__(), return_exceptions=True
+        )
+        assert entered[0] is program.learner
+        assert isinstance(entered[1], ContextError)
+        await program.learner.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_link_to_a_journal_is_the_same_journal(folder: Path) -> None:
+    (folder / "elsewhere").mkdir()
+    link = folder / "elsewhere" / "link.db"
+    link.symlink_to(folder / "journal.db")
+    async with Counting(folder):
+        with pytest.raises(JournalError, match="is in use"):
+            async with Counting(folder, checkpoints=None, journal=Journal(link)):
+                pass

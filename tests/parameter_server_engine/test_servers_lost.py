@@ -1,0 +1,103 @@
+"""A parameter server that is killed: an error that names its variables, and then a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import WorkerLostError
+from tests.parameter_server_engine import closures
+from tests.parameter_server_engine.closures import FileGate
+from tests.parameter_server_engine.conftest import coordinating, kill, pids_of
+
+pytestmark = pytest.mark.asyncio
+
+
+async def lose(strategy: Any, variable: Any) -> None:
+    """Kill the server of a variable."""
+    server = variable.shards[0].server
+    await kill((await pids_of(strategy, "PS"))[server])
+
+
+@pytest.mark.parametrize("way", ["join", "schedule", "read"])
+async def test_it_is_told_with_the_names_of_its_variables(gate: FileGate, way: str) -> None:
+    async with coordinating(num_ps=2) as (strategy, coordinator):
+        with strategy.scope():
+            kept, lost, more = (ar.Variable(np.zeros(2), name=n) for n in ("kept", "lost", "more"))
+        await more.read()
+        for _ in range(3):
+            await coordinator.schedule(closures.add_row, (lost, 0, gate))
+        await gate.reached(2)
+        await lose(strategy, lost)
+        gate.open()
+        with pytest.raises(WorkerLostError, match="lost") as caught:  # noqa: PT012
+            if way == "join":
+                await coordinator.join()
+            elif way == "schedule":
+                while True:
+                    await coordinator.schedule(closures.total, (lost,))
+                    await asyncio.sleep(0.01)
+            else:
+                await lost.read()
+        assert caught.value.variables == ("lost",)
+        assert strategy.lost_variables == ("lost",)
+        np.testing.assert_array_equal(await kept.read(), np.zeros(2))
+
+
+async def test_a_checkpoint_makes_them_anew(tmp_path: Path) -> None:
+    async with (
+        ar.CheckpointManager(tmp_path) as manager,
+        coordinating(num_ps=2) as (strategy, coordinator),
+    ):
+        with strategy.scope():
+            kept, lost = (ar.Variable(np.zeros((4, 2)), name=name) for name in ("kept", "lost"))
+            optimizer = ar.optimizers.Adam(0.1)
+        state = {"kept": kept, "lost": lost, "optimizer": optimizer}
+        for i in range(4):
+            await coordinator.schedule(closures.add_row, (lost, i))
+        await coordinator.join()
+        await manager.save(1, state)
+        await lose(strategy, lost)
+        await coordinator.schedule(closures.add_row, (lost, 0))
+        with pytest.raises(WorkerLostError, match="lost"):
+            await coordinator.join()
+
+        assert await manager.restore(state) == 1
+        assert strategy.lost_variables == ()
+        np.testing.assert_array_equal(await lost.read(), np.ones((4, 2)))
+        await coordinator.schedule(closures.add_row, (lost, 0))
+        await coordinator.join()
+        np.testing.assert_array_equal((await lost.read())[0], [2, 2])
+
+
+async def test_a_server_and_a_worker_are_killed_at_once(gate: FileGate) -> None:
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            variable = ar.Variable(np.zeros((4, 2)), name="lost")
+        for i in range(4):
+            await coordinator.schedule(closures.add_row, (variable, i, gate))
+        pids = await gate.reached(2)
+        await asyncio.gather(kill(pids[0]), lose(strategy, variable))
+        gate.open()
+        with pytest.raises(WorkerLostError, match="lost"):
+            await coordinator.join()
+
+
+async def test_one_shard_is_lost() -> None:
+    partitioner = ar.FixedShardsPartitioner(2)
+    async with coordinating(num_ps=2, variable_partitioner=partitioner) as (strategy, coordinator):
+        with strategy.scope():
+            variable = ar.Variable(np.arange(8.0), name="table")
+        await variable.read()
+        await lose(strategy, variable)
+        with pytest.raises(WorkerLostError, match="table"):
+            await variable.read()
+        await variable.assign(np.ones(8))
+        np.testing.assert_array_equal(await variable.read(), np.ones(8))
+        remote = await coordinator.schedule(closures.total, (variable,))
+        assert await remote.fetch() == 8.0

@@ -1,0 +1,270 @@
+"""Survivors of a lost worker shrink, and go on from the newest step that any of them completed."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+import aioreplica.testing as art
+from aioreplica.checkpoint import Savepoint
+from aioreplica.cluster import LocalCommunicator
+from aioreplica.errors import CheckpointError, ContextError, StallError, WorkerLostError
+from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.strategies.workers import outcomes, strategies
+
+Strategy = MultiWorkerMirroredStrategy
+NUM_STEPS, BATCH = 5, 4
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+class Training:
+    """A model whose weights show which examples it has seen, how often, and in which step."""
+
+    def __init__(self, strategy: ar.Strategy) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.seen = ar.Variable(np.zeros(BATCH * NUM_STEPS), name="seen")
+            self.sgd = ar.optimizers.SGD(1.0, momentum=0.5)
+        self.settings = {"steps": 0}
+        data = ar.ArrayDataset(np.arange(BATCH * NUM_STEPS), batch_size=BATCH)
+        self.batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
+        self.state = {
+            "seen": self.seen, "sgd": self.sgd, "batches": self.batches, "settings": self.settings,
+        }  # fmt: skip
+        self.kept = Savepoint(self.state)
+
+    async def step(self, batch: Any) -> None:
+        gradient = np.zeros(BATCH * NUM_STEPS)
+        gradient[batch] = -1.0
+        await me().run_on_device(int)
+        await self.sgd.apply_gradients([(gradient, self.seen)])
+        await me().barrier()
+
+    async def to_the_end(self) -> None:
+        async for batch in self.batches:
+            await self.strategy.run(self.step, (batch,))
+            self.settings["steps"] += 1
+            self.kept = Savepoint(self.state)
+
+    def learned(self) -> Any:
+        slots = [v.value.tolist() for v in self.sgd.variables]
+        return self.seen.value.tolist(), slots, self.settings["steps"]
+
+
+async def learned_alone() -> Any:
+    async with ar.MirroredStrategy(["cpu:0"]) as strategy:
+        training = Training(strategy)
+        async with training.batches:
+            await training.to_the_end()
+        return training.learned()
+
+
+async def survive(strategy: Strategy) -> Any:
+    """Train to the end, whoever is lost on the way."""
+    training = Training(strategy)
+    async with training.batches:
+        while True:
+            try:
+                await training.to_the_end()
+                break
+            except WorkerLostError:
+                await strategy.shrink(training.kept)
+        assert repr(training.batches).startswith("<DistributedDataset of")
+    await strategy.check_in_sync(strategy.trainable_variables)
+    return training.learned(), strategy.num_replicas_in_sync
+
+
+@pytest.mark.explore(schedules=25, faults=art.Faults().lose_worker("worker:1"))
+async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
+    expected = await learned_alone()
+
+    results = await outcomes(strategies(3, 1), [survive] * 3)
+
+    for rank in (0, 2):
+        if isinstance(results[rank], BaseException):  # it was lost when all others had finished
+            assert isinstance(results[rank], WorkerLostError | ContextError), results
+            continue
+        learned, num_replicas = results[rank]
+        assert learned == expected
+        assert num_replicas in (2, 3)
+    lost = results[1]
+    assert not isinstance(lost, BaseException) or "worker 1" in str(lost).lower(), lost
+
+
+@pytest.mark.explore(
+    schedules=15, faults=art.Faults().lose_worker("worker:0").lose_worker("worker:2")
+)
+async def test_a_second_loss_shrinks_again_and_the_chief_may_be_lost() -> None:
+    expected = await learned_alone()
+
+    results = await outcomes(strategies(4, 1), [survive] * 4)
+
+    for rank in (1, 3):
+        if not isinstance(results[rank], BaseException):
+            assert results[rank][0] == expected
+        else:
+            assert isinstance(results[rank], WorkerLostError | ContextError), results
+
+
+def lose(strategy: Strategy) -> None:
+    """Let the engine lose a worker, as all of the others see it."""
+    communicator = strategy.cluster_resolver
+    assert isinstance(communicator, LocalCommunicator)
+    rank = communicator.rank
+    communicator._arrived(lambda: None, lambda: None, LostOp(rank))  # type: ignore[arg-type]
+
+
+class LostOp:
+    """A message that was not sent."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def cancelled(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException:
+        return WorkerLostError("killed by the test.", ranks=(self.rank,))
+
+
+async def count() -> Any:
+    return await me().all_reduce("sum", 1)
+
+
+@pytest.mark.asyncio
+async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None:
+    seen: dict[int, Any] = {}
+    all_ready = asyncio.Barrier(3)
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy.workers is not None
+        rank = strategy.workers.rank
+        assert strategy.local_results(await strategy.run(count)) == (6, 6)
+        await all_ready.wait()
+        if rank == 0:
+            lose(strategy)
+            return
+        with pytest.raises(WorkerLostError, match=r"[Ww]orker 0"):
+            await strategy.run(count)
+        await strategy.shrink()
+        result = strategy.local_results(await strategy.run(count))
+        ids = strategy.distribute_values_from_function(lambda v: v.replica_id_in_sync_group)
+        chief = strategy.extended.should_checkpoint
+        seen[rank] = strategy.workers.rank, result, strategy.local_results(ids), chief
+        with pytest.raises(ContextError, match="has lost no worker"):
+            await strategy.shrink()
+
+    await outcomes(strategies(3, 2), [program] * 3)
+
+    assert seen == {1: (0, (4, 4), (0, 1), True), 2: (1, (4, 4), (2, 3), False)}
+
+
+@pytest.mark.asyncio
+async def test_on_read_variables_keep_what_the_survivors_have() -> None:
+    totals: dict[int, float] = {}
+    all_ready = asyncio.Barrier(3)
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy.workers is not None
+        rank = strategy.workers.rank
+        with strategy.scope():
+            total = ar.metrics.Sum("total")
+
+        async def step() -> None:
+            total.update_state(float(10**rank))
+            await me().barrier()
+
+        await strategy.run(step)
+        kept = Savepoint({"total": total})
+        await all_ready.wait()
+        if rank == 1:
+            lose(strategy)
+            return
+        with pytest.raises(WorkerLostError):
+            await strategy.run(step)
+        await strategy.shrink(kept)
+        totals[rank] = float(await total.read())
+
+    await outcomes(strategies(3, 1), [program] * 3)
+
+    assert totals == {0: 101.0, 2: 101.0}
+
+
+@pytest.mark.asyncio
+async def test_who_does_not_come_to_shrink_is_named() -> None:
+    all_ready = asyncio.Barrier(3)
+    errors: dict[int, Any] = {}
+
+    made = strategies(3, 1, timeout=0.05)
+
+    async def first(strategy: Strategy) -> Any:
+        await strategy.run(count)
+        await all_ready.wait()
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        with pytest.raises(StallError, match="Worker 2 did not come to shrink") as caught:
+            await strategy.shrink()
+        errors[0] = caught.value.ranks
+
+    async def second(strategy: Strategy) -> Any:
+        await strategy.run(count)
+        await all_ready.wait()
+        lose(strategy)
+
+    async def third(strategy: Strategy) -> Any:
+        await strategy.run(count)
+        await all_ready.wait()
+
+    await outcomes(made, [first, second, third])
+    assert errors == {0: (2,)}
+
+
+@pytest.mark.asyncio
+async def test_bad_calls_change_nothing() -> None:
+    async def program(strategy: Strategy) -> Any:
+        with pytest.raises(ContextError, match="has lost no worker"):
+            await strategy.shrink()
+        with pytest.raises(TypeError, match=r"takes an ar\.checkpoint\.Savepoint or None, got 3"):
+            await strategy.shrink(3)  # type: ignore[arg-type]
+
+        async def step() -> None:
+            await strategy.shrink()
+
+        with pytest.raises(ContextError, match="shrink is a cross-replica method"):
+            await strategy.run(step)
+        return True
+
+    assert await outcomes(strategies(1, 1), [program]) == [True]
+
+
+@pytest.mark.asyncio
+async def test_savepoints_of_different_states_are_an_error() -> None:
+    all_ready = asyncio.Barrier(3)
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy.workers is not None
+        rank = strategy.workers.rank
+        with strategy.scope():
+            a, b = ar.Variable(1.0, name="a"), ar.Variable(2.0, name="b")
+        await strategy.run(count)
+        kept = Savepoint({"a": a} if rank == 0 else {"b": b})
+        await all_ready.wait()
+        if rank == 1:
+            lose(strategy)
+            return
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        await strategy.shrink(kept)
+
+    results = await outcomes(strategies(3, 1), [program] * 3)
+
+    assert isinstance(results[2], CheckpointError)
+    assert "Only in the state: b. Only in the checkpoint: a" in str(results[2])
+    assert isinstance(results[0], WorkerLostError)
