@@ -26,6 +26,7 @@ SIZES = (FEATURES, 512, 512, 10)
 BLOCK = 32  # rows of an example
 NUM_BLOCKS = 8  # examples of a step
 TICK_S = 0.001
+ON_PROCESSES = " on processes"  # ends the name of a way whose devices are worker processes
 
 Training = Callable[[], Awaitable[object]]
 
@@ -101,7 +102,8 @@ def way(name: str, learner: OnlineLearner, strategy: ar.Strategy) -> Training:
         return partial(asyncio.to_thread, plain_step, values, inputs, labels)
     if name == "torch in a thread":
         return partial(asyncio.to_thread, torch_step())
-    step = {"autograd steps": autograd_step, "pure Python steps": python_step}[name]()
+    new_step = autograd_step if name.startswith("autograd steps") else python_step
+    step = new_step()
 
     async def on_devices() -> None:
         await strategy.run(partial(run_on_device, step))
@@ -255,6 +257,6 @@ async def serve(name: str) -> None:
 
 
 if __name__ == "__main__":
-    ar.set_logical_devices("cpu", 2)
+    ar.set_logical_devices("cpu", 2, processes=sys.argv[1].endswith(ON_PROCESSES))
     with suppress(KeyboardInterrupt):
         asyncio.run(serve(sys.argv[1]))

@@ -33,6 +33,8 @@ import aioreplica as ar
 from aioreplica.errors import DeviceError
 
 from ._measure import Contender, take_turns
+from ._online_http import rows_of, run_way
+from ._online_server import ON_PROCESSES
 from ._report import format_table, summarise, write_json
 from ._row import Row, Target, compared_row
 
@@ -54,6 +56,8 @@ class Plan:
         num_hops: Hops that make one sample.
         num_kills: Workers to kill.
         num_ops: Ops to run for long.
+        num_windows: Windows of predictions beside steps on processes; a third of it on threads.
+        window_s: How long one is.
     """
 
     num_rounds: int
@@ -61,10 +65,12 @@ class Plan:
     num_hops: int
     num_kills: int
     num_ops: int
+    num_windows: int
+    window_s: float
 
 
-FULL = Plan(15, 20, 200, 100, 1_000_000)
-QUICK = Plan(2, 3, 20, 3, 2_000)
+FULL = Plan(15, 20, 200, 100, 1_000_000, 20, 2.0)
+QUICK = Plan(2, 3, 20, 3, 2_000, 1, 0.5)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -103,7 +109,10 @@ async def measure(plan: Plan) -> list[Row]:
     rows = []
     for name, new_step in (("pure Python", count_step), ("HIPS autograd", autograd_step)):
         rows.append(await compare_steps(name, new_step, plan))
-    return [*rows, *await compare_hops(plan)]
+    rows += await compare_hops(plan)
+    for step in ("pure Python steps", "autograd steps"):
+        rows += await asyncio.to_thread(compare_predictions, step, plan)
+    return rows
 
 
 # ---- steps that hold the GIL -----------------------------------------------------------------
@@ -170,6 +179,14 @@ async def compare_steps(
         f"step of {name}", LOOP, 2, "ms", ours=samples["ours"], against="2 threads",
         floor=samples["floor"], target=Target("ratio", 1 / 1.6),
     )  # fmt: skip
+
+
+def compare_predictions(name: str, plan: Plan) -> list[Row]:
+    """Compare the time of predictions beside steps with that of idle ones, in other processes."""
+    rounds = run_way(name + ON_PROCESSES, plan.num_windows, seconds=plan.window_s)
+    beside = run_way(name, -(-plan.num_windows // 3), seconds=plan.window_s)
+    rows = rows_of(name + ON_PROCESSES, rounds, ratios={"p99": 3.0})
+    return rows + rows_of(name, beside)
 
 
 # ---- hops ------------------------------------------------------------------------------------

@@ -103,6 +103,27 @@ async def test_arrays_of_any_size_come_through_and_may_be_written(
 
 
 @pytest.mark.asyncio
+async def test_arrays_of_any_kind_come_through_as_they_are(strategy: ar.OneDeviceStrategy) -> None:
+    frozen = np.arange(5000.0)
+    frozen.flags.writeable = False
+    pairs = np.zeros(3, [("x", "f4"), ("y", "i8")])
+    arrays = [
+        *(np.ones((60, 70), kind) for kind in "?bBhHiIlLqQefdgFD"),
+        *(np.ones((2, 3), kind, order="F") for kind in "?efD"),
+        np.zeros((0, 4)), np.array(2.5), np.asfortranarray(np.ones((90, 80))), frozen, pairs,
+        np.array(["2024-01-01"], "M8[D]"), np.array(["text"]), np.arange(4, dtype=">i4"),
+        np.array([None, "object"]),
+    ]  # fmt: skip
+
+    result = await run_op(strategy, lambda: arrays)
+
+    for got, sent in zip(result, arrays, strict=True):
+        np.testing.assert_array_equal(got, sent)
+        assert got.dtype == sent.dtype
+        assert got.flags.f_contiguous == sent.flags.f_contiguous
+
+
+@pytest.mark.asyncio
 async def test_numbers_are_the_same_bit_by_bit(strategy: ar.OneDeviceStrategy) -> None:
     rng = np.random.default_rng(0)
     cube = rng.standard_normal((64, 48, 30), dtype=np.float32)
