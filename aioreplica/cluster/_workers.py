@@ -55,6 +55,7 @@ class Workers:
         num_workers: How many there are.
         num_local_replicas: How many replicas each of them has.
         label: Names the strategy in errors.
+        given: The communicator that `connect` gives, if it is there already.
     """
 
     def __init__(
@@ -64,12 +65,14 @@ class Workers:
         num_workers: int,
         num_local_replicas: int,
         label: str,
+        given: Communicator | None = None,
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
         self.num_local_replicas = num_local_replicas
         self._connect = connect
         self._label = label
+        self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
         self._last: OwnedTask[Any] | None = None
@@ -316,6 +319,8 @@ class Workers:
         self._num_closed += 1
         last = self._last
         if last is None:
+            if self._given is not None:  # the others may wait in the first operation
+                await self._given.aclose()
             return
         if self._broken is None:
             last = self.queue(self._say_goodbye, "closing")

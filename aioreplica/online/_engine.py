@@ -64,7 +64,7 @@ class Engine:
         self.settings = settings
         self.step_fn = step_fn
         self._before = before  # of the same learner, closed
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.journal = None if settings.journal is None else OpenJournal(settings.journal)
         self.changed = Signal()
         self.saving = Saving(
@@ -104,7 +104,10 @@ class Engine:
             await self.saving.restore()
             self._model = model_variables(self.settings.variables)
             self.learned_number, self._version = self.saving.learned, self.saving.version
-            self._continue()
+            before, self._before = self._before, None
+            if before is not None and _still_holds(self, before):
+                self.learned_number, self._version = before.learned_number, before.version
+                self.dead.take_over(before.dead)
             last = 0 if self.journal is None else self.journal.facts.last_number
             self.backlog_end = max(last, self.learned_number)
             self._take_snapshot(self._version)
@@ -118,42 +121,10 @@ class Engine:
             self._main = OwnedTask(self._run(), "online learner")
             undo.pop_all()
 
-    def _continue(self) -> None:
-        """Go on where the learner was closed, if its variables are still as it left them.
-
-        Otherwise they would learn the whole journal once more.
-        """
-        before, self._before = self._before, None
-        if before is None or self.saving.saved_number is not None:
-            return
-        if self.journal is not None and before.journal_id != self.journal.facts.id:
-            return
-        components = before.snapshot.components
-        if all(
-            new is old
-            for variable in self._model.values()
-            for new, old in zip(variable.components, components[variable], strict=True)
-        ):
-            self.learned_number, self._version = before.learned_number, before.version
-            self.dead.take_over(before.dead)
-
     @property
     def journal_id(self) -> str:
         """Which journal it has; "" without one."""
         return "" if self.journal is None else self.journal.facts.id
-
-    def require_loop(self) -> None:
-        """Check that the caller is on the learner's event loop.
-
-        Raises:
-            ContextError: If no event loop is running: it is on a thread.
-            LoopMismatchError: If it is another one.
-        """
-        if running_loop("An OnlineLearner") is not self._loop:
-            raise LoopMismatchError(
-                "The learner runs on another event loop. Call it there, for example with "
-                "asyncio.run_coroutine_threadsafe(learner.submit(example), loop)."
-            )
 
     async def aclose(self) -> None:
         """See `OnlineLearner.aclose`."""
@@ -313,11 +284,7 @@ class Engine:
                     [taken.example for taken in part],
                 )
             except NotUndoneError as error:  # nothing may be learned, saved or shown after that
-                raise ContextError(
-                    "The learner has ended, as a step went wrong and could not be undone: "
-                    f"{_described(error.__cause__ or error)}. Restart the program; journal and "
-                    "checkpoints are as they were before the step."
-                ) from error.__cause__
+                raise _not_undone(error.__cause__ or error) from error.__cause__
             except BlamelessError as error:
                 self.failure = _described(error.__cause__ or error)
                 return
@@ -436,6 +403,35 @@ class Engine:
         self._published_version = snapshot.version
 
 
+def _still_holds(engine: Engine, before: Engine) -> bool:
+    """Tell whether the variables are as a learner that was closed has left them.
+
+    If no checkpoint was restored, they would else learn the whole journal once more.
+    """
+    if engine.saving.saved_number is not None or engine.journal_id != before.journal_id:
+        return False
+    left = before.snapshot.components
+    return all(
+        new is old
+        for variable in model_variables(engine.settings.variables).values()
+        for new, old in zip(variable.components, left[variable], strict=True)
+    )
+
+
+def require_loop(engine: Engine) -> None:
+    """Check that the caller is on the event loop of an engine.
+
+    Raises:
+        ContextError: If no event loop is running: it is on a thread.
+        LoopMismatchError: If it is another one.
+    """
+    if running_loop("An OnlineLearner") is not engine.loop:
+        raise LoopMismatchError(
+            "The learner runs on another event loop. Call it there, for example with "
+            "asyncio.run_coroutine_threadsafe(learner.submit(example), loop)."
+        )
+
+
 def _described(error: BaseException) -> str:
     group = ""
     while isinstance(error, BaseExceptionGroup):
@@ -447,6 +443,14 @@ def _described(error: BaseException) -> str:
         text = f"{type(error).__name__}, whose text cannot be shown{group}"
     text = text.encode(errors="backslashreplace").decode()  # SQLite takes no lone surrogates
     return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
+
+
+def _not_undone(cause: BaseException) -> ContextError:
+    return ContextError(
+        "The learner has ended, as a step went wrong and could not be undone: "
+        f"{_described(cause)}. Restart the program; journal and checkpoints are as they were "
+        "before the step."
+    )
 
 
 async def _end_task(task: OwnedTask[None]) -> None:

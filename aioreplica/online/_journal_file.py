@@ -321,14 +321,9 @@ class JournalFile:
         return found
 
     def skip_versions(self, learned: int, version: int) -> int:
-        """Return a version behind all that learners of the rest may have published; blocks.
+        """Return a version behind all that may have been published; blocks.
 
-        A learner publishes at most one version for each example, so the fact "ahead" is by how much
-        a version may be ahead of the number of its newest example.
-
-        Args:
-            learned: Number of the last example that was learned.
-            version: The version of that.
+        Each has an example of its own, so the fact "ahead" bounds version minus newest number.
 
         Raises:
             JournalError: If that could not be written down.

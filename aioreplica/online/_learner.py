@@ -16,7 +16,7 @@ from ..strategies import Strategy
 from ..tree import leaves
 from ..values import Snapshot
 from ._arguments import checked_count, checked_seconds
-from ._engine import CLOSED, Engine, Settings
+from ._engine import CLOSED, Engine, Settings, require_loop
 from ._example import as_example
 from ._intake import Submission
 from ._journal import Journal
@@ -65,8 +65,7 @@ class OnlineLearner:
         publish_to: A path for each `SnapshotReader` of another process.
 
     Raises:
-        ValueError: If a number is out of range, `variables` is no container, or the strategy has
-            several workers.
+        ValueError: If a number is out of range, `variables` no container, or there are workers.
         TypeError: If an argument is of the wrong type.
     """
 
@@ -85,29 +84,15 @@ class OnlineLearner:
         validate: Validation | None = None,
         publish_to: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
-        if strategy.workers is not None and strategy.workers.has_others:
-            raise ValueError(
-                f"An OnlineLearner learns in one process, and {strategy!r} has several workers, "
-                "each of which would take examples of its own. Use MirroredStrategy."
-            )
-        if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
-            raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
-        if validate is not None and not callable(validate):
-            raise TypeError(f"validate must be callable, got {validate!r}.")
+        _check(strategy, checkpoints, validate)
         Savepoint(variables)  # says what cannot be undone or saved
-        if isinstance(journal, (str, os.PathLike)):
-            journal = Journal(journal)
-        elif journal is not None and not isinstance(journal, Journal):
-            raise TypeError(f"journal must be a path or an ar.online.Journal, got {journal!r}.")
         self._settings = Settings(
             strategy,
             variables,
             checked_count("max_batch", max_batch),
             checked_seconds("max_delay_s", max_delay_s),
             checked_count("queue_size", queue_size),
-            journal,
+            _journal_of(journal),
             checkpoints,
             checked_seconds("checkpoint_every_s", checkpoint_every_s),
             None if publish_to is None else Path(publish_to),
@@ -138,9 +123,8 @@ class OnlineLearner:
             ValueError: If `validate` refuses it, or there is a key and no journal.
             KeyReusedError: If the key came with another example before.
             JournalError: If the journal could not keep it.
-            ContextError: If the learner is not open, or no event loop is running: a plain function
-                on a thread has to ask the loop.
-            LoopMismatchError: If the learner runs on another event loop.
+            ContextError: If the learner is not open, or no event loop runs on this thread.
+            LoopMismatchError: If another one does than the learner's.
 
         Cancellation:
             While it waits for a place, nothing is taken. Later the example may be taken.
@@ -371,9 +355,9 @@ class OnlineLearner:
         try:
             engine = Engine(self._settings, self._step_fn, before)
             await engine.open()
-            self._engine = engine
         finally:
             self._is_opening = False
+        self._engine = engine
         return self
 
     async def __aexit__(
@@ -388,7 +372,7 @@ class OnlineLearner:
         engine = self._engine
         if engine is None or engine.is_closing:
             raise ContextError(CLOSED)
-        engine.require_loop()
+        require_loop(engine)
         return engine
 
     def __repr__(self) -> str:
@@ -401,6 +385,28 @@ def _opened(engine: Engine | None) -> Engine:
     if engine is None:
         raise ContextError("The learner was never opened. Use it in `async with`.")
     return engine
+
+
+def _check(strategy: Any, checkpoints: Any, validate: Any) -> None:
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
+    if strategy.workers is not None and strategy.workers.has_others:
+        raise ValueError(
+            f"An OnlineLearner learns in one process, and {strategy!r} has several workers, each "
+            "of which would take examples of its own. Use MirroredStrategy."
+        )
+    if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
+        raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
+    if validate is not None and not callable(validate):
+        raise TypeError(f"validate must be callable, got {validate!r}.")
+
+
+def _journal_of(given: Any) -> Journal | None:
+    if isinstance(given, (str, os.PathLike)):
+        return Journal(given)
+    if given is not None and not isinstance(given, Journal):
+        raise TypeError(f"journal must be a path or an ar.online.Journal, got {given!r}.")
+    return given
 
 
 def _checked_step_fn(value: Any) -> StepFunction:

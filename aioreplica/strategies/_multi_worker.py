@@ -80,6 +80,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         workers = Workers(
             partial(_connect, chosen, options),
             rank, size, len(devices), "MultiWorkerMirroredStrategy",
+            chosen if isinstance(chosen, Communicator) else None,
         )  # fmt: skip
         super().__init__(devices, options, resolver=chosen, workers=workers)
 

@@ -453,7 +453,7 @@ async def test_without_its_lifespan_a_service_says_so(pair: ar.MirroredStrategy)
 
 
 def test_hosts_are_names_in_any_case_and_not_one_text(pair: ar.MirroredStrategy) -> None:
-    with pytest.raises(TypeError, match="got one text: 'example.org'"):
+    with pytest.raises(TypeError, match=r"got one text: 'example\.org'"):
         OnlineService(SnapshotReader("x"), print, input_like=0.0, hosts="example.org")
 
     async def main() -> int:

@@ -1,4 +1,4 @@
-"""Learners that are opened more than once: in one process, after crashes, twice at the same time."""
+"""Learners that are opened more than once: in one process, after crashes, twice at a time."""
 
 import asyncio
 import shutil

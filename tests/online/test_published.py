@@ -1,7 +1,6 @@
 """Snapshots for other processes: each read is one version, whatever is published meanwhile."""
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -175,9 +174,9 @@ def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(published, "_load", overtaken)
     with pool, SnapshotReader(path) as reader:
-        num_open = len(os.listdir("/proc/self/fd"))
+        num_open = len([*Path("/proc/self/fd").iterdir()])
         assert reader.read() is others[0].result(30)
-        assert len(os.listdir("/proc/self/fd")) == num_open + 2  # the file, and its mapping
+        assert len([*Path("/proc/self/fd").iterdir()]) == num_open + 2  # the file, and its mapping
 
 
 def test_the_name_that_the_format_keeps_is_refused(folder: Path) -> None:

@@ -358,3 +358,20 @@ async def test_a_closed_strategy_can_not_be_opened_with_a_communicator_that_is_u
     results = await outcomes(made, [lambda strategy: strategy.run(meet)] * 2)
 
     assert all(isinstance(result, ContextError) for result in results)
+
+
+async def test_a_worker_that_leaves_before_its_first_operation_is_not_waited_for() -> None:
+    """Such as one whose program raises while it reads its settings; nobody has a timeout."""
+    first, second = strategies(2, 1)
+
+    async def step() -> Any:
+        return await meet()
+
+    async with second:
+        running = asyncio.create_task(second.run(step))
+        with pytest.raises(KeyError):
+            async with first:
+                raise KeyError("no such setting")
+        async with asyncio.timeout(30):
+            with pytest.raises(WorkerLostError, match="Worker 0 has closed the communicator"):
+                await running

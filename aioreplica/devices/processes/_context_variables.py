@@ -7,6 +7,7 @@ the worker; of any other one the worker has a twin, known by number.
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import Context, ContextVar
@@ -46,16 +47,20 @@ class VarName(NamedTuple):
 
 @final
 class VarNames:
-    """The names of context variables, each searched for once."""
+    """The names of context variables, each searched for once; for the threads of all lanes."""
 
     def __init__(self) -> None:
         self._names: dict[AnyVar, VarName] = {}
+        self._lock = threading.Lock()
 
     def name_of(self, var: AnyVar) -> VarName:
         """Return how a worker finds a variable."""
         found = self._names.get(var)
         if found is None:
-            found = self._names[var] = _search(var) or self._twin(var)
+            with self._lock:  # or two would get the number of one
+                found = self._names.get(var)
+                if found is None:
+                    found = self._names[var] = _search(var) or self._twin(var)
         return found
 
     def _twin(self, var: AnyVar) -> VarName:

@@ -131,8 +131,10 @@ class Link:
             if value is not None:
                 values.append(value)
 
-    def undo(self, parcel: Parcel, values: list[Value]) -> None:
+    def undo(self, parcel: Parcel, stand_ins: list[tuple[int, bytes]], values: list[Value]) -> None:
         """Take back what was made for an op that is not sent."""
+        for number, _ in stand_ins:
+            self.reader.was_not_told(number)
         blocks = [*parcel.buffers]
         if isinstance(parcel.payload, Block):
             blocks.append(parcel.payload)

@@ -134,12 +134,13 @@ class WorkerProcess:
         except Exception as error:
             raise self._unsendable(link, op, fn, args, kwargs, error) from error
         values: list[Value] = []
+        stand_ins: list[tuple[int, bytes]] = []
         try:
             strategy = link.number_of_strategy(place)
             stand_ins = link.stand_ins(place)
             link.find_values(values)
         except BaseException as error:
-            link.undo(parcel, values)
+            link.undo(parcel, stand_ins, values)
             if isinstance(error, OSError):
                 raise self._no_memory(op, error) from error
             raise

@@ -190,6 +190,10 @@ class Reader:
         """Learn that it was."""
         self._known.add(number)
 
+    def was_not_told(self, number: int) -> None:
+        """Learn that it was not, after all."""
+        self._known.discard(number)
+
     def value(self, number: int, found: Publication) -> Value | None:
         """Return a value that the worker has not got; None if it has.
 

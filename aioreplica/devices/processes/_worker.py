@@ -34,7 +34,7 @@ from ...context import PLACE, REGISTRY, Place
 from .._logical import set_logical_devices
 from ._context_variables import set_vars
 from ._messages import Failure, Memory, NewSegment, Reply, Request, Setup, Value, Where
-from ._parcel import Parcel, Reduced, find_obstacle, named, pack, unpack
+from ._parcel import Parcel, Reduced, Side, dumps, find_obstacle, named, pack, unpack
 from ._segments import Arena, Block, Mappings
 
 LOOK_S = 1.0  # how often a worker looks whether its parent and its main thread live
@@ -173,11 +173,13 @@ class _Worker:
             return None, Failure("", "returned", words)
 
     def _pack_error(self, error: BaseException) -> Parcel | None:
-        try:
-            parcel = pack(error, self._arena, self)
-        except Exception:  # noqa: BLE001 - then its text has to do
-            return None
-        return parcel
+        for sent in (error, _Remade(self, error)):
+            try:
+                unpack(Parcel(dumps(sent, self, lambda _buffer: True), ()), self)
+                return pack(sent, self._arena, self)
+            except Exception:  # noqa: BLE001 - then the next; else its text has to do
+                continue
+        return None
 
     def _recorded(self) -> Sequence[tuple[str, float | str]]:
         replica = self._forget(REPLICA)
@@ -230,6 +232,46 @@ class _Worker:
         for name in THREAD_VARIABLES:  # for libraries that are loaded later
             os.environ[name] = str(threads)
         ThreadpoolController().limit(limits=threads, user_api="blas")
+
+
+@final
+class _Remade:
+    """Stands for an error whose own pickle fails: what of it can be pickled is put together.
+
+    The usual reason is an `__init__` that takes other arguments than it gives to the one above.
+
+    Args:
+        side: Where it is pickled.
+        error: The error.
+    """
+
+    def __init__(self, side: Side, error: BaseException) -> None:
+        self._side = side
+        self._error = error
+
+    def __reduce__(self) -> Reduced:
+        error = self._error
+        args: list[Any]
+        if isinstance(error, BaseExceptionGroup):
+            args = [error.message, [_Remade(self._side, each) for each in error.exceptions]]
+        else:
+            args = [each if self._can_send(each) else repr(each) for each in error.args]
+        state = {name: value for name, value in vars(error).items() if self._can_send(value)}
+        return _remake, (type(error), args, state)
+
+    def _can_send(self, thing: Any) -> bool:
+        try:
+            unpack(Parcel(dumps(thing, self._side, lambda _buffer: True), ()), self._side)
+        except Exception:  # noqa: BLE001 - whatever a `__reduce__` raises
+            return False
+        return True
+
+
+def _remake(kind: type[BaseException], args: Sequence[Any], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = tuple(args)
+    vars(error).update(state)
+    return error
 
 
 @final

@@ -6,7 +6,9 @@ import resource
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -16,6 +18,7 @@ import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.context import REGISTRY
 from aioreplica.devices import lane_table
+from aioreplica.devices.processes._context_variables import VarName, VarNames
 from aioreplica.errors import ContextError, DeviceError, WorkerLostError
 
 MiB = 1024 * 1024
@@ -57,10 +60,18 @@ class Locked:
 
 
 class StubbornError(Exception):
-    """Can be pickled, but not built again."""
+    """Can be pickled, but its pickle cannot be built again."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
+        self.first, self.lock = first, threading.Lock()
+
+
+class HopelessError(StubbornError):
+    """Cannot be built of its arguments either."""
+
+    def __new__(cls, first: str, second: str) -> Self:
+        return super().__new__(cls, first, second)
 
 
 # ---- what cannot be sent ---------------------------------------------------------------------
@@ -94,12 +105,38 @@ async def test_an_error_that_cannot_be_built_again_is_told_in_words(
     on_process: ar.OneDeviceStrategy,
 ) -> None:
     def op() -> None:
-        raise StubbornError("no ", "way")
+        raise HopelessError("no ", "way")
 
-    with pytest.raises(DeviceError, match=r"raised .*StubbornError: no way") as caught:
+    with pytest.raises(DeviceError, match=r"raised .*HopelessError: no way") as caught:
         await run_op(on_process, op)
 
     assert "in op" in str(caught.value.__cause__)
+
+
+@pytest.mark.asyncio
+async def test_an_error_is_the_users_own_although_its_init_takes_other_arguments(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    def op() -> None:
+        error = StubbornError("no ", "way")
+        error.add_note("a note")
+        raise error
+
+    def several() -> None:
+        raise ExceptionGroup("two", [StubbornError("no ", "way"), KeyError(threading.Lock(), 3)])
+
+    with pytest.raises(StubbornError, match=r"^no way\n") as caught:
+        await run_op(on_process, op)
+    assert (caught.value.first, caught.value.__notes__[0]) == ("no ", "a note")
+    assert not hasattr(caught.value, "lock")  # cannot be sent, and is left out
+    assert "in op" in str(caught.value.__cause__)
+    with pytest.raises(ExceptionGroup, match="two") as caught_group:
+        await run_op(on_process, several)
+    stubborn, missing = caught_group.value.exceptions
+    assert isinstance(stubborn, StubbornError)
+    assert isinstance(missing, KeyError)
+    assert "lock" in missing.args[0]
+    assert missing.args[1] == 3
 
 
 @pytest.mark.asyncio
@@ -239,11 +276,37 @@ async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
+    v = ar.Variable(np.ones(32 * MiB))  # its worker has never heard of it
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(DeviceError, match=r"'len' was not sent to cpu:0.*No space"):
             await run_op(on_process, len, np.ones(32 * MiB))
+        with pytest.raises(DeviceError, match=r"was not sent to cpu:0.*No space"):
+            await run_op(on_process, lambda: v.value[0])
     assert await run_op(on_process, len, np.ones(3)) == 3
+    assert await run_op(on_process, lambda: v.value[0]) == 1.0
+
+
+def test_lanes_that_meet_a_context_variable_at_once_give_it_one_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, others = ContextVar("mine", default=1), ContextVar("others", default=2)
+    names, pool = VarNames(), ThreadPoolExecutor(1)
+    found: list[Future[VarName]] = []
+
+    make_twin = VarNames._twin
+
+    def overtaken(self: VarNames, var: ContextVar[int]) -> VarName:
+        made = make_twin(self, var)
+        if not found:  # another lane's thread asks before this one has kept its name
+            found.append(pool.submit(names.name_of, others))
+            wait(found, 0.1)
+        return made
+
+    monkeypatch.setattr(VarNames, "_twin", overtaken)
+    with pool:
+        assert {names.name_of(mine).number, found[0].result(30).number} == {1, 2}
+        assert names.name_of(others) == found[0].result(30)
 
 
 @pytest.mark.asyncio
