@@ -22,6 +22,7 @@ from threadpoolctl import threadpool_info
 
 from .._environments import Environments
 from ._cases import PEERS, WIDE, Case, Peer, all_cases, named
+from ._page import write_tables
 from ._program import Program
 from ._results import Contender, Measured, Result, format_results, write_results
 
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str]) -> None:
 
         for path in draw_charts(result.rows, options.charts):
             print(f"Drawn: {path}")
+    if options.page is not None:
+        write_tables(result.rows, options.page)
 
 
 def _measure_all(
@@ -182,6 +185,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--replicas", type=int, action="append", metavar="N", help="only so many; repeatable")
     add("--rounds", type=int, default=7, help="default: %(default)s")
     add("--seconds", type=float, default=0.3, help="of one sample; default: %(default)s")
+    add("--page", type=Path, metavar="FILE", help="write the tables into this page of Markdown")
     add("--charts", type=Path, metavar="FOLDER", help="draw PNG charts into this folder")
     add(
         "--add",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 OURS = "aioreplica"
-WIDE = f"{OURS}, AVX-512"
+WIDE = f"{OURS} with AVX-512"
 """The same with the AVX-512 routines of OpenBLAS, which it does not choose by itself on all
 processors that have them; the libraries of the others do."""
 

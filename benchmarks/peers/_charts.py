@@ -48,6 +48,7 @@ def _lines(path: Path, rows: list[Any], label: str, place: Callable[[Any], Any])
         shown = [row for row in rows if panel is None or row["num_replicas"] == panel]
         for peer, mode in dict.fromkeys((row["peer"], row["mode"]) for row in shown):
             points = [row for row in shown if (row["peer"], row["mode"]) == (peer, mode)]
+            points.sort(key=place)
             modes = list(dict.fromkeys(row["mode"] for row in shown if row["peer"] == peer))
             axes.plot(
                 [place(row) for row in points], [row["median"] for row in points],

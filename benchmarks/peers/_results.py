@@ -162,6 +162,15 @@ def write_results(path: Path, result: Result) -> None:
         "system": f"{platform.system()} {platform.machine()}",
         "num_cores": os.cpu_count(),
         "has_fast": find_spec("numba") is not None,
-        "rows": result.rows,
     }
-    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    rows = ",\n".join(json.dumps(_shortened(row)) for row in result.rows)  # a line each
+    text = f'{json.dumps(written)[:-1]}, "rows": [\n{rows}\n]}}\n'
+    path.write_text(text, encoding="utf-8")
+
+
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave no more digits than were measured."""
+    return {
+        key: float(f"{value:.5g}") if isinstance(value, float) else value
+        for key, value in row.items()
+    }

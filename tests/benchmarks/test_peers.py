@@ -9,6 +9,7 @@ import pytest
 from benchmarks.peers import main
 from benchmarks.peers._cases import PEERS, Case, all_cases, promised
 from benchmarks.peers._charts import draw_charts
+from benchmarks.peers._page import BEGIN, END, write_tables
 from benchmarks.peers._results import Contender, Measured, Result, format_results, write_results
 
 MERGE = Case("merge", 4, "merge", "us/replica")
@@ -97,6 +98,20 @@ def test_charts_are_drawn(tmp_path: Path) -> None:
         "peers_merge.png", "peers_all_reduce.png", "peers_train.png"
     ]  # fmt: skip
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_tables_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "peers.md"
+    page.write_text(f"above\n{BEGIN}\nold\n{END}\nbelow\n", encoding="utf-8")
+    for _ in range(2):
+        write_tables(measured().rows(), page)
+    lines = page.read_text("utf-8").splitlines()
+    assert (lines[0], lines[-1]) == ("above", "below")
+    assert "| 4 | 3.00 | 15.0x | **0.50x** | 0.33x |" in lines
+    assert "1 of 2 goals are met; those that are not:" in lines
+    page.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="no lines"):
+        write_tables(measured().rows(), page)
 
 
 @pytest.mark.xslow
