@@ -47,6 +47,10 @@ def add(ordinal: int, amount: Any = 1.0) -> Write:
     return Write(W, ordinal, "assign_add", np.array(amount))
 
 
+def halved(iteration: int) -> float:
+    return 0.5 if iteration == 0 else 0.25
+
+
 def gradient(ordinal: int, amount: Any, iteration: int | None = 0, **more: Any) -> Gradient:
     given: dict[str, Any] = {"read_version": None, "is_mean": False, **more}
     return Gradient(W, ordinal, ITERATIONS[0], np.array(amount, float), iteration, **given)
@@ -98,7 +102,7 @@ def test_a_pull_sends_nothing_that_is_known() -> None:
 
 def test_the_count_of_the_same_push_numbers_its_gradients() -> None:
     server = new_server(1.0)
-    learn(server, ar.optimizers.SGD(lambda iteration: 0.5 if iteration == 0 else 0.25))
+    learn(server, ar.optimizers.SGD(halved))
     for closure in range(2):
         stamp = Stamp(0, closure, 0)
         counts = server.push(stamp, [Count(ITERATIONS, 0), gradient(0, 1.0, None)])
