@@ -12,7 +12,7 @@ import numpy as np
 from distributed import Client, Nanny, Scheduler, SpecCluster, wait
 
 NUM_WORKERS = 2
-HOST = {"host": "127.0.0.1", "dashboard": False}
+HOST = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 class BareTable:
