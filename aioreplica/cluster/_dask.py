@@ -124,7 +124,7 @@ class DaskClosureEngine(ClosureEngine):
         )
         with self._client.as_current():  # an actor looks for it
             actor = await future
-        return _DaskState(server, actor, self._client)
+        return _DaskState(server, actor, self._client, future)
 
     def submit(self, task: ClosureTask) -> Submission:
         """Send a task to a worker with the resource `W`."""
@@ -255,7 +255,7 @@ class DaskClosureEngine(ClosureEngine):
         self._quiet = ExitStack()
         self._quiet.enter_context(quiet)
         self._scheduler = await distributed.Scheduler(
-            host="127.0.0.1", port=0, dashboard=False, dashboard_address=None
+            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0"
         )
         names = [(f"ps-{i}", PARAMETER_SERVER) for i in range(num_servers)]
         names += [(f"worker-{i}", WORKER) for i in range(self._num_new_workers)]
@@ -357,10 +357,14 @@ class _Host:
 
 @final
 class _DaskState(StateHandle):
-    def __init__(self, server: int, actor: Any, client: Any = None) -> None:
+    def __init__(self, server: int, actor: Any, client: Any = None, future: Any = None) -> None:
         self.server = server
         self._actor = actor
         self._client = client  # None on workers, where actors find their own
+        self._future = future  # keeps the actor alive
+        # An actor whose worker is gone waits for its future, which would wait for ever: no other
+        # worker may have it.
+        actor._future = None
 
     async def call(self, method: str, *args: Any) -> Any:
         try:

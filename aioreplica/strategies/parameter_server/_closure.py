@@ -247,8 +247,8 @@ class ClosureContext:
             norm: Any = optimizer.gradient_norm
             key = (norm.spec.variable_id, 0)
             value = np.asarray(finished.norm, norm.dtype)
-            item = Write(key, self._ordinal(key), "assign", value)
-            items.setdefault(norm.spec.shards[0].server, []).append(item)
+            measured = Write(key, self._ordinal(key), "assign", value)
+            items.setdefault(norm.spec.shards[0].server, []).append(measured)
         assert finished.gradients is not None
         is_mean = optimizer.settings.is_mean
         for variable, gradient in zip(variables, finished.gradients, strict=True):

@@ -25,9 +25,11 @@ from ._queue import ClosureQueue, Commit, ScheduledClosure
 from ._strategy import ParameterServerStrategy
 
 T = TypeVar("T")
+ResourceT = TypeVar("ResourceT", bound=PerWorkerResource)
 
-DEPTH = 4
-"""Closures under way per worker: one runs while the messages of the others are on their way."""
+DEPTH = 16
+"""Closures under way per worker: one runs while the messages of the others are on their way. Dask
+sends messages every 10 ms, so that a queue of 16 keeps a worker busy with closures of 1 ms."""
 
 GRACE_S = 10.0
 """How much longer than its timeout a closure may take before its worker is restarted."""
@@ -384,7 +386,9 @@ class ClusterCoordinator:
             callable(dataset) and bool(_num_positional(dataset)),
             self._strategy.num_workers,
         )
-        return self._resource(make, PerWorkerDataset, _name_of(dataset))
+        found = self._resource(make, PerWorkerDataset, _name_of(dataset))
+        found.make = make
+        return found
 
     def create_per_worker_resource(self, fn: Callable[[], Any]) -> PerWorkerResource:
         """Return a resource that each worker makes with `fn`, at its first use there.
@@ -398,7 +402,7 @@ class ClusterCoordinator:
         fn = _checked_factory(fn, "create_per_worker_resource")
         return self._resource(fn, PerWorkerResource, _name_of(fn))
 
-    def _resource(self, make: Any, kind: type[Any], label: str) -> Any:
+    def _resource(self, make: Any, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
         factory = pack_call(make, (), {}, HomeSide(strategy), f"The function {label}")
         return kind(strategy, strategy.servers.next_resource(), factory, label)
@@ -474,7 +478,7 @@ class ClusterCoordinator:
             return
         self._counts["finished"] += 1
         commit = self._queue.finished(closure)
-        if closure.state == "over":
+        if closure.is_over:
             self._ended(closure)
         self._complete(commit)
         self._pump()
@@ -698,14 +702,17 @@ def _error_of(
     error.__cause__ = RemoteTracebackError(failure.text)
     with suppress(Exception):
         error.add_note(f"Raised in closure #{closure.number} ({closure.fn_name}).")
-    if isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError | GeneratorExit):
-        wrapped = RuntimeError(
-            f"The closure {closure.fn_name} #{closure.number} raised {failure.words}, which would "
-            "end the program here."
-        )
-        wrapped.__cause__ = error
-        return wrapped
-    return error
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
+        return error
+    reason = (
+        "An iterator has ended" if isinstance(error, Exception) else "That would end this program"
+    )
+    wrapped = RuntimeError(
+        f"The closure {closure.fn_name} #{closure.number} raised {failure.words}. {reason}; catch "
+        "it in the closure."
+    )
+    wrapped.__cause__ = error
+    return wrapped
 
 
 async def _unpacked(packed: Packed, side: HomeSide) -> Any:

@@ -174,13 +174,19 @@ class PerWorkerResource:
 class PerWorkerDataset(PerWorkerResource):
     """A dataset that each worker makes for itself; `iter` gives an iterator of each worker's.
 
-    Pass the iterator to closures; `next(iterator)` there gives the next element of that worker's
-    dataset. A worker that was restarted begins anew.
+    Pass the iterator to closures; `next(iterator)` there gives the next element. Each iterator has
+    a dataset of its own on each worker. A worker that was restarted begins anew.
+
+    Attributes:
+        make: Makes the dataset on a worker.
     """
+
+    make: DatasetOf
 
     def __iter__(self) -> PerWorkerIterator:
         strategy = self._strategy
-        factory = pack_call(_IteratorOf(self), (), {}, HomeSide(strategy), "The dataset")
+        make = _IteratorOf(self.make)
+        factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")
         number = strategy.servers.next_resource()
         return PerWorkerIterator(strategy, number, factory, f"of {self._label}")
 
@@ -228,8 +234,8 @@ class DatasetOf:
 class _IteratorOf:
     """Makes an iterator on a worker."""
 
-    def __init__(self, dataset: PerWorkerDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, make: DatasetOf) -> None:
+        self._make = make
 
     def __call__(self) -> Any:
-        return iter(self._dataset)
+        return iter(self._make())

@@ -54,6 +54,11 @@ class ScheduledClosure:
         """Its number, for who lists what is under way."""
         return self.number
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more becomes of it."""
+        return self.state == "over"
+
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -283,9 +283,10 @@ class Servers:
     async def _make_anew(self, variable: ServedVariable, value: Any) -> Array:
         async with self._lock:
             await self._revive()
-            variable.come_home(np.array(value))
+            new = np.array(value)
+            variable.come_home(new)
             await self._place([variable])
-        return await self.read(variable, None)
+        return new
 
     # ---- for the coordinator -------------------------------------------------------------------
 

@@ -156,9 +156,6 @@ class ServedVariable(Variable):
             raise self._not_here("value", "read()")
         return self.cell.components
 
-    def __getitem__(self, index: object) -> Any:
-        return self.value[index]
-
     def __len__(self) -> int:
         return self.shape[0] if self.shape else len(self.value)
 
