@@ -144,7 +144,7 @@ class DaskClosureEngine(ClosureEngine):
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Ask the scheduler, and every process for its id."""
         infos = await self._infos()
-        pids = await self._client.run(os.getpid)
+        pids = await self._client.run(os.getpid, on_error="ignore")
         found = [
             WorkerInfo(str(info["name"]), role, address, pids.get(address, 0))
             for address, info in infos

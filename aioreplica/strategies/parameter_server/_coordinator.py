@@ -94,14 +94,15 @@ class RemoteValue(Generic[T]):
     by another one; what the closure pushes then is dropped.
     """
 
-    __slots__ = ("_closure", "_side")
+    __slots__ = ("_closure", "_fetched", "_side")
 
     def __init__(self, closure: ScheduledClosure, side: HomeSide) -> None:
         self._closure = closure
         self._side = side
+        self._fetched: tuple[T] | None = None
 
     async def fetch(self) -> T:
-        """Wait for the closure and return its result.
+        """Wait for the closure and return its result, each time the same object.
 
         Raises:
             ClosureCancelledError: If it was cancelled because another one had failed, or because
@@ -114,13 +115,18 @@ class RemoteValue(Generic[T]):
         """
         await _without_cancelling(self._closure.settled)
         submission = self._closure.submission
+        if self._fetched is not None:
+            return self._fetched[0]
         assert submission is not None
         try:
             packed: Packed = await submission.result()
         except ClosureFailedError as failure:  # in another run, after its worker was lost
             raise _error_of(failure, self._closure, self._side) from failure
         found: T = await _unpacked(packed, self._side)
-        return found
+        if self._fetched is None:  # somebody else may have fetched it meanwhile
+            self._fetched = (found,)
+            self._closure.submission = None  # the worker may let it go
+        return self._fetched[0]
 
     def done(self) -> bool:
         """Tell whether the closure is over, in whatever way."""

@@ -1,0 +1,363 @@
+"""The strategy and its coordinator, with servers and workers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from anyio import WouldBlock
+
+import aioreplica as ar
+from aioreplica.cluster import LocalClosureEngine, current_worker_index
+from aioreplica.errors import (
+    ClosureCancelledError,
+    ContextError,
+    NonFiniteError,
+    StallError,
+    WorkerLostError,
+)
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: ar.optimizers.SGD(0.1, momentum=0.9),
+    "adagrad": lambda: ar.optimizers.Adagrad(0.1),
+    "rmsprop": lambda: ar.optimizers.RMSprop(0.1),
+    "adam": lambda: ar.optimizers.Adam(0.1, clipnorm=0.5),
+    "adamw": lambda: ar.optimizers.AdamW(0.1, global_clipnorm=0.5),
+}
+
+
+@asynccontextmanager
+async def opened(num_workers: int = 1, **options: Any) -> AsyncIterator[Any]:
+    engine = LocalClosureEngine(num_workers)
+    async with (
+        ar.ParameterServerStrategy(engine, **options) as strategy,
+        ar.ClusterCoordinator(strategy) as coordinator,
+    ):
+        yield strategy, coordinator
+
+
+def descend(w: Any, optimizer: Any, target: Any) -> None:
+    optimizer.apply_gradients([(w.value - target, w)])
+
+
+async def descend_by_rows(w: Any, optimizer: Any, rows: Any) -> None:
+    slices = ar.IndexedSlices(w.rows(rows) - 1.0, rows, w.shape)
+    await optimizer.apply_gradients([(slices, w)])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("num_shards", [1, 3])
+async def test_closures_one_by_one_train_as_without_servers(name: str, num_shards: int) -> None:
+    start = np.arange(10.0).reshape(5, 2)
+    targets = np.linspace(-1, 1, 6)
+    plain, rule = ar.Variable(start), OPTIMIZERS[name]()
+    for target in targets:
+        await rule.apply_gradients([(plain.value - target, plain)])
+    partitioner = ar.FixedShardsPartitioner(num_shards)
+    async with opened(num_ps=2, variable_partitioner=partitioner) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(start), OPTIMIZERS[name]()
+        for target in targets:
+            await coordinator.schedule(descend, (w, optimizer, target))
+        await coordinator.join()
+        np.testing.assert_allclose(await w.read(), plain.value, rtol=1e-12)
+        assert int(await optimizer.iterations.read()) == 6
+
+
+@pytest.mark.asyncio
+async def test_rows_touch_only_their_shard() -> None:
+    async with opened(num_ps=2, variable_partitioner=ar.FixedShardsPartitioner(2)) as opened_:
+        strategy, coordinator = opened_
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros((6, 2))), ar.optimizers.Adagrad(0.5)
+        await coordinator.schedule(descend_by_rows, (w, optimizer, np.array([4, 5, 4])))
+        await coordinator.join()
+        value = await w.read()
+        assert not value[:4].any()
+        assert value[4:].all()
+        assert coordinator.statistics().pushes == 2  # the rows and the count
+        assert (await w.read([5, 0, 5])).tolist() == value[[5, 0, 5]].tolist()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("needed", [None, 2])
+async def test_synchronous_steps_equal_mirrored_ones(needed: int | None) -> None:
+    targets = np.linspace(-1, 1, 8)
+    async with opened(2, num_ps=2, mode="sync", replicas_to_aggregate=needed) as opened_:
+        strategy, coordinator = opened_
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.ones(3)), ar.optimizers.Adam(0.1)
+        for target in targets:
+            await coordinator.schedule(descend, (w, optimizer, target))
+        await coordinator.join()
+        found = await w.read()
+        assert coordinator.statistics().num_steps == 4
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as mirrored:
+        with mirrored.scope():
+            v, rule = ar.Variable(np.ones(3)), ar.optimizers.Adam(0.1)
+
+        async def step(target: Any) -> None:
+            await rule.apply_gradients([(v.value - target, v)])
+
+        for pair in targets.reshape(-1, 2):
+            await mirrored.run(step, args=(ar.PerReplica(list(pair)),))
+        np.testing.assert_allclose(found, v.value, atol=1e-12)
+
+
+def count_twice(counter: Any) -> int:
+    counter.assign_add(1)
+    counter.assign_add(1)
+    return int(counter.value)
+
+
+async def count_and_wait(counter: Any) -> int:
+    counter.assign_add(1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    counter.assign_add(1)
+    return 7
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lost_after", range(6))
+async def test_a_closure_of_a_lost_worker_counts_once(lost_after: int) -> None:
+    async with opened(2) as (strategy, coordinator):
+        with strategy.scope():
+            counter = ar.Variable(0)
+        remotes = [await coordinator.schedule(count_and_wait, (counter,)) for _ in range(3)]
+        for _ in range(lost_after):
+            await asyncio.sleep(0)
+        strategy.engine.lose_worker("worker-0")
+        await coordinator.join()
+        assert int(await counter.read()) == 6
+        assert await coordinator.fetch({"all": remotes}) == {"all": [7, 7, 7]}
+
+
+def fail(kind: type[BaseException]) -> None:
+    raise kind("no")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StopIteration, SystemExit])
+async def test_the_first_error_is_raised_once_and_cancels_the_rest(kind: Any) -> None:
+    async with opened(1) as (strategy, coordinator):
+        with strategy.scope():
+            counter = ar.Variable(0)
+        bad = await coordinator.schedule(fail, (kind,))
+        later = [await coordinator.schedule(count_twice, (counter,)) for _ in range(3)]
+        expected = ValueError if kind is ValueError else RuntimeError
+        with pytest.raises(expected, match="no"):
+            await coordinator.join()
+        with pytest.raises(expected, match="no"):
+            await bad.fetch()
+        for remote in later:
+            with pytest.raises(ClosureCancelledError, match="another one failed"):
+                await remote.fetch()
+        before = int(await counter.read())
+        await coordinator.schedule(count_twice, (counter,))
+        await coordinator.join()
+        assert int(await counter.read()) == before + 2
+        assert coordinator.statistics().num_cancelled == 3
+
+
+def not_finite(w: Any, optimizer: Any) -> None:
+    optimizer.apply_gradients([(np.array([1.0, np.nan]), w)])
+
+
+@pytest.mark.asyncio
+async def test_gradients_that_are_not_finite_change_nothing() -> None:
+    async with opened(1) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable([1.0, 2.0]), ar.optimizers.SGD(0.1)
+            skipping = ar.optimizers.SGD(0.1, on_non_finite="skip")
+        await coordinator.schedule(not_finite, (w, optimizer))
+        with pytest.raises(NonFiniteError, match="not finite"):
+            await coordinator.join()
+        await coordinator.schedule(not_finite, (w, skipping))
+        await coordinator.join()
+        assert (await w.read()).tolist() == [1.0, 2.0]
+        assert int(await skipping.skipped_steps.read()) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_full_queue() -> None:
+    gate.clear()
+    async with (
+        ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
+        ar.ClusterCoordinator(strategy, queue_size=1) as coordinator,
+    ):
+        for _ in range(17):  # 16 under way, and one in the queue
+            coordinator.schedule_nowait(wait_for_gate)
+        with pytest.raises(WouldBlock):
+            coordinator.schedule_nowait(wait_for_gate)
+        waiting = asyncio.ensure_future(coordinator.schedule(wait_for_gate))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        gate.set()
+        await waiting
+        await coordinator.join()
+        assert coordinator.done()
+
+
+gate = threading.Event()
+
+
+def wait_for_gate() -> None:
+    gate.wait(10)
+
+
+@pytest.mark.asyncio
+async def test_a_closure_that_takes_too_long() -> None:
+    gate.clear()
+    async with opened(1) as (_, coordinator):
+        await coordinator.schedule(wait_for_gate, timeout_s=0.01)
+        with pytest.raises(StallError, match=r"has not ended within 0\.01 s"):
+            await coordinator.join()
+        gate.set()
+
+
+def index_and_next(iterator: Any, resource: Any) -> tuple[int, int, int]:
+    return current_worker_index(), next(iterator), id(resource)
+
+
+def elements(context: Any) -> Any:
+    return range(context.input_pipeline_id * 10, 100)
+
+
+@pytest.mark.asyncio
+async def test_workers_have_their_own_datasets_and_resources() -> None:
+    async with opened(1) as (_, coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(elements))
+        resource = coordinator.create_per_worker_resource(threading.Lock)
+        remotes = [await coordinator.schedule(index_and_next, (iterator, resource)) for _ in "abc"]
+        found = await coordinator.fetch(remotes)
+        assert [each[:2] for each in found] == [(0, 0), (0, 1), (0, 2)]
+        assert len({each[2] for each in found}) == 1
+        with pytest.raises(ContextError, match="on the workers"):
+            next(iterator)
+    with pytest.raises(ContextError, match="outside a closure"):
+        current_worker_index()
+
+
+# ---- checkpoints, and what is lost ---------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_restored_checkpoint_goes_on_as_before(is_lost: bool, tmp_path: Path) -> None:
+    rows = [np.array([i % 6, (i * 5) % 6]) for i in range(6)]
+    options: dict[str, Any] = {"num_ps": 2, "variable_partitioner": ar.FixedShardsPartitioner(2)}
+    async with opened(1, **options) as (strategy, coordinator):
+        manager = ar.CheckpointManager(tmp_path)
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros((6, 2))), ar.optimizers.Adam(0.1)
+        state = {"w": w, "optimizer": optimizer}
+
+        async def train() -> Any:
+            for each in rows:
+                await coordinator.schedule(descend_by_rows, (w, optimizer, each))
+            await coordinator.join()
+            return await w.read()
+
+        await train()
+        await manager.save(1, state)
+        expected = await train()
+        if is_lost:
+            strategy.engine.lose_server(1)
+            with pytest.raises(
+                WorkerLostError, match=r"Parameter server 1 .* 'variable'"
+            ) as caught:
+                await train()
+            assert "variable" in caught.value.variables
+        await manager.restore(state)
+        assert strategy.lost_variables == ()
+        np.testing.assert_array_equal(await train(), expected)
+        await manager.aclose()
+    async with opened(1) as (strategy, coordinator):  # another number of servers
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros((6, 2))), ar.optimizers.Adam(0.1)
+        async with ar.CheckpointManager(tmp_path) as manager:
+            assert await manager.restore({"w": w, "optimizer": optimizer}) == 1
+        np.testing.assert_array_equal(await train(), expected)
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_values_are_not_in_the_program() -> None:
+    async with opened(1) as (strategy, _):
+        with strategy.scope():
+            w, optimizer = ar.Variable([1.0, 2.0], name="w"), ar.optimizers.SGD(0.1)
+        with pytest.raises(ContextError, match=r"await variable\.read\(\)"):
+            _ = w.value
+        with pytest.raises(ContextError, match=r"await variable\.read\(\)"):
+            _ = w + 1
+        with pytest.raises(ContextError, match="snapshot"):
+            strategy.snapshot(w)
+        with pytest.raises(ContextError, match="schedule"):
+            await strategy.run(print)
+        with pytest.raises(ContextError):
+            await optimizer.apply_gradients([(np.ones(2), w)])
+        with pytest.raises(ContextError):
+            await optimizer.distributed_apply([(np.ones(2), w)])
+        assert (await w.assign_add([1.0, 1.0])).tolist() == [2.0, 3.0]
+        with pytest.raises(ValueError, match="Row 2 is out of range"):
+            await w.read(2)
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    async with opened(1) as (_, coordinator):
+        with pytest.raises(TypeError, match=r"captured variable 'lock' \(a .*lock\)"):
+            await coordinator.schedule(lambda: lock)
+        other = ar.Variable(1.0, name="other")
+        with pytest.raises(ContextError, match="'other' belongs to no strategy"):
+            await coordinator.schedule(count_twice, (other,))
+        with pytest.raises(ContextError, match="made outside the scope"):
+            await coordinator.schedule(fail, (ar.optimizers.SGD(0.1),))
+        remote = await coordinator.schedule(str)
+        with pytest.raises(TypeError, match="cannot be an argument of a closure"):
+            await coordinator.schedule(str, (remote,))
+        await coordinator.schedule(threading.Lock)
+        with pytest.raises(TypeError, match=r"its result \(a .*lock\) cannot be pickled"):
+            await coordinator.join()
+        with pytest.raises(ValueError, match="tuple or list"):
+            await coordinator.schedule(str, 3)
+        with pytest.raises(TypeError, match="needs a function"):
+            await coordinator.schedule(3)
+
+
+@pytest.mark.asyncio
+async def test_one_coordinator_at_a_time() -> None:
+    async with opened(1) as (strategy, coordinator):
+        with pytest.raises(ContextError, match="has a coordinator already"):
+            await ar.ClusterCoordinator(strategy).join()
+        await coordinator.aclose()
+        with pytest.raises(ContextError, match="is closed"):
+            await coordinator.schedule(str)
+        async with ar.ClusterCoordinator(strategy) as another:
+            assert await (await another.schedule(str)).fetch() == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_ps": 0}, "num_ps must be at least 1"),
+        ({"mode": "both"}, "mode must be"),
+        ({"replicas_to_aggregate": 2}, 'for mode="sync"'),
+        ({"mode": "sync", "max_staleness": 1}, 'for mode="async"'),
+        ({"max_staleness": -1}, "at least 0"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ar.ParameterServerStrategy(LocalClosureEngine(1), **options)
