@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import OVERRIDES
+from ..context import CLOSURE, OVERRIDES
 from ..devices.backends import Array, backend_of
 from ..values import IndexedSlices, Variable
 from ._adapter import Watch
@@ -125,7 +125,7 @@ class VariableReads:
     def read_rows(self, variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
         """Return some rows of a variable; their gradient will be that of these rows only."""
         if self._outer is None:
-            rows = variable.local_rows(indices)
+            rows = _local_rows(variable, indices)
         else:
             rows = self._outer.read_rows(variable, indices)
         if self._watch is None or not self._is_chosen(variable):
@@ -271,7 +271,12 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
         )
     rows = found.astype(np.intp)  # a copy: the gradient needs it later
     reads = OVERRIDES.get()
-    return variable.local_rows(rows) if reads is None else reads.read_rows(variable, rows)
+    return _local_rows(variable, rows) if reads is None else reads.read_rows(variable, rows)
+
+
+def _local_rows(variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
+    closure = CLOSURE.get()  # there the table may live on parameter servers
+    return variable.local_value()[indices] if closure is None else closure.rows(variable, indices)
 
 
 def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Array) -> IndexedSlices:

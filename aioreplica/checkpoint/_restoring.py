@@ -104,8 +104,8 @@ async def _restore_from(
         now = read_state(state)
         plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
         apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
-        for servers in now.servers():
-            await servers.send_out(now.variables.values(), now.composites.values())
+        for each in now.elsewhere():
+            await each.send_out(now.variables.values(), now.composites.values())
     return plan
 
 

@@ -130,10 +130,10 @@ class State:
             self.variables[key] = entry.thing
             self.gates[entry.thing.store.gate] = None
 
-    def servers(self) -> list[Any]:
-        """Return the parameter servers that its variables live on."""
+    def elsewhere(self) -> list[Any]:
+        """Return what brings variables home that live on parameter servers."""
         strategies = [variable.strategy for variable in self.variables.values()]
-        return list(dict.fromkeys(s.servers for s in strategies if s is not None and s.servers))
+        return list(dict.fromkeys(s.elsewhere for s in strategies if s is not None and s.elsewhere))
 
     def owners(self) -> dict[str, Variable]:
         """Return the variables that belong to no other one, by key."""
@@ -342,15 +342,15 @@ async def take_cut(state: Any) -> Cut:
 
 async def _look_at_home(found: State, state: Any) -> Cut:
     """Read a state whose variables may live on parameter servers."""
-    servers = found.servers()
-    if not servers:
+    elsewhere = found.elsewhere()
+    if not elsewhere:
         return look(found)
     try:
-        for each in servers:
+        for each in elsewhere:
             await each.bring_home(found.variables.values())
         return look(read_state(state))  # with the slots that the servers have
     finally:
-        for each in servers:
+        for each in elsewhere:
             each.leave_home()
 
 

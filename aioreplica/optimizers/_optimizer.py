@@ -206,15 +206,8 @@ class Optimizer(UpdateRule):
         replica = place.replica
         if type(replica) is not ReplicaContext:
             require_replica(place, "apply_gradients")
-            closure = CLOSURE.get()
-            if closure is not None:
-                grads_and_vars = list(grads_and_vars)
-                if closure.takes(grads_and_vars):
-                    pushed: Any = closure.apply_gradients(self, grads_and_vars, global_step)
-                    return pushed  # type: ignore[no-any-return]  # done; it can be awaited
+            return _apply_alone(self, place, grads_and_vars, global_step, not aggregate)
         brought = _contribution(self, place, grads_and_vars, global_step, not aggregate)
-        if type(replica) is not ReplicaContext:
-            return _take_step_alone(brought)
         return replica.meet(APPLY_GRADIENTS, None, brought, sys._getframe(1))
 
     def minimize(
@@ -427,13 +420,9 @@ class BlockingOptimizer:
             Leaves everything as it was, or everything updated.
         """
         name = "optimizer.blocking.apply_gradients"
-        closure = CLOSURE.get()
-        if closure is not None:
-            grads_and_vars = list(grads_and_vars)
-            if closure.takes(grads_and_vars):
-                closure.apply_gradients(self._optimizer, grads_and_vars, global_step)
-                return
-        self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
+        grads_and_vars = list(grads_and_vars)
+        if _pushed(self._optimizer, grads_and_vars, global_step) is None:
+            self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
 
     def minimize(
         self,
@@ -457,17 +446,14 @@ class BlockingOptimizer:
             Exception: As `Optimizer.minimize`.
         """
         name = "optimizer.blocking.minimize"
-        closure = CLOSURE.get()
-        if closure is None:
+        if CLOSURE.get() is None:
             replica_on_device(name)
         require_loss(loss, var_list)
         scaling = self._optimizer.loss_scale
         scale = None if scaling is None else scaling.scale
         value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
-        if closure is not None and closure.takes(pairs):
-            closure.apply_gradients(self._optimizer, pairs, global_step)
-            return value
-        self._meet(name, pairs, global_step, False, sys._getframe(1))
+        if _pushed(self._optimizer, pairs, global_step) is None:
+            self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
 
     def _meet(
@@ -488,6 +474,33 @@ class BlockingOptimizer:
         return f"<BlockingOptimizer of {self._optimizer!r}>"
 
 
+def _pushed(optimizer: Optimizer, pairs: Sequence[Any], global_step: Variable | None) -> Any:
+    """Push gradients to parameter servers, if a closure runs here and they are for variables there.
+
+    Returns:
+        What may be awaited, and is done; None if they are for variables of this process.
+    """
+    closure = CLOSURE.get()
+    if closure is None or not closure.takes(pairs):
+        return None
+    return closure.apply_gradients(optimizer, pairs, global_step)
+
+
+def _apply_alone(
+    optimizer: Optimizer,
+    place: Place,
+    grads_and_vars: Iterable[tuple[Any, Any]],
+    global_step: Variable | None,
+    is_summed: bool,
+) -> Coroutine[Any, Any, None]:
+    """Push gradients from a closure, or return the step of one replica that is on its own."""
+    pairs = list(grads_and_vars)
+    pushed: Any = _pushed(optimizer, pairs, global_step)
+    if pushed is not None:
+        return pushed  # type: ignore[no-any-return]  # it is done, and can be awaited
+    return _take_step_alone(_contribution(optimizer, place, pairs, global_step, is_summed))
+
+
 async def _minimize(
     optimizer: Optimizer,
     place: Place,
@@ -499,9 +512,7 @@ async def _minimize(
     frame: FrameType,
 ) -> Any:
     value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
-    closure = CLOSURE.get()
-    if closure is not None and closure.takes(pairs):
-        closure.apply_gradients(optimizer, pairs, global_step)
+    if _pushed(optimizer, pairs, global_step) is not None:
         return value
     brought = _contribution(optimizer, place, pairs, global_step, False)
     if isinstance(place.replica, ReplicaContext):

@@ -238,11 +238,6 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         return self._resolver
 
     @property
-    def servers(self) -> Any:
-        """The parameter servers that its variables live on; None where they live here."""
-        return None
-
-    @property
     def extended(self) -> Extended:
         """Devices, and updates of single components."""
         return self._extended

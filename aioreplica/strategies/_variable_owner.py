@@ -151,6 +151,11 @@ class VariableOwner(ABC):
         return await self._store.wait_for(variable, version)
 
     @property
+    def elsewhere(self) -> Any:
+        """What brings values home that live on parameter servers; None if they live here."""
+        return None
+
+    @property
     def variable_table(self) -> VariableTable:
         """The variables this strategy has made, and their names."""
         return self._variables

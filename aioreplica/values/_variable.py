@@ -275,11 +275,6 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """Return what `value` is when no gradient is being taken."""
         return self.value_at(PLACE.get())
 
-    def local_rows(self, indices: Array) -> Array:
-        """Return some rows of the local value, for a lookup."""
-        rows: Array = self.local_value()[indices]
-        return rows
-
     def value_at(self, place: Place) -> Array:
         """Return what code that runs at a place reads, whichever thread asks."""
         if place.strategy is self._strategy:

@@ -330,6 +330,7 @@ def _words(error: BaseException) -> str:
 
 
 def kind_of(thing: object) -> str:
+    """Return the full name of an object's class."""
     kind = type(thing)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"

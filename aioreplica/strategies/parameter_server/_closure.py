@@ -157,8 +157,10 @@ class ClosureContext:
         parts = [known[key][1] for key in pulls]
         return parts[0].view() if len(parts) == 1 else np.concatenate(parts)
 
-    def rows(self, variable: ServedVariable, indices: Array) -> Array:
+    def rows(self, variable: Variable, indices: Array) -> Array:
         """Return some rows of a variable; those of a value that was pulled are taken from it."""
+        if not isinstance(variable, ServedVariable):
+            return variable.local_value()[indices]
         spec = variable.spec
         with self._lock:
             whole = self._values.get(spec.variable_id)

@@ -10,6 +10,7 @@ from ...errors import ContextError
 from ...values import Snapshot, StepGate, Variable, VariableOptions
 from .._mirrored import chosen_devices
 from .._strategy import Strategy
+from ._elsewhere import Elsewhere
 from ._partition import PartitionFn, cut_rows
 from ._queue import ClosureQueue, ScheduledClosure
 from ._servers import Servers
@@ -80,6 +81,7 @@ class ParameterServerStrategy(Strategy):
         self._mode: Literal["async", "sync"] = mode
         self._replicas_to_aggregate = replicas_to_aggregate
         self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
+        self._elsewhere = Elsewhere(self._servers)
         self._coordinator: object | None = None
         self._next_step = 0  # of the synchronous mode
         self._next_closure = 0
@@ -132,6 +134,11 @@ class ParameterServerStrategy(Strategy):
     def servers(self) -> Servers:
         """The parameter servers; for the library."""
         return self._servers
+
+    @property
+    def elsewhere(self) -> Elsewhere:
+        """What brings values home; for checkpoints."""
+        return self._elsewhere
 
     @property
     def lost_variables(self) -> tuple[str, ...]:

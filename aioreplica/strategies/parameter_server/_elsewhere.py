@@ -1,0 +1,142 @@
+"""Checkpoints of variables on parameter servers: values come home, and go out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, final
+
+from ...values import Variable, VariableOptions
+from ._messages import Array, Key
+from ._servers import Servers
+from ._variables import ServedVariable, new_served, split_value
+
+
+@final
+class Elsewhere:
+    """Brings values of variables and slots into the program, and sends out those of a checkpoint.
+
+    Args:
+        servers: Where they live.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    async def bring_home(self, variables: Iterable[Variable]) -> None:
+        """Hold the values of variables in the program, and list the slots of their optimizers.
+
+        Raises:
+            WorkerLostError: If a parameter server is gone.
+        """
+        await self._servers.ready()
+        own = [v for v in variables if isinstance(v, ServedVariable) and not v.is_home]
+        own += await self._list_slots()
+        for variable in dict.fromkeys(own):
+            variable.come_home(await self._servers.read(variable, None))
+
+    def leave_home(self) -> None:
+        """Let go of the values that `bring_home` has brought."""
+        for variable in [*self._servers.variables.values(), *self._slots()]:
+            is_pending = (
+                variable.spec.slot is None and variable.spec.variable_id in self._servers.pending
+            )
+            if variable.is_home and not is_pending:
+                variable.leave_home()
+
+    def _slots(self) -> list[ServedVariable]:
+        return [slot for each in self._servers.settings.values() for slot in each.slots.all()]
+
+    async def _list_slots(self) -> list[ServedVariable]:
+        """Make a variable for each slot on the servers, as part of its optimizer."""
+        found = await self._servers.all(
+            dict.fromkeys(range(self._servers.num_servers), ()), "slots"
+        )
+        pairs = {(key[0], slot[0]) for each in found.values() for key, slot in each}
+        made: list[ServedVariable] = []
+        for number, optimizer in sorted(pairs):
+            variable, settings = (
+                self._servers.variables.get(number),
+                self._servers.settings.get(optimizer),
+            )
+            if variable is None or settings is None:
+                continue
+            settings.slots.restored.pop(variable)
+            known = settings.slots.made.get(variable)
+            if known is None:
+                known = tuple(
+                    self._slot_variable(variable, optimizer, name) for name in settings.slots.names
+                )
+                settings.slots.made[variable] = known
+            made += [slot for slot in known if not slot.is_home]
+        return made
+
+    def _slot_variable(self, variable: ServedVariable, optimizer: int, name: str) -> ServedVariable:
+        full = f"{variable.name}/{name}"
+        spec = variable.spec._replace(name=full, trainable=False, slot=(optimizer, name))
+        options = VariableOptions(full, trainable=False, aggregation=variable.aggregation)
+        return new_served(spec, options, variable.strategy, variable.store, self._servers)
+
+    async def send_out(self, variables: Iterable[Variable], composites: Iterable[Any]) -> None:
+        """Give the servers what a checkpoint has put into variables and optimizers.
+
+        Lost servers are made anew first.
+        """
+        if not self._servers.is_started:
+            return  # what is restored is placed at the start
+        restored = [
+            v
+            for v in variables
+            if isinstance(v, ServedVariable) and v.spec.slot is None and v.cell.number > 0
+        ]
+        async with self._servers.lock:
+            self._servers.epoch += 1
+            await self._servers.revive()
+            anew = [v for v in restored if v.spec.variable_id in self._servers.missing]
+            for variable in anew:
+                variable.come_home(variable.cell.components[0])
+            values: dict[int, dict[Key, Array]] = {s: {} for s in range(self._servers.num_servers)}
+            for variable in restored:
+                if variable.spec.variable_id in self._servers.pending:
+                    continue
+                spec = variable.spec
+                for i, part in split_value(spec, variable.cell.components[0]):
+                    values[spec.shards[i].server][spec.variable_id, i] = part
+            slots = self._restored_slots(composites)
+            await self._servers.place([*anew, *self._servers.pending.values()])
+            calls = {
+                server: (each, slots.get(server, {}), self._servers.epoch, self._servers.oldest)
+                for server, each in values.items()
+            }
+            await self._servers.all(calls, "load")
+            for variable in restored:
+                variable.leave_home()
+        self.leave_home()
+
+    def _restored_slots(
+        self, composites: Iterable[Any]
+    ) -> dict[int, dict[tuple[Key, int], dict[str, Array]]]:
+        found: dict[int, dict[tuple[Key, int], dict[str, Array]]] = {}
+        for settings in composites:
+            iterations = getattr(settings, "iterations", None)
+            if not isinstance(iterations, ServedVariable):
+                continue
+            table, number = settings.slots, iterations.spec.variable_id
+            self._servers.settings[number] = settings
+            values: dict[ServedVariable, dict[str, Array]] = {}
+            for owner, slots in table.made.items():
+                if all(slot.cell.number > 0 for slot in slots):
+                    values[owner] = {
+                        name: slot.cell.components[0]
+                        for name, slot in zip(table.names, slots, strict=True)
+                    }
+            values.update(table.restored.items())
+            for owner, named in values.items():
+                for name, value in named.items():
+                    for i, part in split_value(owner.spec, value):
+                        server = owner.spec.shards[i].server
+                        key = ((owner.spec.variable_id, i), number)
+                        found.setdefault(server, {}).setdefault(key, {})[name] = part
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Elsewhere | {self._servers!r}>"

@@ -1,0 +1,321 @@
+"""Running closures: from the queue to the engine, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+from ...devices import OwnedTask
+from ...errors import ClosureCancelledError, StallError, WorkerLostError
+from ._closure import Closure, ClosureFailedError
+from ._messages import ServerStatistics, Stamp
+from ._packing import HomeSide
+from ._queue import ClosureQueue, Commit, ScheduledClosure
+from ._remote_value import error_of
+from ._strategy import ParameterServerStrategy
+
+DEPTH = 16
+"""Closures under way per worker: one runs while the messages of the others are on their way. Dask
+sends messages every 10 ms, so that a queue of 16 keeps a worker busy with closures of 1 ms."""
+
+GRACE_S = 10.0
+"""How much longer than its timeout a closure may take before its worker is restarted."""
+
+REPORT_EVERY = 64
+"""After so many closures the servers are asked what they have done."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CoordinatorStatistics:
+    """What a coordinator and its parameter servers have done.
+
+    Numbers from `pulls` on are those of the servers, as they were asked last: at a `join`, and
+    after every few closures.
+
+    Attributes:
+        queue_depth: Closures that wait.
+        num_running: Closures under way.
+        num_finished: Closures that ended well.
+        num_failed: Closures that raised.
+        num_cancelled: Closures that were cancelled because another one had failed.
+        num_steps: Steps applied, in synchronous mode.
+        num_retries: Runs of closures that had pushed before.
+        pulls: Shards that were asked for.
+        pushes: Writes and gradients that took effect.
+        bytes_pulled: Sent by the servers.
+        bytes_pushed: Received by them.
+        pushes_dropped: Pushes that had been seen before, or whose closure was over.
+        pushes_late: Pushes of an older step, in synchronous mode.
+        pushes_stale: Gradients older than `max_staleness` allows.
+        max_staleness: How many versions old a gradient was at most.
+        mean_staleness: The same on average.
+    """
+
+    queue_depth: int
+    num_running: int
+    num_finished: int
+    num_failed: int
+    num_cancelled: int
+    num_steps: int
+    num_retries: int
+    pulls: int
+    pushes: int
+    bytes_pulled: int
+    bytes_pushed: int
+    pushes_dropped: int
+    pushes_late: int
+    pushes_stale: int
+    max_staleness: int
+    mean_staleness: float
+
+
+@final
+class ClosureRunner:
+    """Sends closures to the engine in order, and sees each of them to its end.
+
+    Args:
+        strategy: Whose closures.
+        queue: Decides which may run.
+
+    Attributes:
+        queue: As given.
+        is_open: Whether closures may be started.
+        room: Who waits for room in the queue.
+        idle: Who waits until every closure is over.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy, queue: ClosureQueue) -> None:
+        self._strategy = strategy
+        self.queue = queue
+        self.is_open = False
+        self.room: deque[asyncio.Future[None]] = deque()
+        self.idle: list[asyncio.Future[None]] = []
+        self._tasks: set[OwnedTask[None]] = set()
+        self._submitting = asyncio.Lock()
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "steps": 0}
+        self._reports: list[ServerStatistics] = []
+        self._next_report = REPORT_EVERY
+        self._waits_for_gate = False
+
+    def pump(self) -> None:
+        """Start what may run."""
+        if not self.is_open:
+            return
+        for closure in self.queue.take(self._capacity()):
+            self._strategy.closure_began(closure)
+            self._start(self._work(closure), f"closure {closure.number} {closure.fn_name}")
+        while self.room and self.queue.has_room:
+            waiter = self.room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                break
+        if self.queue.is_idle:
+            for waiter in self.idle:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _capacity(self) -> int:
+        if self._strategy.gate.is_closed:  # a checkpoint looks at the variables
+            if not self._waits_for_gate:
+                self._waits_for_gate = True
+                self._start(self._pump_when_open(), "closures held back")
+            return 0
+        return DEPTH * max(1, self._strategy.num_workers)
+
+    async def _pump_when_open(self) -> None:
+        try:
+            await self._strategy.gate.opened()
+        finally:
+            self._waits_for_gate = False
+        self.pump()
+
+    def _start(self, work: Any, name: str) -> None:
+        task = OwnedTask[None](work, name)
+        self._tasks.add(task)
+
+        def ended(error: BaseException | None) -> None:
+            self._tasks.discard(task)
+            if error is not None:
+                self.fail(error)
+
+        task.when_done(ended)
+
+    async def _work(self, closure: ScheduledClosure) -> None:
+        """See a closure to its end."""
+        strategy, error = self._strategy, None
+        try:
+            async with self._submitting:  # one after the other, in order
+                await strategy.servers.ready()
+                await strategy.servers.learn(closure.recipes)
+                if closure.state != "running":
+                    return
+                closure.submission = strategy.engine.submit(self._sent(closure))
+            await self._awaited(closure)
+        except ClosureFailedError as failure:
+            error = error_of(failure, closure, HomeSide(strategy))
+        except Exception as failure:  # noqa: BLE001 - raised by the next schedule or join
+            error = failure
+        if closure.state != "running":
+            return
+        if isinstance(error, WorkerLostError):
+            error = strategy.servers.noticed(error)
+        if error is not None:
+            self._counts["failed"] += 1
+            _settle(closure, error)
+            self.fail(error)
+            return
+        self._counts["finished"] += 1
+        commit = self.queue.finished(closure)
+        if closure.is_over:
+            self._ended(closure)
+        self.complete(commit)
+        self.pump()
+        if self._counts["finished"] >= self._next_report:
+            self._next_report = self._counts["finished"] + REPORT_EVERY
+            with suppress(WorkerLostError):
+                await self.report()
+
+    def _sent(self, closure: ScheduledClosure) -> Closure:
+        strategy = self._strategy
+        servers = strategy.servers
+        return Closure(
+            servers.strategy_id,
+            closure.fn_name,
+            closure.is_async,
+            closure.call,
+            Stamp(servers.epoch, closure.number, self.queue.oldest, closure.group),
+            servers.handles,
+            strategy.mode == "sync",
+            closure.timeout_s,
+        )
+
+    async def _awaited(self, closure: ScheduledClosure) -> None:
+        """Wait for a closure; restart its worker if not even its timeout is answered."""
+        submission = closure.submission
+        assert submission is not None
+        if closure.timeout_s is None:
+            await submission.wait()
+            return
+        limit = (DEPTH + 1) * closure.timeout_s + GRACE_S
+        try:
+            async with asyncio.timeout(limit):
+                await submission.wait()
+        except TimeoutError as error:
+            if isinstance(error, StallError):
+                raise
+            await self._strategy.engine.restart_worker(submission)
+            raise StallError(
+                f"The closure {closure.fn_name} was given {closure.timeout_s:g} s, and its worker "
+                f"has not answered for {limit:g} s: it hangs, or the closure holds the GIL. The "
+                "worker is restarted.",
+                timeout_s=closure.timeout_s,
+            ) from None
+
+    def complete(self, commit: Commit | None) -> None:
+        if commit is not None:
+            self._start(self._commit(commit), f"commit of step {commit.step}")
+
+    async def _commit(self, commit: Commit) -> None:
+        servers = self._strategy.servers
+        await servers.commit(commit.step, commit.closures, commit.num_replicas)
+        self._counts["steps"] += 1
+        for closure in self.queue.committed(commit):
+            self._ended(closure)
+        self.complete(self.queue.complete_step())
+        self.pump()
+
+    def fail(self, error: BaseException) -> None:
+        """Cancel what is not over; the next `schedule` or `join` raises the error."""
+        if isinstance(error, WorkerLostError):
+            error = self._strategy.servers.noticed(error)
+        for closure in self.queue.failed(error):
+            if closure.submission is not None:
+                closure.submission.cancel()
+            if not closure.settled.done():
+                self._counts["cancelled"] += 1
+                _settle(
+                    closure,
+                    ClosureCancelledError(
+                        f"The closure {closure.fn_name} #{closure.number} was cancelled because "
+                        f"another one failed: {type(error).__name__}: {error}"
+                    ),
+                )
+            self._ended(closure)
+        for waiter in self.room:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.room.clear()
+        self.pump()
+
+    def abort(self, closure: ScheduledClosure, error: BaseException) -> None:
+        """End a closure because its strategy is closed."""
+        self.fail(error)
+
+    def _ended(self, closure: ScheduledClosure) -> None:
+        if not closure.settled.done():
+            closure.settled.set_result(None)
+        self._strategy.closure_ended(closure)
+
+    async def report(self) -> None:
+        self._reports = await self._strategy.servers.report(self.queue.oldest, self.queue.step)
+
+    def raise_error(self) -> None:
+        error = self.queue.take_error()
+        if error is not None:
+            raise error
+
+    async def wait_in(self, waiters: Any) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiters.append(future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.pump()  # room that was given to this one goes to the next
+            raise
+        finally:
+            with suppress(ValueError):
+                waiters.remove(future)
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Return counts of closures, and those of the servers when they were asked last."""
+        counts, reports = self._counts, self._reports
+        gradients = sum(each.gradients for each in reports)
+        return CoordinatorStatistics(
+            self.queue.depth,
+            self.queue.num_running,
+            counts["finished"],
+            counts["failed"],
+            counts["cancelled"],
+            counts["steps"],
+            sum(each.retries for each in reports),
+            sum(each.pulls for each in reports),
+            sum(each.pushes for each in reports),
+            sum(each.bytes_pulled for each in reports),
+            sum(each.bytes_pushed for each in reports),
+            sum(each.dropped for each in reports),
+            sum(each.late for each in reports),
+            sum(each.stale for each in reports),
+            max((each.max_staleness for each in reports), default=0),
+            sum(each.staleness_sum for each in reports) / gradients if gradients else 0.0,
+        )
+
+    async def end_tasks(self) -> None:
+        """Cancel what still runs for closures, and wait for its end."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        for task in tuple(self._tasks):
+            await task.ended()
+
+    def __repr__(self) -> str:
+        return f"<ClosureRunner | {self.queue!r}>"
+
+
+def _settle(closure: ScheduledClosure, error: BaseException) -> None:
+    if not closure.settled.done():
+        closure.settled.set_exception(error)
+        closure.settled.exception()  # looked at: it need not be fetched
