@@ -12,7 +12,8 @@ import numpy as np
 from distributed import Client, Nanny, Scheduler, SpecCluster, wait
 
 NUM_WORKERS = 2
-HOST = {"host": "127.0.0.1", "dashboard": False}
+HOST = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
+QUIET = {"silence_logs": logging.ERROR}
 
 
 class BareTable:
@@ -35,7 +36,7 @@ async def dask_client(num_workers: int = NUM_WORKERS) -> AsyncIterator[Any]:
     """Start a scheduler, a worker for parameters and others for closures; give a client."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
     workers = {
-        name: {"cls": Nanny, "options": {"nthreads": 1, "resources": {role: 1}, **HOST}}
+        name: {"cls": Nanny, "options": {"nthreads": 1, "resources": {role: 1}, **HOST, **QUIET}}
         for name, role in [("ps", "PS"), *((f"worker{i}", "W") for i in range(num_workers))]
     }
     scheduler = {"cls": Scheduler, "options": dict(HOST)}

@@ -15,7 +15,7 @@ import numpy as np
 
 import aioreplica as ar
 
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 PAUSE_S = 0.01
 
 

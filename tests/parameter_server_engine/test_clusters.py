@@ -22,7 +22,7 @@ from tests.parameter_server_engine.closures import FileGate
 from tests.parameter_server_engine.conftest import coordinating, pids_of
 
 pytestmark = pytest.mark.asyncio
-HOST = {"host": "127.0.0.1", "dashboard": False}
+HOST = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
 @asynccontextmanager
