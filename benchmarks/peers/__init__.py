@@ -23,7 +23,7 @@ from threadpoolctl import threadpool_info
 from .._environments import Environments
 from ._cases import PEERS, WIDE, Case, Peer, all_cases, named
 from ._page import write_tables
-from ._program import Program
+from ._program import ROOT, Program
 from ._results import Contender, Measured, Result, format_results, write_results
 
 TOLERANCE = 1e-4  # of losses, relative
@@ -119,7 +119,7 @@ def measure(
         made = program.make(task, way.mode, case.settings)
         _require_same(measured, way, made["checks"])
         if made["report"]:
-            measured.reports[way] = made["report"]
+            measured.reports[way] = made["report"].replace(f"{ROOT}/", "")
     for _ in range(rounds):
         for way, program in ways:
             measured.samples.setdefault(way, []).append(program.sample(way.mode, seconds))

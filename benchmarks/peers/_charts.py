@@ -91,7 +91,7 @@ def _bars(path: Path, rows: list[Any]) -> Path:
     )
     axes.invert_yaxis()
     axes.set(xscale="log", xlabel="steps per second")
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
     return path

@@ -50,20 +50,19 @@ def tables_of(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row], label: Callable[[Row], str] | None) -> str:
-    others = [
-        against
-        for against in dict.fromkeys(row["against"] for row in rows)
-        if any(row["against"] == against and not _is_candidate(row) for row in rows)
-    ]
+    others = list(dict.fromkeys(map(_column, rows)))
+    if not any(row["peer"] == WIDE for row in rows):
+        others.remove(OURS)  # the fastest way, which has a column
     unit = ", ".join(dict.fromkeys(row["unit"] for row in rows))
-    head = ["N", *([""] if label else []), f"{OURS} ({unit.replace('us', 'µs')})", *others]
+    head = ["N", *([""] if label else []), f"fastest ({unit.replace('us', 'µs')})", *others]
     lines = [head, ["---"] * len(head)]
     for key in sorted({(row["num_replicas"], _place(rows, row)) for row in rows}):
         case = [row for row in rows if (row["num_replicas"], _place(rows, row)) == key]
         best = next(row for row in case if row["is_best"])
         way = best["against"].removeprefix(OURS).strip(" ,")
         ours = _number(best["median"]) + (f" {way}" if way else "")
-        found = {row["against"]: _cell(row) for row in case}
+        slowest_first = sorted(case, key=lambda row: -row["median"])
+        found = {_column(row): _cell(row) for row in slowest_first}
         lines.append(
             [
                 str(key[0]), *([label(best)] if label else []), ours,
@@ -78,8 +77,10 @@ def _place(rows: Sequence[Row], row: Row) -> int:
     return list(dict.fromkeys(each["name"] for each in rows)).index(row["name"])
 
 
-def _is_candidate(row: Row) -> bool:
-    return row["peer"] in (OURS, WIDE)
+def _column(row: Row) -> str:
+    """Return the head of a row's column: of ours, all ways of a program share one."""
+    peer: str = row["peer"]
+    return peer if peer.startswith(OURS) else str(row["against"])
 
 
 def _cell(row: Row) -> str:
