@@ -1,8 +1,6 @@
 """Clusters: which workers there are, which one this process is, and collectives among them."""
 
 from .._export import export_public
-from ._closures import PARAMETER_SERVER as PARAMETER_SERVER
-from ._closures import WORKER as WORKER
 from ._closures import ClosureEngine as ClosureEngine
 from ._closures import ClosureTask as ClosureTask
 from ._closures import ClosureWorker as ClosureWorker
@@ -34,11 +32,9 @@ __all__ = [
     "LocalClosureEngine",
     "LocalCommunicator",
     "MpiCommunicator",
-    "PARAMETER_SERVER",
     "StateHandle",
     "Submission",
     "TorchCommunicator",
-    "WORKER",
     "WorkerInfo",
     "Workers",
     "WorkersRun",

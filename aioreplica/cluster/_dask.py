@@ -37,7 +37,8 @@ LOOK_S = 2.0
 END_S = 10.0
 """How long the processes of a local cluster have to end, and a worker to restart, in seconds."""
 
-LOST = (OSError, EOFError)
+CONNECT_S = 5.0
+"""How long a process of a local cluster tries to reach another one, before that counts as lost."""
 
 
 @final
@@ -278,6 +279,7 @@ class DaskClosureEngine(ClosureEngine):
             resources={role: 1},
             memory_limit=0,
             dashboard=False,
+            config={"distributed.comm.timeouts.connect": f"{CONNECT_S:g}s"},
             silence_logs=logging.CRITICAL,  # errors of closures are raised in the program
         )
         self._nannies[name] = nanny

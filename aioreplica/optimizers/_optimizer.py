@@ -24,6 +24,7 @@ from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
 from ._loss_scale import LossScaling
 from ._merged_gradient import merge_gradients
 from ._place import (
+    push_elsewhere,
     replica_on_device,
     require_cross_replica_context,
     require_outside_replicas,
@@ -421,7 +422,7 @@ class BlockingOptimizer:
         """
         name = "optimizer.blocking.apply_gradients"
         grads_and_vars = list(grads_and_vars)
-        if _pushed(self._optimizer, grads_and_vars, global_step) is None:
+        if push_elsewhere(self._optimizer, grads_and_vars, global_step) is None:
             self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
 
     def minimize(
@@ -452,7 +453,7 @@ class BlockingOptimizer:
         scaling = self._optimizer.loss_scale
         scale = None if scaling is None else scaling.scale
         value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
-        if _pushed(self._optimizer, pairs, global_step) is None:
+        if push_elsewhere(self._optimizer, pairs, global_step) is None:
             self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
 
@@ -474,18 +475,6 @@ class BlockingOptimizer:
         return f"<BlockingOptimizer of {self._optimizer!r}>"
 
 
-def _pushed(optimizer: Optimizer, pairs: Sequence[Any], global_step: Variable | None) -> Any:
-    """Push gradients to parameter servers, if a closure runs here and they are for variables there.
-
-    Returns:
-        What may be awaited, and is done; None if they are for variables of this process.
-    """
-    closure = CLOSURE.get()
-    if closure is None or not closure.takes(pairs):
-        return None
-    return closure.apply_gradients(optimizer, pairs, global_step)
-
-
 def _apply_alone(
     optimizer: Optimizer,
     place: Place,
@@ -495,7 +484,7 @@ def _apply_alone(
 ) -> Coroutine[Any, Any, None]:
     """Push gradients from a closure, or return the step of one replica that is on its own."""
     pairs = list(grads_and_vars)
-    pushed: Any = _pushed(optimizer, pairs, global_step)
+    pushed: Any = push_elsewhere(optimizer, pairs, global_step)
     if pushed is not None:
         return pushed  # type: ignore[no-any-return]  # it is done, and can be awaited
     return _take_step_alone(_contribution(optimizer, place, pairs, global_step, is_summed))
@@ -512,7 +501,7 @@ async def _minimize(
     frame: FrameType,
 ) -> Any:
     value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
-    if _pushed(optimizer, pairs, global_step) is not None:
+    if push_elsewhere(optimizer, pairs, global_step) is not None:
         return value
     brought = _contribution(optimizer, place, pairs, global_step, False)
     if isinstance(place.replica, ReplicaContext):

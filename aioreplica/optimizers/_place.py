@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..context import PLACE, Place
+from ..context import CLOSURE, PLACE, Place
 from ..errors import ContextError
 from ..replica import ReplicaContext
 from ..values import Variable
@@ -100,3 +100,15 @@ def require_owner(variables: Iterable[Variable], strategy: Any) -> None:
             f"Variable {variable.name!r} does not belong to {owner!r}. Create it in that "
             "strategy's scope: `with strategy.scope(): ar.Variable(...)`."
         )
+
+
+def push_elsewhere(optimizer: Any, pairs: Sequence[Any], global_step: Variable | None) -> Any:
+    """Push gradients to parameter servers, if a closure runs here and they are for variables there.
+
+    Returns:
+        What may be awaited, and is done; None if they are for variables of this process.
+    """
+    closure = CLOSURE.get()
+    if closure is None or not closure.takes(pairs):
+        return None
+    return closure.apply_gradients(optimizer, pairs, global_step)
