@@ -105,9 +105,8 @@ async def train(
 def plot_roc(result: Result, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")  # without pyplot, so drawn by Agg
     axes = figure.subplots()
-    axes.plot(
-        *roc_curve(result.liked, result.scores)[:2], label=f"recommender, area {result.area:.3f}"
-    )
+    label = f"recommender, area {result.area:.3f}"
+    axes.plot(*roc_curve(result.liked, result.scores)[:2], label=label)
     axes.plot([0, 1], [0, 1], linestyle=":", color="grey", label="chance, area 0.5")
     axes.set(xlabel="share of the others shown", ylabel="share of the liked ones shown")
     axes.set(title="Liked items of the test examples", aspect="equal", xlim=(0, 1), ylim=(0, 1))
@@ -139,11 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print("Interrupted: the cluster is closed, nothing was saved.")
             return 130
     plot_roc(result, output)
-    counted = result.statistics
     console.print(f"ROC curve: {output}\narea under it: {result.area:.3f}")
-    pulled, pushed = counted.bytes_pulled / 1e6, counted.bytes_pushed / 1e6
+    pulled, pushed = result.statistics.bytes_pulled / 1e6, result.statistics.bytes_pushed / 1e6
     console.print(f"pulled: {pulled:.1f} MB, pushed: {pushed:.1f} MB")
-    console.print(f"mean staleness: {counted.mean_staleness:.2f} versions")
+    console.print(f"mean staleness: {result.statistics.mean_staleness:.2f} versions")
     return 0
 
 
