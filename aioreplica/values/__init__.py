@@ -22,7 +22,6 @@ from ._snapshot import take_snapshot as take_snapshot
 from ._step_gate import StepGate as StepGate
 from ._step_gate import between_steps as between_steps
 from ._store import CAN_COUNT_REFERENCES as CAN_COUNT_REFERENCES
-from ._store import Components as Components
 from ._store import Done as Done
 from ._store import VariableStore as VariableStore
 from ._store import wait_error as wait_error
@@ -45,7 +44,6 @@ __all__ = [
     "ArrayLike",
     "BlockingVariable",
     "CAN_COUNT_REFERENCES",
-    "Components",
     "DistributedValues",
     "Done",
     "IndexedSlices",

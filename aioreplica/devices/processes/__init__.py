@@ -4,7 +4,6 @@ Imported when the first of them gets an op: it needs cloudpickle.
 """
 
 from ..._export import export_public
-from ._parcel import Reduced as Reduced
 from ._parcel import dumps as dumps
 from ._parcel import find_obstacle as find_obstacle
 from ._process import RemoteTracebackError as RemoteTracebackError
@@ -12,7 +11,6 @@ from ._process import WorkerProcess as WorkerProcess
 from ._worker import kind_of as kind_of
 
 __all__ = [
-    "Reduced",
     "RemoteTracebackError",
     "WorkerProcess",
     "dumps",

@@ -256,6 +256,7 @@ class ClosureRunner:
         self.fail(error)
 
     def _ended(self, closure: ScheduledClosure) -> None:
+        closure.abort = None  # else it is a circle, which keeps the result until it is collected
         if not closure.settled.done():
             closure.settled.set_result(None)
         self._strategy.closure_ended(closure)

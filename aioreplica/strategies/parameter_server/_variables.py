@@ -14,7 +14,7 @@ import numpy as np
 
 from ...context import CLOSURE, PLACE, Place
 from ...errors import ContextError
-from ...values import Components, IndexedSlices, Variable, VariableOptions, VariableStore
+from ...values import IndexedSlices, Variable, VariableOptions, VariableStore
 from ._messages import Array, Spec
 from ._partition import Shard
 
@@ -146,7 +146,7 @@ class ServedVariable(Variable):
         return self.local_value()
 
     @property
-    def components(self) -> Components:
+    def components(self) -> tuple[Array, ...]:
         """In a closure what has the variable's shape and dtype, and no value; elsewhere an error.
 
         Raises:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -221,6 +223,32 @@ async def test_a_closure_that_takes_too_long() -> None:
         with pytest.raises(StallError, match=r"has not ended within 0\.01 s"):
             await coordinator.join()
         gate.set()
+
+
+@pytest.mark.asyncio
+async def test_a_result_goes_when_it_was_fetched_or_cannot_be() -> None:
+    gc.disable()  # what is in no circle goes at once
+    try:
+        async with opened(1) as (strategy, coordinator):
+            made: list[weakref.ref[Any]] = []
+            submit = strategy.engine.submit
+
+            def submit_and_note(task: Any) -> Any:
+                submission = submit(task)
+                made.append(weakref.ref(submission))
+                return submission
+
+            strategy.engine.submit = submit_and_note
+            await coordinator.schedule(str)
+            kept = await coordinator.schedule(str)
+            fetched = await coordinator.schedule(str)
+            assert await fetched.fetch() is await fetched.fetch()
+            await coordinator.join()
+            await asyncio.sleep(0)  # tasks that have ended are forgotten in the next cycle
+            assert [each() is None for each in made] == [True, False, True]
+            assert await kept.fetch() == ""
+    finally:
+        gc.enable()
 
 
 def index_and_next(iterator: Any, resource: Any) -> tuple[int, int, int]:
