@@ -6,7 +6,6 @@ It starts a parameter server and two workers on this machine, as processes. A cl
 of the users and items of its batch and pushes the gradients of these rows; Adagrad runs on the
 server. The workers do not wait for each other: another one may have changed the rows in the
 meantime. `--sync` makes a step of one closure per worker instead.
-
 The data are made: a user likes an item if their hidden tastes fit, more or less.
 """
 
@@ -31,9 +30,8 @@ from aioreplica.autodiff import embedding_lookup as lookup
 from aioreplica.strategies import CoordinatorStatistics
 
 NUM_USERS, NUM_ITEMS, NUM_EXAMPLES, TASTES = 300, 1000, 60_000, 4
-Array = NDArray[Any]
+Array, Report = NDArray[Any], Callable[[int, int, float], None]  # closures done, of how many, loss
 Data = tuple[Array, Array, Array]  # users, items, and whether they were liked
-Report = Callable[[int, int, float], None]  # closures done, of how many, loss
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,7 @@ def make_data(seed: int) -> Data:
     return users, items, rng.random(NUM_EXAMPLES) < 1 / (1 + np.exp(-fit))
 
 
-class Recommender:
-    """Scores are products of rows of two tables, plus how much an item is liked by all."""
-
+class Recommender:  # products of rows of two tables, plus how much an item is liked by all
     def __init__(self, rng: np.random.Generator) -> None:
         self.users = ar.Variable(rng.normal(0, 0.3, (NUM_USERS, 2 * TASTES)), name="users")
         self.items = ar.Variable(rng.normal(0, 0.3, (NUM_ITEMS, 2 * TASTES)), name="items")
@@ -89,9 +85,8 @@ async def train(
     users, items, liked = make_data(seed)
     tested = np.arange(NUM_EXAMPLES) % 5 == 0
     rng, trained = np.random.default_rng(seed), np.flatnonzero(~tested)
-    strategy = ar.ParameterServerStrategy(
-        address, num_ps=1, num_workers=workers, mode="sync" if sync else "async"
-    )
+    mode = "sync" if sync else "async"
+    strategy = ar.ParameterServerStrategy(address, num_ps=1, num_workers=workers, mode=mode)
     async with strategy, ar.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             model = Recommender(rng)
@@ -110,8 +105,8 @@ async def train(
 def plot_roc(result: Result, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")  # without pyplot, so drawn by Agg
     axes = figure.subplots()
-    wrong, right, _ = roc_curve(result.liked, result.scores)
-    axes.plot(wrong, right, label=f"recommender, area {result.area:.3f}")
+    label = f"recommender, area {result.area:.3f}"
+    axes.plot(*roc_curve(result.liked, result.scores)[:2], label=label)
     axes.plot([0, 1], [0, 1], linestyle=":", color="grey", label="chance, area 0.5")
     axes.set(xlabel="share of the others shown", ylabel="share of the liked ones shown")
     axes.set(title="Liked items of the test examples", aspect="equal", xlim=(0, 1), ylim=(0, 1))
@@ -121,13 +116,14 @@ def plot_roc(result: Result, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Learn what users like on parameter servers.")
-    parser.add_argument("--workers", type=int, default=2, help="processes that compute")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=256, help="examples per closure")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sync", action="store_true", help="workers wait for each other")
-    parser.add_argument("--address", help="of a scheduler of Dask; without, a local cluster")
-    parser.add_argument("--output", type=Path, default=Path("roc_curve.png"))
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="processes that compute")
+    add("--epochs", type=int, default=3)
+    add("--batch-size", type=int, default=256, help="examples per closure")
+    add("--seed", type=int, default=0)
+    add("--sync", action="store_true", help="workers wait for each other")
+    add("--address", help="of a scheduler of Dask; without, a local cluster")
+    add("--output", type=Path, default=Path("roc_curve.png"))
     options = vars(parser.parse_args(arguments))
     output, console = options.pop("output"), Console(highlight=False)
     with Progress(console=console) as progress:
@@ -142,11 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print("Interrupted: the cluster is closed, nothing was saved.")
             return 130
     plot_roc(result, output)
-    counted = result.statistics
     console.print(f"ROC curve: {output}\narea under it: {result.area:.3f}")
-    console.print(f"pulled: {counted.bytes_pulled / 1e6:.1f} MB in {counted.pulls} calls")
-    console.print(f"pushed: {counted.bytes_pushed / 1e6:.1f} MB in {counted.pushes} calls")
-    console.print(f"mean staleness: {counted.mean_staleness:.2f} versions")
+    pulled, pushed = result.statistics.bytes_pulled / 1e6, result.statistics.bytes_pushed / 1e6
+    console.print(f"pulled: {pulled:.1f} MB, pushed: {pushed:.1f} MB")
+    console.print(f"mean staleness: {result.statistics.mean_staleness:.2f} versions")
     return 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -34,7 +35,7 @@ class FileGate:
         while not (self.folder / "open").exists():
             if time.monotonic() > end:
                 raise RuntimeError("The gate was not opened.")
-            time.sleep(PAUSE_S)
+            threading.Event().wait(PAUSE_S)  # another process opens it
 
     def pids(self) -> list[int]:
         """Return the process of each closure that has come, in order."""
@@ -120,7 +121,7 @@ async def raise_base_async(name: str) -> None:
 
 def sleep(seconds: float) -> None:
     """Block the thread."""
-    time.sleep(seconds)
+    threading.Event().wait(seconds)
 
 
 async def sleep_async(seconds: float) -> None:
@@ -137,7 +138,7 @@ def hold_gil(seconds: float) -> str:
 def die(signal_number: int = signal.SIGKILL) -> None:
     """End the process in the middle of a closure."""
     os.kill(os.getpid(), signal_number)
-    time.sleep(LIMIT_S)
+    threading.Event().wait(LIMIT_S)
 
 
 def die_once(mark: str) -> str:
@@ -155,8 +156,6 @@ def bytes_of(num_bytes: int) -> Any:
 
 def unpicklable() -> Any:
     """Return what cannot travel."""
-    import threading
-
     return threading.Lock()
 
 

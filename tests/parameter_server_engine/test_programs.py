@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ def until(process: subprocess.Popen[str], text: str) -> None:
 def assert_none_left(session: int, limit_s: float = 20.0) -> None:
     end = time.monotonic() + limit_s
     while family_of(session) and time.monotonic() < end:
-        time.sleep(0.05)
+        threading.Event().wait(0.05)
     assert [each.cmdline() for each in family_of(session)] == []
 
 
@@ -171,7 +172,7 @@ def test_ctrl_c_in_the_recommender(tmp_path: Path) -> None:
     with running(EXAMPLE, "--epochs", "1000", "--output", str(figure)) as process:
         end = time.monotonic() + LIMIT_S
         while len(family_of(process.pid)) < 4 and time.monotonic() < end:
-            time.sleep(0.05)
+            threading.Event().wait(0.05)
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 130, err
