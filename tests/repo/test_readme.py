@@ -12,6 +12,7 @@ import aioreplica as ar
 
 README = Path(__file__).parents[2] / "README.md"
 BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks.md"
+PEERS = Path(__file__).parents[2] / "docs/peers.md"
 
 
 @pytest.mark.slow
@@ -44,6 +45,15 @@ async def test_the_table_in_the_readme_is_the_real_one() -> None:
     assert shown is not None
     real = re.sub(r"\S+test_readme\.py:\d+", "step.py:11", str(caught.value))
     assert real.split() == shown.group(1).split()
+
+
+def test_every_figure_of_the_peers_is_on_their_page() -> None:
+    _, _, table = README.read_text().partition("`python -m benchmarks peers`")
+    page = PEERS.read_text()
+
+    figures = re.findall(r"[\d.,]+x", table.partition("## Where next")[0])
+    assert len(figures) >= 10
+    assert [figure for figure in figures if f" {figure} " not in page] == []
 
 
 def costs() -> list[tuple[str, str, str]]:
