@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -128,12 +128,6 @@ async def test_a_client_that_is_not_asynchronous_is_refused() -> None:
                     pass
         finally:
             await asyncio.to_thread(client.close)
-
-
-async def test_an_address_beyond_this_machine_without_tls_is_warned_about() -> None:
-    with pytest.warns(Warning, match="TLS"), suppress(OSError):  # no host has this address
-        async with asyncio.timeout(2), coordinating("tcp://192.0.2.1:8786"):
-            pass
 
 
 async def test_a_local_cluster_listens_on_this_machine_alone() -> None:
