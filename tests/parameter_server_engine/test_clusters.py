@@ -6,7 +6,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -129,15 +128,6 @@ async def test_a_client_that_is_not_asynchronous_is_refused() -> None:
                     pass
         finally:
             await asyncio.to_thread(client.close)
-
-
-async def test_an_address_beyond_this_machine_without_tls_is_warned_about() -> None:
-    with pytest.warns(Warning, match="TLS"):
-        ar.ParameterServerStrategy("tcp://192.0.2.1:8786")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for address in ("tcp://127.0.0.1:8786", "tcp://localhost:8786", "tls://192.0.2.1:8786"):
-            ar.ParameterServerStrategy(address)
 
 
 async def test_a_local_cluster_listens_on_this_machine_alone() -> None:
