@@ -66,9 +66,9 @@ class DaskClosureEngine(ClosureEngine):
         security: Any = None,
         timeout_s: float = 30.0,
     ) -> None:
-        distributed = _load()
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers!r}.")
+        distributed = _load()
         if target is not None and not isinstance(target, (str, distributed.Client)):
             raise TypeError(
                 "A Dask cluster is given as the address of its scheduler, such as "

@@ -415,6 +415,7 @@ def test_a_service_runs_again_on_another_loop(tmp_path: Path) -> None:
     async def again() -> None:
         async with made[0][0].lifespan():
             await use(made[0][0], 2)
+        await strategy.aclose()
 
     async def use(service: OnlineService, number: int) -> None:
         assert (await ask(service, "GET", "/readyz")).status == 200
