@@ -41,7 +41,7 @@ def tables_of(rows: Sequence[Row]) -> Iterator[str]:
     ):
         chosen = [row for row in rows if row["task"] in tasks]
         if chosen:
-            yield f"### {title}"
+            yield f"## {title}"
             yield _table(chosen, label)
     marks = [row["is_met"] for row in rows if row["is_met"] is not None]
     yield f"{sum(marks)} of {len(marks)} goals are met; those that are not:"
