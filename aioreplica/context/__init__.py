@@ -7,6 +7,7 @@ from ._place import CLUSTER as CLUSTER
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
 from ._place import DIFFERENTIATING as DIFFERENTIATING
+from ._place import INLINE_STEP as INLINE_STEP
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
 from ._place import Carrier as Carrier
@@ -25,6 +26,7 @@ __all__ = [
     "DEFAULT_PLACE",
     "DEVICE",
     "DIFFERENTIATING",
+    "INLINE_STEP",
     "OVERRIDES",
     "PLACE",
     "REGISTRY",

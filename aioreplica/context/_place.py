@@ -166,6 +166,11 @@ CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
 """Name of the outside call that runs here (see device_loop)."""
 
 
+INLINE_STEP: ContextVar[int | None] = ContextVar("aioreplica_inline_step", default=None)
+"""How many bytes an optimizer's step may read and write on the event loop; None for as many as are
+done soonest there. A service that answers meanwhile sets fewer."""
+
+
 CLOSURE: ContextVar[Any] = ContextVar("aioreplica_closure", default=None)
 """The closure of a coordinator that runs here (see strategies.parameter_server)."""
 

@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, final
 import anyio
 
 from ..errors import ContextError, JournalError, PoisonedExampleError
-from ._example import pack_example, unpack_example
+from ._example import unpack_example
 from ._journal import OpenJournal
 from ._journal_file import Entry
 from ._signal import Signal
@@ -71,16 +70,7 @@ class Submission:
         revived: int | None = None,
     ) -> Submission:
         """Make the submission of some examples."""
-        entry = None
-        if is_journalled:
-            bodies = [pack_example(example) for example in examples]
-            digest = b""
-            if key is not None:
-                made = hashlib.sha256()
-                for body in bodies:
-                    made.update(len(body).to_bytes(8, "little") + body)
-                digest = made.digest()
-            entry = Entry(bodies, key, digest, revived)
+        entry = Entry(examples, key, revived) if is_journalled else None
         return Submission(examples, tuple(Ticket() for _ in examples), entry)
 
     def refuse(self, error: Exception) -> None:

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sqlite3
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from ..errors import JournalError, KeyReusedError
-from ._example import unpack_example
+from ._example import pack_example, unpack_example
 from ._records import DeadLetter
 
 APPLICATION_ID = 0x61724F6C  # "arOl"
@@ -49,15 +50,13 @@ class Entry(NamedTuple):
     """One submission, to be appended.
 
     Attributes:
-        bodies: The packed examples.
+        examples: As `as_example` gives them.
         key: Its idempotency key.
-        digest: A hash of the bodies, if there is a key.
         revived: The dead letter that it takes the place of.
     """
 
-    bodies: Sequence[bytes]
+    examples: Sequence[Any]
     key: str | None = None
-    digest: bytes = b""
     revived: int | None = None
 
 
@@ -233,12 +232,13 @@ class JournalFile:
             last = strays[-1].number if strays else self._last
             results: list[tuple[int, bool] | KeyReusedError | KeyError] = []
             for entry in entries:
-                refusal = self._refusal(entry, last + 1, clock_s)
+                bodies = list(map(pack_example, entry.examples))
+                refusal = self._refusal(entry, bodies, last + 1, clock_s)
                 if refusal is not None:
                     results.append(refusal)
                     continue
                 results.append((last + 1, False))
-                for body in entry.bodies:
+                for body in bodies:
                     last += 1
                     self._run("INSERT INTO examples VALUES (?, ?, ?)", last, zlib.crc32(body), body)
             self._remember_clock(clock_s)
@@ -246,13 +246,14 @@ class JournalFile:
         return Appended(results, strays)
 
     def _refusal(
-        self, entry: Entry, number: int, clock_s: float
+        self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
     ) -> tuple[int, bool] | KeyReusedError | KeyError | None:
         """Look a submission's key up; return what is known of it, or remember it for `number`."""
         if entry.revived is not None and not self._take_out(entry.revived):
             return KeyError(entry.revived)
         if entry.key is None:
             return None
+        own = _digest(bodies)
         known = self._run(
             "SELECT digest, first FROM keys WHERE key = ? AND clock_s >= ?",
             entry.key,
@@ -260,20 +261,15 @@ class JournalFile:
         )
         if known:
             [(digest, first)] = known
-            if bytes(digest) == entry.digest:
+            if bytes(digest) == own:
                 return int(first), True
             return KeyReusedError(
                 f"The key {entry.key!r} came with another example before, as number {first}. Use "
                 "a new key for each example.",
                 key=entry.key,
             )
-        self._run(
-            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)",
-            entry.key,
-            entry.digest,
-            number,
-            clock_s,
-        )
+        insert = "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)"
+        self._run(insert, entry.key, own, number, clock_s)
         return None
 
     def _remember_clock(self, clock_s: float) -> None:
@@ -452,11 +448,18 @@ class JournalFile:
     def _told(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError) as error:
+        except (sqlite3.Error, ValueError, MemoryError) as error:
             name = getattr(error, "sqlite_errorname", type(error).__name__)
             raise JournalError(
                 f"The journal {self._path} could not be {what}: {error} ({name}). {_advice(name)}"
             ) from error
+
+
+def _digest(bodies: Sequence[bytes]) -> bytes:
+    made = hashlib.sha256()
+    for body in bodies:
+        made.update(len(body).to_bytes(8, "little") + body)
+    return made.digest()
 
 
 def _advice(name: str) -> str:

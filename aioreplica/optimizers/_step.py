@@ -27,7 +27,7 @@ from ..collectives import (
     run_here,
     run_on_threads,
 )
-from ..context import PLACE
+from ..context import INLINE_STEP, PLACE
 from ..replica import Call, Collective, Parts, Pending, SyncGroup
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
@@ -48,7 +48,7 @@ Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable with its slo
 
 INLINE_STEP_BYTES = 12 * 1024 * 1024
 """A step that reads and writes no more than this runs on the event loop, which takes it up to a
-millisecond; a thread would have it done 0.2 ms later."""
+millisecond; a thread would have it done 0.2 ms later. `INLINE_STEP` may set another limit."""
 
 STEP_THREAD_BYTES = 64 * 1024 * 1024
 """What a further thread has to read and write to be worth waking: two threads of short NumPy calls
@@ -229,6 +229,9 @@ def take_step(
     kernel: Kernel | None = getattr(optimizer, "kernel", None)
     is_fused = fused_rules().has(kernel, gradients[0].variable.dtype)
     thread_bytes = FUSED_THREAD_BYTES if is_fused else STEP_THREAD_BYTES
+    limit = INLINE_STEP.get()
+    if limit is not None and not is_blocking and sum(each.num_bytes for each in gradients) > limit:
+        return _go_on_in_threads((), stages, thread_bytes, limit)  # the loop has its turn first
     return run_stages(stages, is_blocking=is_blocking, thread_bytes=thread_bytes)
 
 
@@ -242,9 +245,12 @@ def run_stages(
         is_blocking: Whether to do everything in the calling thread.
         thread_bytes: What a further thread has to read and write to be worth waking.
     """
+    limit = INLINE_STEP.get()
+    if limit is None:
+        limit = INLINE_STEP_BYTES
     for jobs in stages:
-        if not is_blocking and sum([size for size, _ in jobs]) > INLINE_STEP_BYTES:
-            return _go_on_in_threads(jobs, stages, thread_bytes)
+        if not is_blocking and sum([size for size, _ in jobs]) > limit:
+            return _go_on_in_threads(jobs, stages, thread_bytes, limit)
         for _, run in jobs:
             run()
     return None
@@ -393,11 +399,11 @@ def publish(
 
 
 async def _go_on_in_threads(
-    jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]], thread_bytes: int
+    jobs: Sequence[Job] | None, stages: Iterator[Sequence[Job]], thread_bytes: int, limit: int
 ) -> None:
     while jobs is not None:
         size = sum(size for size, _ in jobs)
-        if size > INLINE_STEP_BYTES:
+        if size > limit:
             await run_on_threads(jobs, num_threads(size, thread_bytes))
         else:
             run_here(jobs)

@@ -17,10 +17,19 @@ from typing import Any, NamedTuple, TypeAlias, final
 import cloudpickle
 import numpy as np
 
-from ...context import CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, OVERRIDES, PLACE, REGISTRY
+from ...context import (
+    CARRIER,
+    CLUSTER,
+    DEVICE,
+    DIFFERENTIATING,
+    INLINE_STEP,
+    OVERRIDES,
+    PLACE,
+    REGISTRY,
+)
 
 MAINS = {"__main__", "__mp_main__"}
-OWN = frozenset({CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, OVERRIDES, PLACE})
+OWN = frozenset({CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, INLINE_STEP, OVERRIDES, PLACE})
 IMMUTABLE = frozenset({bool, bytes, float, int, str, type(None)})
 NUMPY_ERRORS = "numpy.ufunc.extobj"  # travels as what `np.geterr` gives
 DECIMAL = "decimal_context"  # no module has the variable, only functions that read and set it
