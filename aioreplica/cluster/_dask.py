@@ -198,8 +198,17 @@ class DaskClosureEngine(ClosureEngine):
                 await self._client.restart_workers(places, timeout=END_S, raise_for_error=False)
 
     async def aclose(self) -> None:
-        """Disconnect; end a cluster of its own."""
+        """Disconnect; end a cluster of its own.
+
+        Cancellation:
+            Raised again once that is done.
+        """
         client, self._client = self._client, None
+        ending = OwnedTask(self._end(client), "end of a Dask cluster")
+        await ending.ended()
+        await ending
+
+    async def _end(self, client: Any) -> None:
         if self._look is not None:
             self._look.cancel()
             await self._look.ended()
@@ -235,16 +244,17 @@ class DaskClosureEngine(ClosureEngine):
         else:
             address = target
             _warn_if_open(address, self._security)
+        self._client = distributed.Client(  # kept before it connects: what fails closes it
+            address,
+            asynchronous=True,
+            direct_to_workers=direct,
+            set_as_default=False,
+            security=self._security,
+            timeout=self._timeout_s,
+            name="aioreplica",
+        )
         try:
-            self._client = await distributed.Client(
-                address,
-                asynchronous=True,
-                direct_to_workers=direct,
-                set_as_default=False,
-                security=self._security,
-                timeout=self._timeout_s,
-                name="aioreplica",
-            )
+            await self._client
         except (OSError, TimeoutError) as error:
             raise ConnectionError(
                 f"The Dask scheduler at {address} does not answer: {error}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,29 @@ async def test_a_client_that_is_not_asynchronous_is_refused() -> None:
                     pass
         finally:
             await asyncio.to_thread(client.close)
+
+
+async def test_an_address_beyond_this_machine_without_tls_is_warned_about() -> None:
+    with pytest.warns(RuntimeWarning, match="TLS"), suppress(OSError):  # no host has this address
+        async with asyncio.timeout(0.2), coordinating("tcp://192.0.2.1:8786"):
+            pass
+    gc.collect()  # a client that was not closed would be told here
+
+
+async def test_a_connection_that_is_cancelled_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never answers
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        strategy = ar.ParameterServerStrategy(address)
+        connecting = asyncio.ensure_future(ar.ClusterCoordinator(strategy).__aenter__())
+        silent.setblocking(False)
+        taken, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(silent), 30)
+        with taken:
+            connecting.cancel()
+            await asyncio.wait([connecting])
+            assert connecting.cancelled()
+            await strategy.aclose()
+    del connecting, strategy
+    gc.collect()  # a client that was not closed would be told here
 
 
 async def test_a_local_cluster_listens_on_this_machine_alone() -> None:

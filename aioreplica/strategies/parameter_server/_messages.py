@@ -169,7 +169,7 @@ class ServerStatistics(NamedTuple):
         dropped: Pushes that had been seen before, or whose closure was over.
         late: Pushes of an older step, in synchronous mode.
         stale: Gradients that were too old to be applied.
-        retries: Runs of closures that had pushed before.
+        retries: Runs of closures that pushed here after another run of the same closure had.
         max_staleness: How many versions old a gradient was at most.
         staleness_sum: Added up over all gradients that were applied.
         gradients: How many these are.

@@ -43,7 +43,9 @@ class CoordinatorStatistics:
         num_failed: Closures that raised.
         num_cancelled: Closures that were cancelled because another one had failed.
         num_steps: Steps applied, in synchronous mode.
-        num_retries: Runs of closures that had pushed before.
+        num_retries: Runs that pushed to a server after another run of the same closure had, summed
+            over the servers. A run that was lost before it pushed, and one that comes after its
+            closure is over, are not seen.
         pulls: Shards that were asked for.
         pushes: Writes and gradients that took effect.
         bytes_pulled: Sent by the servers.

@@ -106,14 +106,6 @@ class ParameterServer:
             )
             self._shards[new.key] = PlainVariable(value, options)
 
-    def forget(self, variables: Sequence[int]) -> None:
-        """Let variables go that the program has dropped."""
-        gone = set(variables)
-        for key in [key for key in self._shards if key[0] in gone]:
-            del self._shards[key]
-        for number in gone & self._optimizers.keys():
-            del self._optimizers[number]
-
     def learn(self, optimizer: int, data: bytes) -> None:
         """Take an optimizer, or new settings of one whose slots stay."""
         recipe: OptimizerRecipe = pickle.loads(data)

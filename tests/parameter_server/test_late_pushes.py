@@ -1,0 +1,131 @@
+"""What comes too late: the slowest of a step, old gradients, and workers that were thought dead."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from tests.parameter_server.coordinating import Gate, coordinating
+
+pytest.importorskip("cloudpickle")
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+
+
+def push(w: Any, optimizer: Any, amount: float, gate: Gate | None = None) -> None:
+    """Read, wait at a gate if there is one, push a gradient that adds `amount`."""
+    np.asarray(w.value)
+    if gate is not None:
+        gate.pass_through()
+    optimizer.apply_gradients([(np.full(w.shape, -amount), w)])
+
+
+@pytest.mark.parametrize("num_ps", [1, 2])
+async def test_the_slowest_of_each_step_is_dropped_and_the_others_are_scaled(num_ps: int) -> None:
+    gate = Gate()
+    options: dict[str, Any] = {"mode": "sync", "replicas_to_aggregate": 2}
+    async with coordinating(num_workers=3, num_ps=num_ps, **options) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros(2)), ar.optimizers.SGD(1.0)
+        slow = await coordinator.schedule(push, (w, optimizer, 100.0, gate))
+        await gate.reached()
+        first = [await coordinator.schedule(push, (w, optimizer, x)) for x in (1.0, 2.0)]
+        await coordinator.fetch(first)
+        assert (await w.read()).tolist() == [4.5, 4.5]  # (1 + 2) * 3 / 2
+
+        second = [await coordinator.schedule(push, (w, optimizer, 4.0)) for _ in range(3)]
+        await coordinator.fetch(second)
+        assert (await w.read()).tolist() == [16.5, 16.5]  # and (4 + 4) * 3 / 2
+        assert not slow.done()
+        gate.open()
+        await coordinator.join()
+
+        assert await slow.fetch() is None
+        assert (await w.read()).tolist() == [16.5, 16.5]
+        assert int(await optimizer.iterations.read()) == 2
+        statistics = coordinator.statistics()
+        assert statistics.num_steps == 2
+        assert statistics.num_finished == 6
+        assert statistics.pushes_late == 4  # of either step: a gradient and a count
+
+
+@pytest.mark.parametrize(
+    ("bound", "value", "num_stale", "mean"),
+    [(0, 1.0, 2, 0.0), (1, 2.0, 1, 1 / 2), (2, 3.0, 0, 1.0), (None, 3.0, 0, 1.0)],
+)
+async def test_gradients_older_than_the_bound_are_dropped_and_counted(
+    bound: int | None, value: float, num_stale: int, mean: float
+) -> None:
+    gates = Gate(), Gate()
+    async with coordinating(num_workers=3, max_staleness=bound) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros(2)), ar.optimizers.SGD(1.0)
+        held = []
+        for gate in gates:
+            held.append(await coordinator.schedule(push, (w, optimizer, 1.0, gate)))
+            await gate.reached()
+        await (await coordinator.schedule(push, (w, optimizer, 1.0))).fetch()
+        for gate, remote in zip(gates, held, strict=True):
+            gate.open()
+            await remote.fetch()
+        await coordinator.join()
+
+        assert (await w.read()).tolist() == [value, value]
+        assert int(await optimizer.iterations.read()) == 3
+        statistics = coordinator.statistics()
+        assert statistics.pushes_stale == num_stale
+        assert statistics.mean_staleness == pytest.approx(mean)
+        assert statistics.max_staleness == (1 if bound == 0 else 2)
+
+
+_runs: Counter[str] = Counter()
+
+
+def add_late(count: Any, name: str, before: Gate, after: Gate, last: Gate) -> str:
+    """Wait before the push in the first run, and after it in the second one."""
+    _runs[name] += 1
+    is_first = _runs[name] == 1
+    if is_first:
+        before.pass_through()
+    count.assign_add(1.0)
+    (after if is_first else last).pass_through()
+    return "first" if is_first else "second"
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_what_a_worker_thought_dead_pushes_late_counts_once(is_over: bool) -> None:
+    before, after, last = Gate(), Gate(), Gate()
+    after.open()
+    async with coordinating(num_workers=2, num_ps=1) as (strategy, coordinator):
+        with strategy.scope():
+            count = ar.Variable(np.zeros(()), name="count")
+        args = (count, f"late {is_over}", before, after, last)
+        remote = await coordinator.schedule(add_late, args)
+        await before.reached()
+        strategy.engine.lose_worker("worker-0")
+        await last.reached()  # the second run has pushed
+        if is_over:
+            last.open()
+            await coordinator.join()
+        before.open()
+        await after.reached()  # the first run has pushed, too
+        last.open()
+
+        assert await remote.fetch() == "second"
+        await coordinator.join()
+        assert float(await count.read()) == 1
+        statistics = coordinator.statistics()
+        assert (statistics.pushes, statistics.pushes_dropped) == (1, 1)
+        assert statistics.num_retries == (0 if is_over else 1)
+        assert statistics.num_finished == 1
+        assert _runs[args[1]] == 2
+
+
+async def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(ImportError, match=r"aioreplica\[dask\]"):
+        ar.ParameterServerStrategy()
