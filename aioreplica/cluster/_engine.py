@@ -15,6 +15,7 @@ import asyncio
 import json
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -82,8 +83,11 @@ class Engine(Exchange):
         """Send a note to all other workers, as far as they can be reached; does not wait."""
 
     @abstractmethod
-    def notes(self) -> list[Note]:
-        """Return the notes that have come since the last call."""
+    def notes(self, *, at_once: bool = False) -> list[Note]:
+        """Return the notes that have come since the last call.
+
+        Where asking takes long it is done now and then only, unless `at_once` is set.
+        """
 
     @abstractmethod
     def explain(self, error: Exception, what: str) -> Failure | None:
@@ -165,14 +169,7 @@ class Link:
         Raises:
             GroupEndedError: If the group has ended.
         """
-        self.read_notes()
-        gone = tuple(
-            member
-            for member in turn.ranks
-            if self._left.get((turn.group, member), turn.call.number + 1) <= turn.call.number
-        )
-        if gone:
-            self.end(Failure(LOST, closed_text(gone, turn.call), gone))
+        self.look_for_gone(turn)
         now = monotonic()
         if now >= turn.tell_at:
             turn.tell_at = float("inf")
@@ -188,13 +185,28 @@ class Link:
             text = stall_text(missing, turn.call.describe(), turn.timeout)
             self.end(Failure(STALLED, text, missing, turn.timeout))
 
-    def read_notes(self) -> None:
+    def look_for_gone(self, turn: Turn, *, at_once: bool = False) -> None:
+        """Look for notes, and whether one of the group has closed before this call.
+
+        Raises:
+            GroupEndedError: If the group has ended.
+        """
+        self.read_notes(at_once=at_once)
+        gone = tuple(
+            member
+            for member in turn.ranks
+            if self._left.get((turn.group, member), turn.call.number + 1) <= turn.call.number
+        )
+        if gone:
+            self.end(Failure(LOST, closed_text(gone, turn.call), gone))
+
+    def read_notes(self, *, at_once: bool = False) -> None:
         """Take note of what the others say.
 
         Raises:
             GroupEndedError: If one of them says that the group has ended, or it had before.
         """
-        for note in self.engine.notes() if self.ended is None else ():
+        for note in self.engine.notes(at_once=at_once) if self.ended is None else ():
             key = note.group, note.rank
             if note.kind == WAITING:
                 self._waiting[key] = note.number
@@ -325,6 +337,8 @@ class EngineCommunicator(Communicator):
         except GroupEndedError:
             raise
         except Exception as error:  # noqa: BLE001 - the workers are no longer in step
+            with suppress(RuntimeError):  # of the engine: notes may be lost with the rest
+                link.look_for_gone(turn, at_once=True)  # one that closes says so first
             failure = engine.explain(error, call.describe())
             if failure is None:
                 text = f"Worker {engine.rank} failed in {call.describe()}: {error!r}"

@@ -278,7 +278,7 @@ class MpiEngine(Engine):
                     continue  # it is gone
                 self._sent.append((request, data))
 
-    def notes(self) -> list[Note]:
+    def notes(self, *, at_once: bool = False) -> list[Note]:
         found = []
         while self.size > 1 and self._receive.Test():
             found.append(Note.decode(self._buffer.tobytes().rstrip(b"\0")))

@@ -305,9 +305,9 @@ class TorchEngine(Engine):
         with suppress(RuntimeError):  # the store is gone, and with it worker 0
             self._store.set(f"note/{self._store.add('notes', 1)}", note.encode())
 
-    def notes(self) -> list[Note]:
+    def notes(self, *, at_once: bool = False) -> list[Note]:
         now = monotonic()
-        if now < self._read_at + NOTES_S:
+        if now < self._read_at + NOTES_S and not at_once:
             return []
         self._read_at = now
         found = []
@@ -349,8 +349,7 @@ class TorchEngine(Engine):
         """
         store, missing, start = self._store, set(range(self.size)), monotonic()
         while missing and monotonic() < start + (ALIVE_S if len(missing) == 1 else ALIVE_LONG_S):
-            self._read_at = 0.0
-            for note in self.notes():
+            for note in self.notes(at_once=True):
                 if note.kind in (LOST, ENDED, "stalled"):
                     raise GroupEndedError(Failure(note.kind, note.text, note.ranks, note.timeout))
             missing -= {each for each in missing if store.check([f"alive/{each}"])}
