@@ -63,13 +63,18 @@ def push_twice(counts: Any, row: int, seconds: float) -> None:
 
 
 async def kill_workers(num_kills: int, *, seed: int = 0) -> Kills:
-    """Run closures, kill a worker at a random time, count; all on one cluster."""
+    """Run closures, kill a worker at a random time, count; all on one cluster.
+
+    If no kill has hit a closure between its pushes, up to ten more follow.
+    """
     rng, kills = Random(seed), Kills()
     strategy = ar.ParameterServerStrategy(num_ps=1, num_workers=2)
     async with strategy, ar.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             counts = ar.Variable(np.zeros((NUM_CLOSURES, 2)), name="counts")
-        for _ in range(num_kills):
+        while kills.num_kills < num_kills or (
+            not kills.num_retries and kills.num_kills < num_kills + 10
+        ):
             victims = await _workers(strategy)
             await counts.assign(np.zeros(counts.shape))
             for row in range(NUM_CLOSURES):
@@ -83,8 +88,8 @@ async def kill_workers(num_kills: int, *, seed: int = 0) -> Kills:
             kills.num_pushes += found.size
             kills.num_lost += int(np.sum(found < 1))
             kills.num_twice += int(np.sum(found > 1))
-        statistics = coordinator.statistics()
-        kills.num_retries, kills.num_dropped = statistics.num_retries, statistics.pushes_dropped
+            statistics = coordinator.statistics()
+            kills.num_retries, kills.num_dropped = statistics.num_retries, statistics.pushes_dropped
     return kills
 
 
