@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -158,7 +159,8 @@ class NewShard(NamedTuple):
 
 
 @final
-class ServerStatistics(NamedTuple):
+@dataclass(slots=True)
+class ServerStatistics:
     """What a parameter server has done.
 
     Attributes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, final
 
 import numpy as np
@@ -38,22 +38,6 @@ from ._messages import (
 )
 
 Pulled = tuple[int, Array | None]
-
-
-@final
-@dataclass(slots=True)
-class _Totals:
-    pulls: int = 0
-    pushes: int = 0
-    bytes_pulled: int = 0
-    bytes_pushed: int = 0
-    dropped: int = 0
-    late: int = 0
-    stale: int = 0
-    retries: int = 0
-    max_staleness: int = 0
-    staleness_sum: int = 0
-    gradients: int = 0
 
 
 @final
@@ -92,7 +76,7 @@ class ParameterServer:
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
         self._indices: dict[str, int] = {}
         self._first_index = first_index
-        self._totals = _Totals()
+        self._totals = ServerStatistics()
 
     # ---- variables -----------------------------------------------------------------------
 
@@ -342,8 +326,7 @@ class ParameterServer:
         """Learn which closures are over; return what was done so far."""
         self._forget_below(oldest)
         self._step = max(self._step, step)
-        totals = self._totals
-        return ServerStatistics(*(getattr(totals, name) for name in ServerStatistics._fields))
+        return replace(self._totals)
 
     def __repr__(self) -> str:
         pushes = self._totals.pushes
