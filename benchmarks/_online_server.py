@@ -17,6 +17,7 @@ import numpy as np
 import uvicorn
 
 import aioreplica as ar
+from aioreplica.devices import set_lane_options
 from aioreplica.integrations.asgi import OnlineService
 from aioreplica.online import OnlineLearner
 
@@ -26,7 +27,8 @@ SIZES = (FEATURES, 512, 512, 10)
 BLOCK = 32  # rows of an example
 NUM_BLOCKS = 8  # examples of a step
 TICK_S = 0.001
-ON_PROCESSES = " on processes"  # ends the name of a way whose devices are worker processes
+ON_PROCESSES = " on processes"  # in the name of a way whose devices are worker processes
+IN_BACKGROUND = " in the background"  # in that of one whose lanes take idle cores only
 
 Training = Callable[[], Awaitable[object]]
 
@@ -82,7 +84,7 @@ def way(name: str, learner: OnlineLearner, strategy: ar.Strategy) -> Training:
     """Return what takes one step, or a few, each time it is awaited."""
     inputs, labels = made_up(BLOCK * NUM_BLOCKS)
     values = parameters()
-    if name == "array steps":
+    if name.startswith("array steps"):
         blocks = [
             {"input": x, "target": y}
             for x, y in zip(
@@ -257,6 +259,7 @@ async def serve(name: str) -> None:
 
 
 if __name__ == "__main__":
-    ar.set_logical_devices("cpu", 2, processes=sys.argv[1].endswith(ON_PROCESSES))
+    ar.set_logical_devices("cpu", 2, processes=ON_PROCESSES in sys.argv[1])
+    set_lane_options(background=IN_BACKGROUND in sys.argv[1])
     with suppress(KeyboardInterrupt):
         asyncio.run(serve(sys.argv[1]))

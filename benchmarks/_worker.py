@@ -9,7 +9,7 @@ import asyncio
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import aioreplica as ar
 from aioreplica.cluster import Communicator, connect
 
 from ._loop_lag import lag_during
@@ -30,6 +31,7 @@ FREED_BYTES = 24 * MIB
 LATE_S = 2.0
 
 Blocking = Callable[[Any], Any]
+Ours = Callable[[Any], Awaitable[Any]]
 
 
 def bare_mpi() -> tuple[Blocking, Callable[[], None]]:
@@ -60,27 +62,35 @@ def bare_gloo() -> tuple[Blocking, Callable[[], None]]:
 
 
 async def compare_sizes(
-    c: Communicator, bare: Blocking, barrier: Callable[[], None], num_rounds: int
+    ours: Ours, size: int, bare: Blocking, barrier: Callable[[], None], num_rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Time both at every size, in µs, worker 0 as it sees them."""
+    """Time both at every size, in µs, worker 0 as it sees them.
+
+    Args:
+        ours: All_reduce of this library.
+        size: How many workers there are.
+        bare: That of the engine.
+        barrier: Of the engine.
+        num_rounds: Samples of each.
+    """
     samples: dict[str, dict[str, list[float]]] = {}
-    for size in SIZES:
-        x = np.ones(size // 4, np.float32)
+    for num_bytes in SIZES:
+        x = np.ones(num_bytes // 4, np.float32)
         both: dict[str, list[float]] = {"ours": [], "floor": []}
         for turn in range(num_rounds + 1):
             for name, kept in both.items():
                 gc.collect()
                 times = []
-                for _ in range(CALLS[size]):
+                for _ in range(CALLS[num_bytes]):
                     barrier()
                     start = perf_counter()
-                    result = bare(x) if name == "floor" else await c.all_reduce(x)
+                    result = bare(x) if name == "floor" else await ours(x)
                     times.append(perf_counter() - start)
-                    assert result[-1] == c.size
+                    assert result[-1] == size
                     del result
                 if turn:
                     kept.append(median(times) * 1e6)
-        samples[str(size)] = both
+        samples[str(num_bytes)] = both
     return samples
 
 
@@ -101,7 +111,7 @@ async def measure(engine: str, num_rounds: int) -> dict[str, Any]:
     np.ones(FREED_BYTES, np.uint8)
     async with await connect(engine=engine, timeout=120.0) as c:
         bare, barrier = bare_mpi() if engine == "mpi" else bare_gloo()
-        samples = await compare_sizes(c, bare, barrier, num_rounds)
+        alone = await compare_sizes(c.all_reduce, c.size, bare, barrier, num_rounds)
         waits = [await measure_wait(c) for _ in range(min(3, num_rounds))]
         x = np.ones(64 * MIB // 4, np.float32)
 
@@ -111,7 +121,21 @@ async def measure(engine: str, num_rounds: int) -> dict[str, Any]:
 
         lags = [await lag_during(reduce_often)() for _ in range(min(3, num_rounds))]
         await c.barrier()
-    return {"rank": c.rank, "sizes": samples, "cpu": waits, "lag": lags}
+
+    async def step() -> Any:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+
+        def all_reduce(x: Any) -> Awaitable[Any]:
+            return ctx.all_reduce("sum", x)
+
+        return await compare_sizes(all_reduce, c.size, bare, barrier, num_rounds)
+
+    ar.set_logical_devices("cpu", 1)
+    again = await connect(engine=engine, timeout=120.0)
+    async with ar.MultiWorkerMirroredStrategy(again) as strategy:
+        in_step = strategy.local_results(await strategy.run(step))[0]
+    return {"rank": c.rank, "sizes": in_step, "alone": alone, "cpu": waits, "lag": lags}
 
 
 if __name__ == "__main__":

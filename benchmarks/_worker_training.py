@@ -143,6 +143,8 @@ def main(who: str, num_rounds: int, path: str) -> None:
     rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK") or "0"
     if rank == "0":
         Path(path).write_text(json.dumps(told))
+    if who == "ddp":
+        os._exit(0)  # torch 2.13 at times aborts as it ends: "terminate called without an ..."
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, final
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import psutil
@@ -34,7 +36,7 @@ from aioreplica.errors import DeviceError
 
 from ._measure import Contender, take_turns
 from ._online_http import rows_of, run_way
-from ._online_server import ON_PROCESSES
+from ._online_server import IN_BACKGROUND, ON_PROCESSES
 from ._report import format_table, summarise, write_json
 from ._row import Row, Target, compared_row
 
@@ -107,8 +109,11 @@ def main(arguments: Sequence[str]) -> None:
 async def measure(plan: Plan) -> list[Row]:
     """Compare with threads and with a bare pool."""
     rows = []
-    for name, new_step in (("pure Python", count_step), ("HIPS autograd", autograd_step)):
-        rows.append(await compare_steps(name, new_step, plan))
+    for name, new_step, bare in (
+        ("pure Python", count_step, partial(count, COUNT_TO)),
+        ("HIPS autograd", autograd_step, partial(recurrent_slope, *weights_and_inputs())),
+    ):
+        rows += await compare_steps(name, new_step, bare, plan)
     rows += await compare_hops(plan)
     for step in ("pure Python steps", "autograd steps"):
         rows += await asyncio.to_thread(compare_predictions, step, plan)
@@ -135,19 +140,29 @@ def count_step(_strategy: ar.MirroredStrategy) -> Callable[[], Any]:
     return step
 
 
-def autograd_step(strategy: ar.MirroredStrategy) -> Callable[[], Any]:
-    """Return a step of a small recurrent model: many operations on small arrays."""
+def recurrent_loss(w: Any, inputs: Any) -> Any:
+    """Run a small recurrent model: many operations on small arrays."""
+    state = anp.zeros((8, 16))
+    for each in inputs:
+        state = anp.tanh(each + state @ w)
+    return anp.sum(state**2)
+
+
+def weights_and_inputs() -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((200, 8, 16))
+    return rng.standard_normal((16, 16)) * 0.1, inputs
+
+
+def autograd_step(strategy: ar.MirroredStrategy) -> Callable[[], Any]:
+    """Return a training step of a small recurrent model."""
+    weights, inputs = weights_and_inputs()
     with strategy.scope():
-        w = ar.Variable(rng.standard_normal((16, 16)) * 0.1, name="w")
+        w = ar.Variable(weights, name="w")
         optimizer = ar.optimizers.SGD(1e-3)
 
     def loss() -> Any:
-        state = anp.zeros((8, 16))
-        for each in inputs:
-            state = anp.tanh(each + state @ w.value)
-        return anp.sum(state**2)
+        return recurrent_loss(w.value, inputs)
 
     async def step() -> None:
         await optimizer.minimize(loss)
@@ -155,37 +170,65 @@ def autograd_step(strategy: ar.MirroredStrategy) -> Callable[[], Any]:
     return step
 
 
+def recurrent_slope(w: Any, inputs: Any) -> Any:
+    """Return the gradient of the recurrent model."""
+    return autograd.grad(recurrent_loss)(w, inputs)
+
+
 async def compare_steps(
-    name: str, new_step: Callable[[ar.MirroredStrategy], Callable[[], Any]], plan: Plan
-) -> Row:
-    """Compare steps on two processes with the same steps on two threads."""
-    async with ar.MirroredStrategy(PROCESSES) as ours, ar.MirroredStrategy(THREADS) as floor:
+    name: str,
+    new_step: Callable[[ar.MirroredStrategy], Callable[[], Any]],
+    bare: Callable[[], Any],
+    plan: Plan,
+) -> list[Row]:
+    """Compare steps on two processes with the same steps on two threads.
 
-        def contender(strategy: ar.MirroredStrategy) -> Contender:
-            step = new_step(strategy)
+    And their ops on the two processes of a bare pool with these: what two cores give at most.
+    """
+    loop = asyncio.get_running_loop()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
+        async with ar.MirroredStrategy(PROCESSES) as ours, ar.MirroredStrategy(THREADS) as floor:
 
-            async def sample() -> float:
-                begin_s = perf_counter()
-                for _ in range(plan.num_steps):
-                    await strategy.run(step)
-                return (perf_counter() - begin_s) / plan.num_steps * 1e3
+            def contender(take: Callable[[], Any]) -> Contender:
+                async def sample() -> float:
+                    begin_s = perf_counter()
+                    for _ in range(plan.num_steps):
+                        await take()
+                    return (perf_counter() - begin_s) / plan.num_steps * 1e3
 
-            return sample
+                return sample
 
-        samples = await take_turns(
-            {"ours": contender(ours), "floor": contender(floor)}, num_rounds=plan.num_rounds
-        )
-    return compared_row(
-        f"step of {name}", LOOP, 2, "ms", ours=samples["ours"], against="2 threads",
-        floor=samples["floor"], target=Target("ratio", 1 / 1.6),
-    )  # fmt: skip
+            def both_in_the_pool() -> Any:
+                return asyncio.gather(*(loop.run_in_executor(pool, bare) for _ in range(2)))
+
+            samples = await take_turns(
+                {
+                    "ours": contender(partial(ours.run, new_step(ours))),
+                    "floor": contender(partial(floor.run, new_step(floor))),
+                    "pool": contender(both_in_the_pool),
+                },
+                num_rounds=plan.num_rounds,
+            )
+    return [
+        compared_row(
+            f"step of {name}", LOOP, 2, "ms", ours=samples["ours"], against="2 threads",
+            floor=samples["floor"], target=Target("ratio", 1 / 1.6),
+        ),
+        compared_row(
+            f"bare ops of {name}", LOOP, 2, "ms", ours=samples["pool"], against="2 threads, steps",
+            floor=samples["floor"],
+        ),
+    ]  # fmt: skip
 
 
 def compare_predictions(name: str, plan: Plan) -> list[Row]:
     """Compare the time of predictions beside steps with that of idle ones, in other processes."""
-    rounds = run_way(name + ON_PROCESSES, plan.num_windows, seconds=plan.window_s)
+    rows: list[Row] = []
+    for way in (name + ON_PROCESSES, name + ON_PROCESSES + IN_BACKGROUND):
+        rounds = run_way(way, plan.num_windows, seconds=plan.window_s)
+        rows += rows_of(way, rounds, ratios={"p99": 3.0})
     beside = run_way(name, -(-plan.num_windows // 3), seconds=plan.window_s)
-    rows = rows_of(name + ON_PROCESSES, rounds, ratios={"p99": 3.0})
     return rows + rows_of(name, beside)
 
 

@@ -59,12 +59,14 @@ def rows_of(engine: str, loop: str, told: Mapping[str, Any]) -> list[Row]:
     name, rows = NAMES[engine], []
     for size in SIZES:
         target = RATIO if size > 4096 else SMALL_US if engine == "mpi" else None
-        rows.append(
-            compared_row(
-                f"{name} all_reduce {_in_words(size)}", loop, NUM_WORKERS, "µs",
-                against="its own, blocking", target=target, **told["sizes"][str(size)],
-            )
-        )  # fmt: skip
+        what = f"{name} all_reduce {_in_words(size)}"
+        for key, words, promised in (("sizes", what, target), ("alone", f"{what}, no frame", None)):
+            rows.append(
+                compared_row(
+                    words, loop, NUM_WORKERS, "µs", against="its own, blocking", target=promised,
+                    **told[key][str(size)],
+                )
+            )  # fmt: skip
     for what, unit, key, target in (
         ("CPU while a worker is 2 s late", "s", "cpu", CPU_S),
         ("loop lag, 64 MiB", "ms, p99", "lag", LAG_MS),
@@ -142,7 +144,8 @@ def _started(engine: str, program: Sequence[str]) -> dict[str, Any]:
                 process.kill()
                 process.wait()
         if any(codes):
-            sys.exit(f"The workers of {NAMES.get(engine, 'no engine')} have failed: {codes}.")
+            name = " ".join(program)
+            sys.exit(f"{name}: workers of {NAMES.get(engine, 'no engine')} have failed: {codes}.")
         result: dict[str, Any] = json.loads(output.read_text())
         return result
 

@@ -16,7 +16,7 @@ import asyncio
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, final
@@ -28,7 +28,7 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ..typing import ReduceOp
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
-BROADCAST, BARRIER = "broadcast", "barrier"
+BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agree"
 LOST, STALLED, ENDED, CLOSED = "lost", "stalled", "ended", "closed"
 MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
 NOTHING = np.empty(0, np.uint8)
@@ -45,6 +45,8 @@ class Call:
         array: What this worker brings, C-contiguous.
         op: The operator; None where nothing is reduced.
         root: Whose array is sent, in a broadcast.
+        agrees: For AGREE: whether `summands` are reduced, seeing the arrays of all.
+        summands: For AGREE: arrays as `array`, each combined by `op`.
     """
 
     kind: str
@@ -52,6 +54,8 @@ class Call:
     array: Any
     op: ReduceOp | None = None
     root: int = 0
+    agrees: Callable[[Any], bool] | None = None
+    summands: Sequence[Any] = ()
 
     def describe(self) -> str:
         """Return, for example, "all_reduce #3"."""
@@ -268,6 +272,35 @@ class Communicator(ABC):
         """
         return self._launch(BARRIER, NOTHING)
 
+    async def all_gather_then_reduce(
+        self, x: Any, agrees: Callable[[Any], bool], summands: Sequence[Any], op: ReduceOp | str
+    ) -> tuple[Any, list[Any] | None]:
+        """Collect an array of all workers, and combine others if they agree: in one go, if it can.
+
+        An engine does both in one call of its thread, so the event loop is not asked in between.
+
+        Args:
+            x: As in `all_gather`.
+            agrees: Called with what was collected, maybe on another thread; has to say the same on
+                all workers.
+            summands: Arrays, as in `all_reduce`.
+            op: As in `all_reduce`.
+
+        Returns:
+            What `all_gather` gives, and what `all_reduce` gives of each; None if they disagree.
+
+        Raises:
+            Exception: As in `all_reduce`.
+
+        Cancellation:
+            As for every collective.
+        """
+        rows = await self.all_gather(x)
+        if not agrees(rows):
+            return rows, None
+        pending = [self.all_reduce(each, op) for each in summands]
+        return rows, [await each for each in pending]
+
     # ---- groups, and their end -----------------------------------------------------------
 
     def split(self, ranks: Iterable[int]) -> Communicator:
@@ -386,11 +419,11 @@ class Communicator(ABC):
         """Tell the others that this worker makes no more calls, and give resources back."""
 
     def _launch(
-        self, kind: str, array: Any, op: ReduceOp | None = None, root: int = 0
+        self, kind: str, array: Any, op: ReduceOp | None = None, root: int = 0, **ahead: Any
     ) -> asyncio.Future[Any]:
         self._require_open()
         loop = running_loop(kind)
-        call = Call(kind, self._num_calls, array, op, root)
+        call = Call(kind, self._num_calls, array, op, root, **ahead)
         future: asyncio.Future[Any] = loop.create_future()
         self._enqueue(call)
         self._num_calls += 1

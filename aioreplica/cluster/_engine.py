@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,18 @@ from time import monotonic
 from typing import Any, final
 
 from ..devices import CompletionQueue, Lane, Op
-from ._communicator import ENDED, LOST, STALLED, Call, Communicator, Failure
+from ..typing import ReduceOp
+from ._communicator import (
+    AGREE,
+    ALL_REDUCE,
+    ENDED,
+    LOST,
+    STALLED,
+    Call,
+    Communicator,
+    Failure,
+    as_array,
+)
 from ._exchange import Collectives, Exchange, Poll
 from ._local import closed_text, split_shrink_error, stall_text
 
@@ -281,6 +292,16 @@ class EngineCommunicator(Communicator):
         link.members.append(self)
 
     # ---- on the event loop ---------------------------------------------------------------
+
+    async def all_gather_then_reduce(
+        self, x: Any, agrees: Callable[[Any], bool], summands: Sequence[Any], op: ReduceOp | str
+    ) -> tuple[Any, list[Any] | None]:
+        """Collect an array of all workers, and combine others if they agree, in one call."""
+        found: tuple[Any, list[Any] | None] = await self._launch(
+            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees,
+            summands=[as_array(each, ALL_REDUCE) for each in summands],
+        )  # fmt: skip
+        return found
 
     def _enqueue(self, call: Call) -> None:
         self._link.put(self._perform, call).add_done_callback(partial(self._performed, call))

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..devices.backends import reduce_arrays, reduce_into, result_dtype
 from ..typing import ReduceOp
-from ._communicator import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, Call
+from ._communicator import AGREE, ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, Call
 
 Poll: TypeAlias = Callable[[float], bool]
 """Tells whether an exchange is over, after a pause of so many seconds if it is not."""
@@ -96,7 +96,13 @@ class Collectives:
             return self._broadcast(array, call.root)
         if call.kind == ALL_GATHER:
             return self._all_gather(array)
-        assert call.op is not None  # the two that are left reduce
+        assert call.op is not None  # those that are left reduce
+        if call.kind == AGREE:
+            assert call.agrees is not None
+            rows = self._all_gather(array)
+            if not call.agrees(rows):
+                return rows, None
+            return rows, [self._all_reduce(each, call.op) for each in call.summands]
         if call.kind == ALL_REDUCE:
             return self._all_reduce(array, call.op)
         return self._reduce_scatter(array, call.op)

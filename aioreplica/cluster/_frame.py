@@ -181,6 +181,19 @@ def decide(frames: Sequence[Frame]) -> Decision:
     return Differs()
 
 
+def are_one_collective(rows: npt.NDArray[np.uint8]) -> bool:
+    """Tell from the bytes of all frames that they agree; if not, `decide` says what they do.
+
+    Example:
+        >>> here = Frame(FrameKind.COLLECTIVE, 0, "step", 1).encode()
+        >>> are_one_collective(np.stack([here, here]))
+        True
+    """
+    first = rows[0, : _HEADER.size]
+    is_collective = first[len(MAGIC)] == FrameKind.COLLECTIVE
+    return bool(is_collective and (rows[1:, : _HEADER.size] == first).all())
+
+
 def digest_of(*texts: str) -> bytes:
     """Return a hash of texts that differs if one of them does."""
     digest = blake2b(digest_size=DIGEST_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import SLOT_BYTES, Turn, Wire
+from ..collectives import SLOT_BYTES, Ahead, Turn, Wire
 from ..errors import ReplicaRow
 from ..replica import Call, Generation, Parts, Pending
 from ._frame import Frame, FrameKind, cut_text, digest_of
@@ -169,6 +169,7 @@ class OpenTurn(Turn):
         *,
         what: str = "",
         signature: str = "",
+        ahead: Ahead | None = None,
     ) -> T:
         """Send a frame to all workers; if all agree, carry larger data and return what came."""
         before, self._before = self._before, None
@@ -185,7 +186,7 @@ class OpenTurn(Turn):
         def where(sent: Frame) -> WorkerRows:
             return run.where(sent, name, signature)
 
-        task = run.workers.queue(lambda: run.workers.operate(run, frame, where, carry), name)
+        task = run.workers.queue(lambda: run.workers.operate(run, frame, where, carry, ahead), name)
         await task.done_or_cancelled()
         return task.task.result()
 
@@ -226,6 +227,7 @@ class InnerTurn(Turn):
         *,
         what: str = "",
         signature: str = "",
+        ahead: Ahead | None = None,
     ) -> T:
         """Send a frame to all workers; if all agree, carry larger data and return what came."""
         return await self._outer.exchange(
@@ -233,6 +235,7 @@ class InnerTurn(Turn):
             carry,
             what=what or self._what,
             signature=signature or self._signature,
+            ahead=ahead,
         )
 
     def merging(self) -> AbstractContextManager[None]:

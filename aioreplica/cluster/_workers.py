@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
-from ..collectives import Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
+from ..collectives import Ahead, Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
 from ..context import PLACE
 from ..devices import OwnedTask
 from ..errors import ContextError, WorkerLostError
@@ -34,6 +34,7 @@ from ._frame import (
     Failed,
     Frame,
     FrameKind,
+    are_one_collective,
     decide,
 )
 from ._rows import WorkerRows, workers_mismatch_error
@@ -201,6 +202,7 @@ class Workers:
         frame: Frame,
         where: Callable[[Frame], WorkerRows],
         carry: Callable[[Wire, list[bytes]], Awaitable[T]],
+        ahead: Ahead | None = None,
     ) -> T:
         """Exchange frames and do what follows from them; only what was queued may call it."""
         if frame.kind is FrameKind.COLLECTIVE:
@@ -213,7 +215,13 @@ class Workers:
                 run.number = self._next_run
                 self._next_run += 1
             frame = replace(frame, run=run.number)
-            frames = _decoded(await communicator.all_gather(frame.encode()))
+            if ahead is None:
+                sent = await communicator.all_gather(frame.encode())
+            else:
+                sent, ahead.totals = await communicator.all_gather_then_reduce(
+                    frame.encode(), are_one_collective, ahead.arrays, ahead.op
+                )
+            frames = _decoded(sent)
             decision = decide(frames)
             if isinstance(decision, Agreed):
                 return await carry(communicator, decision.slots)

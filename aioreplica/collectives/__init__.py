@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._across import SLOT_BYTES as SLOT_BYTES
+from ._across import Ahead as Ahead
 from ._across import Turn as Turn
 from ._across import Wire as Wire
 from ._across import broadcast_arrays as broadcast_arrays
@@ -49,6 +50,7 @@ __all__ = [
     "Job",
     "Reducer",
     "TopK",
+    "Ahead",
     "Turn",
     "Wire",
     "broadcast_arrays",

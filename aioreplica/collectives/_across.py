@@ -12,6 +12,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -52,6 +53,21 @@ class Wire(Protocol):
         """Return the array of one worker."""
 
 
+@dataclass(slots=True)
+class Ahead:
+    """Arrays that are reduced as soon as all frames agree, before anything else is carried.
+
+    Attributes:
+        op: The operator.
+        arrays: What this worker brings.
+        totals: What came of each; None if the engine left it to `carry`.
+    """
+
+    op: ReduceOp
+    arrays: Sequence[Array]
+    totals: Sequence[Array] | None = None
+
+
 class Turn(ABC):
     """The time in which one collective of a worker meets the same one of all other workers.
 
@@ -83,6 +99,7 @@ class Turn(ABC):
         *,
         what: str = "",
         signature: str = "",
+        ahead: Ahead | None = None,
     ) -> T:
         """Send a frame to all workers; if all agree, carry larger data and return what came.
 
@@ -91,6 +108,7 @@ class Turn(ABC):
             carry: Called with the slots of all workers, in rank order.
             what: Names a further exchange in the same turn.
             signature: What has to be the same on all workers, besides what the turn says.
+            ahead: What is reduced before `carry` is called.
 
         Raises:
             MergeMismatchError: If the workers are not in the same collective.
@@ -134,15 +152,24 @@ async def reduce_across(
     """
     sent = [_sent_form(leaf) for leaf in leaves]
     small = _packed(sent)
+    groups = [] if small is not None else _groups(sent)
+    ahead = Ahead(op, [_joined([sent[i] for i in group]) for group in groups])
 
     async def carry(wire: Wire, slots: list[bytes]) -> list[Any]:
         if small is not None:
             rows = [_unpacked(slot, sent) for slot in slots]
             columns = zip(*rows, strict=True)
             return [_combine(op, column) for column in columns]
-        return await _reduce_large(wire, op, sent)
+        results: list[Any] = [None] * len(sent)
+        totals = ahead.totals or [await wire.all_reduce(each, op) for each in ahead.arrays]
+        for group, total in zip(groups, totals, strict=True):
+            _cut(total.reshape(-1), [(i, sent[i].shape) for i in group], results)
+        await _reduce_others(wire, op, sent, results)
+        return results
 
-    found = await turn.exchange(small or b"", carry, what=what, signature=signature)
+    found = await turn.exchange(
+        small or b"", carry, what=what, signature=signature, ahead=ahead if groups else None
+    )
     return [_as_before(new, leaf) for new, leaf in zip(found, leaves, strict=True)]
 
 
@@ -153,18 +180,9 @@ def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
     return reduce_leaves(op, column)
 
 
-async def _reduce_large(wire: Wire, op: ReduceOp, sent: Sequence[Any]) -> list[Any]:
-    results: list[Any] = [None] * len(sent)
+async def _reduce_others(wire: Wire, op: ReduceOp, sent: Sequence[Any], results: list[Any]) -> None:
+    """Combine what are no arrays: numbers, and IndexedSlices."""
     numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS)]
-    sparse = [i for i, leaf in enumerate(sent) if isinstance(leaf, IndexedSlices)]
-    arrays = [(i, leaf) for i, leaf in enumerate(sent) if type(leaf) is np.ndarray]
-    waiting = []
-    for indices in _groups(arrays):
-        if len(indices) == 1:
-            flat = np.ascontiguousarray(sent[indices[0]])
-        else:
-            flat = np.concatenate([sent[i].reshape(-1) for i in indices])
-        waiting.append((indices, wire.all_reduce(flat, op)))
     if numbers:
         cells = np.frombuffer(b"".join(_cell(sent[i]) for i in numbers), np.uint8)
         rows = await wire.all_gather(cells)
@@ -172,19 +190,18 @@ async def _reduce_large(wire: Wire, op: ReduceOp, sent: Sequence[Any]) -> list[A
             start = place * _CELL.size
             column = [_number(row[start : start + _CELL.size].tobytes()) for row in rows]
             results[i] = _combine(op, column)
-    for i in sparse:
-        results[i] = reduce_leaves(op, await _gather_slices(wire, sent[i]))
-    for indices, pending in waiting:
-        total = await pending
-        _cut(total.reshape(-1), [(i, sent[i].shape) for i in indices], results)
-    return results
+    for i, leaf in enumerate(sent):
+        if isinstance(leaf, IndexedSlices):
+            results[i] = reduce_leaves(op, await _gather_slices(wire, leaf))
 
 
-def _groups(leaves: Sequence[tuple[int, Array]]) -> list[list[int]]:
+def _groups(leaves: Sequence[Any]) -> list[list[int]]:
     """Put small arrays of one dtype together, in their order; large ones stay alone."""
     groups: list[list[int]] = []
     together: dict[str, list[int]] = {}
-    for index, leaf in leaves:
+    for index, leaf in enumerate(leaves):
+        if type(leaf) is not np.ndarray:
+            continue
         if leaf.nbytes > PACKED_BYTES:
             groups.append([index])
         elif leaf.dtype.char in together:
@@ -192,6 +209,12 @@ def _groups(leaves: Sequence[tuple[int, Array]]) -> list[list[int]]:
         else:
             groups.append(together.setdefault(leaf.dtype.char, [index]))
     return groups
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    if len(arrays) == 1:
+        return np.ascontiguousarray(arrays[0])
+    return np.concatenate([array.reshape(-1) for array in arrays])
 
 
 def _cut(flat: Array, shapes: Sequence[tuple[int, tuple[int, ...]]], results: list[Any]) -> None:

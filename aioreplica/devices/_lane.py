@@ -85,6 +85,7 @@ class Lane:
         name: Device name, used for the threads too.
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
         nice: Added to the threads' OS niceness; ignored where the system refuses.
+        background: Whether the threads run only where a core has nothing else to do.
         worker: What runs the ops; None runs them in the threads.
     """
 
@@ -94,6 +95,7 @@ class Lane:
         *,
         num_streams: int = 1,
         nice: int = 5,
+        background: bool = False,
         worker: LaneWorker | None = None,
     ) -> None:
         self.name = name
@@ -101,6 +103,7 @@ class Lane:
         self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
         self._nice = nice
+        self._background = background
         self._queue: SimpleQueue[AnyOp | _Handover | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._streams: list[_Stream] = []
@@ -224,7 +227,7 @@ class Lane:
         )
 
     def _serve(self, stream: _Stream) -> None:
-        _lower_priority(self._nice)
+        _lower_priority(self._nice, self._background)
         _serving_threads()[threading.get_ident()] = self, stream
         name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
         worker = self._worker
@@ -326,12 +329,14 @@ def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:
     return REGISTRY.once("serving_threads", dict[int, tuple[Lane, _Stream]])
 
 
-def _lower_priority(nice: int) -> None:
-    """Make the calling thread nicer (Linux counts niceness per thread)."""
-    if nice:
-        try:
+def _lower_priority(nice: int, background: bool) -> None:
+    """Make the calling thread nicer; Linux counts niceness and policy per thread."""
+    try:
+        if background:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
+        if nice:
             thread = threading.get_native_id()
             current = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, current + nice)
-        except (AttributeError, OSError):
-            return
+    except (AttributeError, OSError):
+        return

@@ -36,6 +36,7 @@ class LaneTable:
     def __init__(self) -> None:
         self.generation = 0
         self.nice = 5
+        self.background = False
         self.num_streams = 1
         self.num_collective_streams = _default_collective_streams()
         self._reset()
@@ -62,7 +63,14 @@ class LaneTable:
                 worker = self._new_worker(name) if is_process_device(name) else None
                 if worker is not None:
                     streams = 1  # the process has one thread for ops
-                new = Lane(name, num_streams=streams, nice=self.nice, worker=worker)
+                is_device = num_streams is None and name != HOST  # or the lane of reductions
+                new = Lane(
+                    name,
+                    num_streams=streams,
+                    nice=self.nice,
+                    background=self.background and is_device,
+                    worker=worker,
+                )
                 lane = self._lanes.setdefault(name, new)
         return lane
 
@@ -95,7 +103,9 @@ class LaneTable:
                     lane.stop()
             self._budget()
 
-    def configure(self, num_streams: int, nice: int, num_collective_streams: int | None) -> None:
+    def configure(
+        self, num_streams: int, nice: int, background: bool, num_collective_streams: int | None
+    ) -> None:
         """Set options of lanes made from now on."""
         with self._lock:
             if self._lanes:
@@ -106,6 +116,7 @@ class LaneTable:
                 )
             self.num_streams = num_streams
             self.nice = nice
+            self.background = background
             self.num_collective_streams = num_collective_streams or _default_collective_streams()
 
     def statistics(self) -> dict[str, LaneStatistics]:
@@ -180,13 +191,22 @@ def new_gate(loop: asyncio.AbstractEventLoop | None) -> Gate:
 
 
 def set_lane_options(
-    *, num_streams: int = 1, nice: int = 5, num_collective_streams: int | None = None
+    *,
+    num_streams: int = 1,
+    nice: int = 5,
+    background: bool = False,
+    num_collective_streams: int | None = None,
 ) -> None:
     """Set how lanes are made, before the first op.
 
     Args:
         num_streams: Threads per device; 1 keeps the ops of a device in stream order.
         nice: Added to the OS niceness of lane threads; 0 leaves them at the loop's priority.
+        background: Whether lane threads run only where a core has nothing else to do (Linux,
+            `SCHED_IDLE`), so that requests and the loop never wait for an op to be preempted. For
+            a machine with a core to spare: where other processes keep every core busy, ops make
+            hardly any progress, and a loop that needs the GIL from one waits for it. Lanes that
+            write files, and that of functions without a device, keep `nice` only.
         num_collective_streams: Threads that reduce large arrays; None takes one per core, at most
             4. Results do not depend on it.
 
@@ -202,4 +222,4 @@ def set_lane_options(
         raise ValueError(
             f"num_collective_streams must be at least 1, got {num_collective_streams}."
         )
-    lane_table().configure(num_streams, nice, num_collective_streams)
+    lane_table().configure(num_streams, nice, background, num_collective_streams)

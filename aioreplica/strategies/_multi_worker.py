@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
@@ -15,6 +15,8 @@ from ._across import agree_on_names
 from ._mirrored import chosen_devices
 from ._one_device import new_mirrored
 from ._strategy import Strategy
+
+SHRUNK = "shrink"
 
 
 @final
@@ -93,8 +95,9 @@ class MultiWorkerMirroredStrategy(Strategy):
 
         For a `WorkerLostError` of an engine that can go on: MPI started as `mpirun --with-ft ulfm`,
         and a `LocalCommunicator`. Waits for the run in progress to end. Workers are numbered anew,
-        in their order, and replicas with them. Loops over datasets are ended; with
-        `sharding="data"` or `"off"` the next one is shared out among those who are left.
+        in their order, and replicas with them; a `cluster_resolver` then counts those who are left,
+        without their addresses. Loops over datasets are ended; with `sharding="data"` or `"off"`
+        the next one is shared out among those who are left.
 
         Args:
             savepoint: This worker's state after its newest complete step. The one of the worker
@@ -123,21 +126,35 @@ class MultiWorkerMirroredStrategy(Strategy):
         workers = self._workers
         assert workers is not None  # this kind of strategy always has them
         await workers.shrink()
+        if isinstance(self.cluster_resolver, ClusterResolver):
+            self._resolver = ClusterResolver(
+                task_id=workers.rank, num_workers=workers.num_workers, source=SHRUNK
+            )
         await self._open_loops.end("The loop was ended because its strategy has lost a worker.")
         if savepoint is not None:
             await savepoint.put_back_newest(workers)
         await agree_on_names(workers, self.variable_table)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MultiWorkerMirroredStrategy:
-        if isinstance(self.cluster_resolver, Communicator):
-            _refuse_copy()
+        self._require_copyable()
         return MultiWorkerMirroredStrategy(self.cluster_resolver, options=self.reducer.options)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if isinstance(self.cluster_resolver, Communicator):
-            _refuse_copy()
+        self._require_copyable()
         make = partial(MultiWorkerMirroredStrategy, options=self.reducer.options)
         return make, (self.cluster_resolver,)
+
+    def _require_copyable(self) -> None:
+        if isinstance(self.cluster_resolver, Communicator):
+            raise TypeError(
+                "A MultiWorkerMirroredStrategy that was given a Communicator cannot be copied: the "
+                "communicator is its own. Make it from a ClusterResolver."
+            )
+        if self.cluster_resolver.source == SHRUNK:
+            raise TypeError(
+                "A MultiWorkerMirroredStrategy that has lost workers cannot be copied: no launcher "
+                "knows those that are left. Make a new one from a ClusterResolver."
+            )
 
 
 def _place(resolver: object) -> tuple[int, int]:
@@ -182,11 +199,4 @@ async def _connect(
         resolver,
         engine=None if implementation == "auto" else implementation,
         timeout=None if options is None else options.timeout_seconds,
-    )
-
-
-def _refuse_copy() -> NoReturn:
-    raise TypeError(
-        "A MultiWorkerMirroredStrategy that was given a Communicator cannot be copied: the "
-        "communicator is its own. Make it from a ClusterResolver."
     )

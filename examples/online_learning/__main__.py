@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aioreplica as ar
 from aioreplica.checkpoint import EXIT_CODE
+from aioreplica.devices import set_lane_options
 
 try:
     import uvicorn
@@ -127,6 +128,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
     parser.add_argument("--no-replay", action="store_true", help="only serve")
     parser.add_argument("--rate", type=float, default=50.0, help="examples replayed per second")
+    parser.add_argument("--background", action="store_true", help="learn on idle cores only")
     parser.add_argument("--save-every", type=float, default=10.0, help="seconds")
     return parser.parse_args(arguments)
 
@@ -135,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
         ar.set_logical_devices("cpu", 2)
+        set_lane_options(background=options.background)
         with socket.create_server((options.host, options.port)) as listening:
             # Connections inherit it: an event must not wait for an acknowledgement of the last.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

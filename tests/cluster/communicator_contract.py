@@ -63,6 +63,26 @@ async def gathers_scatters_broadcasts(c: Communicator) -> None:
     await c.barrier()
 
 
+async def reduces_behind_what_agrees(c: Communicator) -> None:
+    """Frames first, then what follows from them: reduced in the same go, or not at all."""
+
+    def agrees(rows: Any) -> bool:
+        return bool((rows == rows[0]).all())
+
+    summands = [brought_by(c.rank, shape, np.float32, 2) for shape in ((3, 4), (70_003,), (0,))]
+    expected = [await c.all_reduce(each, "mean") for each in summands]
+    rows, totals = await c.all_gather_then_reduce([7, 7], agrees, summands, "mean")
+    assert same_bits(rows, np.full((c.size, 2), 7))
+    assert totals is not None
+    assert all(same_bits(total, each) for total, each in zip(totals, expected, strict=True))
+
+    differ = [c.rank, 7]
+    rows, totals = await c.all_gather_then_reduce(differ, agrees, summands[: c.rank + 1], "sum")
+    assert same_bits(rows, np.stack([[rank, 7] for rank in range(c.size)]))
+    assert totals is None or c.size == 1
+    assert await c.all_reduce(1) == c.size  # calls are in step again
+
+
 async def takes_what_numpy_takes(c: Communicator) -> None:
     assert await c.all_reduce(1) == c.size
     assert same_bits(await c.all_reduce([1.0, 2.0]), np.array([1.0, 2.0]) * c.size)
@@ -157,6 +177,7 @@ async def splits(c: Communicator) -> None:
 CHECKS = (
     reduces_in_rank_order,
     gathers_scatters_broadcasts,
+    reduces_behind_what_agrees,
     takes_what_numpy_takes,
     keeps_the_order_of_calls,
     results_are_the_callers,

@@ -6,6 +6,7 @@ As `program.py`, one line of JSON. Workers kill themselves, in the middle of a s
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import sys
@@ -130,7 +131,17 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
         "lost": lost,
         "learned": training.learned() == expected,
         "chief": strategy.extended.should_checkpoint,
+        "task": [strategy.cluster_resolver.task_id, strategy.cluster_resolver.num_workers],
+        "copied": _copied(strategy),
     }
+
+
+def _copied(strategy: ar.MultiWorkerMirroredStrategy) -> str:
+    try:
+        copy.deepcopy(strategy)
+    except TypeError as error:
+        return str(error)[:65]
+    return "copied"
 
 
 async def main(scenario: str, argument: str) -> None:

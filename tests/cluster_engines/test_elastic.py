@@ -16,6 +16,8 @@ def test_survivors_of_two_losses_end_with_the_numbers_of_one_worker() -> None:
     for rank, row in enumerate(launched.results[each] for each in (1, 3)):
         assert row == {
             "rank": rank, "replicas": 4, "lost": [[2], [0]], "learned": True, "chief": rank == 0,
+            "task": [rank, 2],
+            "copied": "A MultiWorkerMirroredStrategy that has lost workers cannot be cop",
         }  # fmt: skip
 
 

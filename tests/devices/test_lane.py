@@ -118,6 +118,21 @@ def test_a_lane_without_ops_has_no_thread() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
+@pytest.mark.asyncio
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_lane_in_the_background_takes_idle_cores_only(
+    background: bool, run_on: RunOn
+) -> None:
+    def policy() -> int:
+        return os.sched_getscheduler(0)
+
+    lane, mine = Lane("test:background", background=background), policy()
+
+    assert await run_on(lane, policy) == (os.SCHED_IDLE if background else mine)
+    assert policy() == mine
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is per thread on Linux only")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nice", [0, 3, 5])

@@ -197,3 +197,34 @@ async def test_statistics_list_lanes_by_name(lane_names: tuple[str, str]) -> Non
 
     assert list(statistics) == sorted(statistics)
     assert [lane_of(statistics, name).done for name in lane_names] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
+def test_the_host_and_files_are_never_in_the_background(run_script: RunScript) -> None:
+    output = run_script("""
+        import asyncio, os
+        import aioreplica as ar
+        from aioreplica.devices import lane_table, run_on_lane, set_lane_options, CompletionQueue
+
+        set_lane_options(background=True)
+
+        def policy():
+            return os.sched_getscheduler(0)
+
+        async def step():
+            return await ar.get_replica_context().run_on_device(policy)
+
+        async def main():
+            async with ar.OneDeviceStrategy("cpu:0") as strategy:
+                device = strategy.local_results(await strategy.run(step))[0]
+            own = lane_table().lane("journal:0", num_streams=1)
+            port = CompletionQueue.of_running_loop()
+            journal = await run_on_lane(own, port, policy, (), {})
+            own.stop()
+            return device, await ar.run_on_host(policy), journal
+
+        print(asyncio.run(main()) == (os.SCHED_IDLE, policy(), policy()))
+    """)
+
+    assert output == "True\n"
