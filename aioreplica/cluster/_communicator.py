@@ -273,7 +273,7 @@ class Communicator(ABC):
         return self._launch(BARRIER, NOTHING)
 
     async def all_gather_then_reduce(
-        self, x: Any, agrees: Callable[[Any], bool], summands: Sequence[Any], op: ReduceOp | str
+        self, x: Any, agrees: Callable[[Any], bool], summands: list[Any], op: ReduceOp | str
     ) -> tuple[Any, list[Any] | None]:
         """Collect an array of all workers, and combine others if they agree: in one go, if it can.
 
@@ -283,7 +283,7 @@ class Communicator(ABC):
             x: As in `all_gather`.
             agrees: Called with what was collected, maybe on another thread; has to say the same on
                 all workers.
-            summands: Arrays, as in `all_reduce`.
+            summands: Arrays, as in `all_reduce`. The list may be changed until `agrees` is called.
             op: As in `all_reduce`.
 
         Returns:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -294,13 +294,13 @@ class EngineCommunicator(Communicator):
     # ---- on the event loop ---------------------------------------------------------------
 
     async def all_gather_then_reduce(
-        self, x: Any, agrees: Callable[[Any], bool], summands: Sequence[Any], op: ReduceOp | str
+        self, x: Any, agrees: Callable[[Any], bool], summands: list[Any], op: ReduceOp | str
     ) -> tuple[Any, list[Any] | None]:
         """Collect an array of all workers, and combine others if they agree, in one call."""
+        summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
         found: tuple[Any, list[Any] | None] = await self._launch(
-            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees,
-            summands=[as_array(each, ALL_REDUCE) for each in summands],
-        )  # fmt: skip
+            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees, summands=summands
+        )
         return found
 
     def _enqueue(self, call: Call) -> None:

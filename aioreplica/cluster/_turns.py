@@ -187,7 +187,12 @@ class OpenTurn(Turn):
             return run.where(sent, name, signature)
 
         task = run.workers.queue(lambda: run.workers.operate(run, frame, where, carry, ahead), name)
-        await task.done_or_cancelled()
+        try:
+            await task.done_or_cancelled()
+        except asyncio.CancelledError:
+            if ahead is not None and not ahead.give_back():
+                await task.ended()  # all workers are here: it is a matter of sending
+            raise
         return task.task.result()
 
     @contextmanager

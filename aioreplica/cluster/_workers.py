@@ -218,8 +218,12 @@ class Workers:
             if ahead is None:
                 sent = await communicator.all_gather(frame.encode())
             else:
+                begin = ahead.begin
                 sent, ahead.totals = await communicator.all_gather_then_reduce(
-                    frame.encode(), are_one_collective, ahead.arrays, ahead.op
+                    frame.encode(),
+                    lambda rows: are_one_collective(rows) and begin(),
+                    ahead.arrays,
+                    ahead.op,
                 )
             frames = _decoded(sent)
             decision = decide(frames)

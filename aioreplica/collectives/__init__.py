@@ -9,6 +9,7 @@ from ._across import broadcast_arrays as broadcast_arrays
 from ._across import broadcast_bytes as broadcast_bytes
 from ._across import gather_across as gather_across
 from ._across import gather_bytes as gather_bytes
+from ._across import is_a_sum as is_a_sum
 from ._across import join_across as join_across
 from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
@@ -61,6 +62,7 @@ __all__ = [
     "broadcast_bytes",
     "gather_bytes",
     "gather_difference",
+    "is_a_sum",
     "join_across",
     "leaf_bytes",
     "leaf_difference",

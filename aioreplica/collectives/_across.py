@@ -9,11 +9,11 @@ is combined here, in rank order.
 from __future__ import annotations
 
 import struct
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,19 +53,44 @@ class Wire(Protocol):
         """Return the array of one worker."""
 
 
-@dataclass(slots=True)
+@final
 class Ahead:
     """Arrays that are reduced as soon as all frames agree, before anything else is carried.
 
-    Attributes:
+    Args:
         op: The operator.
         arrays: What this worker brings.
+        are_lent: Whether they are a caller's own, who may write them once its wait was cancelled.
+
+    Attributes:
+        op: The same.
+        arrays: The same; copies of them once they were given back.
         totals: What came of each; None if the engine left it to `carry`.
     """
 
-    op: ReduceOp
-    arrays: Sequence[Array]
-    totals: Sequence[Array] | None = None
+    __slots__ = ("_are_lent", "_are_read", "_lock", "arrays", "op", "totals")
+
+    def __init__(self, op: ReduceOp, arrays: list[Array], *, are_lent: bool) -> None:
+        self.op = op
+        self.arrays = arrays
+        self.totals: Sequence[Array] | None = None
+        self._are_lent = are_lent
+        self._are_read = False
+        self._lock = threading.Lock()  # the engine's thread begins to read
+
+    def begin(self) -> bool:
+        """Say that the arrays are read from now on; always true."""
+        with self._lock:
+            self._are_read = True
+        return True
+
+    def give_back(self) -> bool:
+        """Go on without the caller's arrays, by copies; false if they are being read."""
+        with self._lock:
+            if self._are_lent and not self._are_read:
+                self.arrays[:] = [each.copy() for each in self.arrays]
+                self._are_lent = False
+            return not self._are_lent
 
 
 class Turn(ABC):
@@ -132,8 +157,19 @@ async def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
 # ---- reducing ------------------------------------------------------------------------------------
 
 
+def is_a_sum(leaf: Any) -> bool:
+    """Whether what one replica brings is what a reduction over it alone gives, of any kind."""
+    return type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
+
+
 async def reduce_across(
-    turn: Turn, op: ReduceOp, leaves: Sequence[Any], *, what: str = "", signature: str = ""
+    turn: Turn,
+    op: ReduceOp,
+    leaves: Sequence[Any],
+    *,
+    what: str = "",
+    signature: str = "",
+    are_lent: bool = False,
 ) -> list[Any]:
     """Combine leaves over all workers, which have combined those of their own replicas.
 
@@ -143,6 +179,7 @@ async def reduce_across(
         leaves: Numbers, arrays and IndexedSlices, of the same kinds, dtypes and shapes everywhere.
         what: As for `Turn.exchange`.
         signature: As for `Turn.exchange`.
+        are_lent: Whether the leaves are a replica's own, which may write them afterwards.
 
     Returns:
         One result per leaf, on every worker the same; read-only where it is a NumPy array.
@@ -151,16 +188,17 @@ async def reduce_across(
         In rank order, element by element.
     """
     sent = [_sent_form(leaf) for leaf in leaves]
-    small = _packed(sent)
-    groups = [] if small is not None else _groups(sent)
-    ahead = Ahead(op, [_joined([sent[i] for i in group]) for group in groups])
+    in_slot = _indices_in_slot(sent)
+    groups = _groups(sent, in_slot)
+    joined = [_joined([sent[i] for i in group]) for group in groups]
+    ahead = Ahead(op, joined, are_lent=are_lent)
+    small = [sent[i] for i in in_slot]
 
     async def carry(wire: Wire, slots: list[bytes]) -> list[Any]:
-        if small is not None:
-            rows = [_unpacked(slot, sent) for slot in slots]
-            columns = zip(*rows, strict=True)
-            return [_combine(op, column) for column in columns]
         results: list[Any] = [None] * len(sent)
+        rows = [_unpacked(slot, small) for slot in slots]
+        for i, column in zip(in_slot, zip(*rows, strict=True), strict=True):
+            results[i] = _combine(op, column)
         totals = ahead.totals or [await wire.all_reduce(each, op) for each in ahead.arrays]
         for group, total in zip(groups, totals, strict=True):
             _cut(total.reshape(-1), [(i, sent[i].shape) for i in group], results)
@@ -168,8 +206,9 @@ async def reduce_across(
         return results
 
     found = await turn.exchange(
-        small or b"", carry, what=what, signature=signature, ahead=ahead if groups else None
-    )
+        b"".join(map(_as_bytes, small)), carry, what=what, signature=signature,
+        ahead=ahead if groups else None,
+    )  # fmt: skip
     return [_as_before(new, leaf) for new, leaf in zip(found, leaves, strict=True)]
 
 
@@ -181,26 +220,27 @@ def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
 
 
 async def _reduce_others(wire: Wire, op: ReduceOp, sent: Sequence[Any], results: list[Any]) -> None:
-    """Combine what are no arrays: numbers, and IndexedSlices."""
-    numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS)]
+    """Combine IndexedSlices, and numbers if they are more than a slot holds."""
+    numbers = [
+        i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS) and results[i] is None
+    ]
     if numbers:
-        cells = np.frombuffer(b"".join(_cell(sent[i]) for i in numbers), np.uint8)
-        rows = await wire.all_gather(cells)
-        for place, i in enumerate(numbers):
-            start = place * _CELL.size
-            column = [_number(row[start : start + _CELL.size].tobytes()) for row in rows]
+        leaves = [sent[i] for i in numbers]
+        cells = np.frombuffer(b"".join(map(_cell, leaves)), np.uint8)
+        rows = [_unpacked(row.tobytes(), leaves) for row in await wire.all_gather(cells)]
+        for i, column in zip(numbers, zip(*rows, strict=True), strict=True):
             results[i] = _combine(op, column)
     for i, leaf in enumerate(sent):
         if isinstance(leaf, IndexedSlices):
             results[i] = reduce_leaves(op, await _gather_slices(wire, leaf))
 
 
-def _groups(leaves: Sequence[Any]) -> list[list[int]]:
+def _groups(leaves: Sequence[Any], in_slot: Container[int]) -> list[list[int]]:
     """Put small arrays of one dtype together, in their order; large ones stay alone."""
     groups: list[list[int]] = []
     together: dict[str, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if type(leaf) is not np.ndarray:
+        if type(leaf) is not np.ndarray or index in in_slot:
             continue
         if leaf.nbytes > PACKED_BYTES:
             groups.append([index])
@@ -359,19 +399,21 @@ def _bytes_of(array: Array) -> Array:
     return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
 
 
-def _packed(sent: Sequence[Any]) -> bytes | None:
-    """Return leaves as bytes if a slot has room for them."""
-    size = 0
+def _indices_in_slot(sent: Sequence[Any]) -> list[int]:
+    """Return which leaves go in the slot: all if it has room for them, else the numbers."""
+    numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS)]
+    size = len(numbers) * _CELL.size
+    if size > SLOT_BYTES:
+        return []
     for leaf in sent:
-        if type(leaf) is np.ndarray:
-            size += leaf.nbytes
-        elif isinstance(leaf, IndexedSlices):
-            return None
-        else:
-            size += _CELL.size
-        if size > SLOT_BYTES:
-            return None
-    return b"".join(leaf.tobytes() if type(leaf) is np.ndarray else _cell(leaf) for leaf in sent)
+        if isinstance(leaf, IndexedSlices):
+            return numbers
+        size += leaf.nbytes if type(leaf) is np.ndarray else 0
+    return list(range(len(sent))) if size <= SLOT_BYTES else numbers
+
+
+def _as_bytes(leaf: Any) -> bytes:
+    return leaf.tobytes() if type(leaf) is np.ndarray else _cell(leaf)
 
 
 def _unpacked(slot: bytes, like: Sequence[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ class InputTarget:
             together; a worker that was lost changes that.
         open_loops: Where the strategy finds epochs to close.
         on_begin: Called when an epoch begins; raises if the strategy is closed.
-        go_on: Asks the other workers whether they have a batch too; None if there are none.
+        go_on: Asks the other workers how many batches they have; None if there are none.
     """
 
     device_names: tuple[str, ...]

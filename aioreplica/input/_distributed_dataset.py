@@ -140,6 +140,8 @@ class DistributedDataset:
         is_inline = self._source.is_inline
         epoch = Epoch(items, name, is_inline=is_inline, is_managed=self._is_entered)
         epoch.go_on = self._go_on
+        if is_inline and not start.offset:  # what lies in memory ends where it says
+            epoch.num_batches = self._source.num_items()
         self._newest, self._place = epoch, start
         self._next_start = Start(start.epoch + 1)
         self._open_loops.add(epoch)

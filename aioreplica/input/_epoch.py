@@ -15,8 +15,8 @@ from ._source import Item, Pass
 
 MAX_LEFT = 64
 
-GoOn: TypeAlias = Callable[[bool], Coroutine[Any, Any, bool]]
-"""Tells the other workers whether there is a batch here, and says whether all have one."""
+GoOn: TypeAlias = Callable[[int], Coroutine[Any, Any, int]]
+"""Tells the other workers how many batches there are here for sure, and says how many all have."""
 
 
 @final
@@ -35,7 +35,8 @@ class Epoch:
         is_over: Whether it has ended, was closed or was broken off.
         is_exhausted: Whether its source has ended because there was no batch left.
         is_waiting: Whether a task waits for a batch right now.
-        go_on: What is asked before a batch is given; None if this is the only worker.
+        num_batches: How many it has in all, if that is sure; then workers are asked once.
+        go_on: What is asked before a batch is given that is not agreed; None for a single worker.
         report: Makes a device loop say which of the batches it has read count as delivered by now.
 
     Invariants:
@@ -52,6 +53,7 @@ class Epoch:
         "_is_inline",
         "_items",
         "_loop",
+        "_num_agreed",
         "_num_read",
         "_put_back",
         "_reason",
@@ -63,6 +65,7 @@ class Epoch:
         "is_over",
         "is_waiting",
         "name",
+        "num_batches",
         "report",
     )
 
@@ -72,6 +75,7 @@ class Epoch:
         self.is_over = False
         self.is_exhausted = False
         self.is_waiting = False
+        self.num_batches: int | None = None
         self.go_on: GoOn | None = None
         self.report: Callable[[], None] | None = None
         self._items: Pass | None = items
@@ -79,12 +83,13 @@ class Epoch:
         self._is_inline = is_inline
         self._loop = asyncio.get_running_loop()
         self._num_read = 0
+        self._num_agreed = 0  # of the batches that come next: all workers have as many
         self._put_back: deque[Item] = deque()  # come before any other
         self._error: BaseException | None = None  # comes behind those
         self._was_left = False
         self._reason = ""
         self._closing: OwnedTask[None] | None = None
-        self._asking: OwnedTask[bool] | None = None  # whether all workers have a batch
+        self._asking: OwnedTask[int] | None = None  # how many batches all workers have
         self._unagreed: Item | None = None  # the batch that was asked for
 
     @property
@@ -162,9 +167,13 @@ class Epoch:
         answer, with the same batch.
         """
         assert self.go_on is not None  # the caller looked
+        if item is not None and self._num_agreed:
+            self._num_agreed -= 1
+            return item
         asking, self._asking = self._asking, None
         if asking is None:
-            asking = OwnedTask(self.go_on(item is not None), f"aioreplica input: {self.name}")
+            num_left = 0 if item is None else max(1, (self.num_batches or 0) - self._num_read)
+            asking = OwnedTask(self.go_on(num_left), f"aioreplica input: {self.name}")
             asking.when_done(lambda _error: None)
         self.is_waiting = True
         try:
@@ -175,7 +184,11 @@ class Epoch:
             raise
         finally:
             self.is_waiting = False
-        return item if asking.task.result() else None
+        num_agreed = asking.task.result()
+        if not num_agreed:
+            return None
+        self._num_agreed = num_agreed - 1
+        return item
 
     def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
         """Give these items again, in their order, and then the error, before anything else.

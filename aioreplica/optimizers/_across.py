@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import Reducer, Turn, reduce_across
+from ..collectives import Reducer, Turn, is_a_sum, reduce_across
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
@@ -38,8 +38,8 @@ async def merge_over_workers(
     Raises:
         ValueError: If all weights of a gradient are 0.
     """
-    sums, weights = await _sum_here(reducer, columns)
-    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights])
+    sums, weights, are_lent = await _sum_here(reducer, columns)
+    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights], are_lent=are_lent)
     totals, weights = found[: len(sums)], found[len(sums) :]
     left = iter(weights)
     parts = []
@@ -63,17 +63,22 @@ async def merge_over_workers(
 
 async def _sum_here(
     reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[list[Any], list[float]]:
-    """Sum parts without weight 0 over this worker's replicas, and the weights."""
+) -> tuple[list[Any], list[float], bool]:
+    """Sum parts without weight 0 over this worker's replicas, and the weights.
+
+    A single replica's are taken as they are, which the last of the results tells.
+    """
     weights = [
         float(sum(part.weight for part in column))
         for column in columns
         if isinstance(column[0], Weighted)
     ]
     rows = [[_summand(part) for part in row] for row in zip(*columns, strict=True)]
+    if len(rows) == 1 and all(map(is_a_sum, rows[0])):
+        return rows[0], weights, True
     with np.errstate(all="ignore"):
         done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)
-        return (done if isinstance(done, list) else await done), weights
+        return (done if isinstance(done, list) else await done), weights, False
 
 
 def _summand(part: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from ..collectives import (
     CommunicationOptions,
     Turn,
+    is_a_sum,
     leaf_bytes,
     leaf_difference,
     pieces,
@@ -229,11 +230,17 @@ class Reducing(Collective):
         """Reduce all leaves here, then over the workers."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]
-        local = group.reducer.reduce(
-            argument.op, rows, argument.options, group.members, calls[0].args[2]
-        )
-        leaves = local if isinstance(local, list) else await local
-        return self.hand_out_share(calls, await reduce_across(turn, argument.op, leaves), turn)
+        leaves: Sequence[Any] = rows[0]
+        options = argument.options
+        is_plain = options is None or options.compression is None
+        are_lent = is_plain and len(rows) == 1 and all(map(is_a_sum, leaves))
+        if not are_lent:
+            local = group.reducer.reduce(
+                argument.op, rows, options, group.members, calls[0].args[2]
+            )
+            leaves = local if isinstance(local, list) else await local
+        found = await reduce_across(turn, argument.op, leaves, are_lent=are_lent)
+        return self.hand_out_share(calls, found, turn)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Reduce all leaves; off the event loop if there is much to read."""

@@ -25,6 +25,9 @@ from ..typing import ReduceOp, VariableAggregation
 from ..values import Variable, VariableStore, aggregate
 from ._variable_owner import VariableTable
 
+BATCHES_BYTES = 4
+MAX_BATCHES = 2 ** (8 * BATCHES_BYTES) - 1
+
 
 class HasVariables(Protocol):
     """A strategy as `equalize` sees it."""
@@ -166,11 +169,17 @@ async def close_workers(workers: Workers | None) -> None:
         await workers.aclose()
 
 
-async def all_go_on(workers: Workers, has_batch: bool) -> bool:
-    """Tell whether every worker has a batch: a loop ends on all of them together."""
+async def agreed_batches(workers: Workers, num_left: int) -> int:
+    """Tell how many batches every worker has, at least: a loop ends on all of them together.
+
+    Args:
+        workers: The other workers.
+        num_left: How many this one is sure to have.
+    """
+    own = min(num_left, MAX_BATCHES).to_bytes(BATCHES_BYTES, "little")
     async with workers.operation("next batch", "") as turn:
-        slots = await turn.exchange(bytes([has_batch]), no_data)
-    return all(slot == b"\1" for slot in slots)
+        slots = await turn.exchange(own, no_data)
+    return min(int.from_bytes(slot, "little") for slot in slots)
 
 
 async def gather_leaves_across(workers: Workers, tree: Any, axis: int) -> list[Any]:

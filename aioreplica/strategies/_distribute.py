@@ -21,7 +21,7 @@ from ..input import (
 )
 from ..telemetry import UsageCounters
 from ..values import PerReplica
-from ._across import all_go_on
+from ._across import agreed_batches
 from ._lifecycle import Lifecycle
 
 
@@ -167,5 +167,5 @@ class Distribution(ABC):
             self._input_context,
             self._open_loops,
             self._lifecycle.open,
-            None if self.workers is None else partial(all_go_on, self.workers),
+            None if self.workers is None else partial(agreed_batches, self.workers),
         )

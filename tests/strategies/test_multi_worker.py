@@ -446,6 +446,19 @@ async def test_a_loop_ends_on_all_workers_together() -> None:
     assert await on_workers(2, 2, program) == [[2, 2]] * 2
 
 
+async def test_workers_agree_once_on_the_batches_that_lie_in_memory() -> None:
+    async def program(strategy: Strategy) -> Any:
+        def make(context: ar.InputContext) -> Any:
+            return ar.ArrayDataset(np.ones(6 + context.input_pipeline_id), batch_size=1)
+
+        async with strategy.distribute_datasets_from_function(make) as batches:
+            count = len([batch async for batch in batches])
+        return count, strategy.cluster_resolver.statistics().calls
+
+    greeting, begin, end = 1, 1, 1
+    assert await on_workers(2, 1, program) == [(6, greeting + begin + end)] * 2
+
+
 async def test_a_cancelled_wait_for_other_workers_loses_no_batch() -> None:
     arrived = asyncio.Event()
 

@@ -130,3 +130,29 @@ async def test_a_cancelled_worker_leaves_no_other_one_waiting() -> None:
     for result in results:
         allowed = (*EXPECTED, asyncio.CancelledError)
         assert isinstance(result, allowed) or not isinstance(result, BaseException)
+
+
+@pytest.mark.explore(schedules=60, faults=art.Faults().cancel_task("writer"))
+async def test_what_is_written_after_a_cancellation_is_not_what_others_get() -> None:
+    """A single replica's array is sent as it lies, so the cancelled worker copies it or waits."""
+    own = np.ones(200)
+
+    async def step(array: Any) -> Any:
+        return await me().all_reduce("sum", array)
+
+    async def writer(strategy: Strategy) -> None:
+        async with strategy:
+            try:
+                await strategy.run(step, (own,))
+            finally:
+                own[:] = np.nan
+
+    async def reader(strategy: Strategy) -> Any:
+        async with strategy:
+            return strategy.local_results(await strategy.run(step, (np.ones(200),)))[0]
+
+    one, other = strategies(2, 1, timeout=60)
+    tasks = [asyncio.create_task(writer(one)), asyncio.create_task(reader(other))]
+    _, result = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert isinstance(result, EXPECTED) or result.tolist() == [2.0] * 200
