@@ -28,7 +28,7 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ..typing import ReduceOp
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
-BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agree"
+BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agreement"
 LOST, STALLED, ENDED, CLOSED = "lost", "stalled", "ended", "closed"
 MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
 NOTHING = np.empty(0, np.uint8)

@@ -163,16 +163,18 @@ class Link:
             spin_until = monotonic() + SPIN_S + num_bytes / SPIN_BYTES_PER_S
             while not poll(0.0):
                 if monotonic() >= spin_until:
+                    self._wait(turn, poll)
                     break
-            else:
-                return
-            pause = FIRST_PAUSE_S
-            while not poll(pause):
-                pause = min(pause * 1.25, MAX_PAUSE_S)
-                self.look(turn)
+            turn.start = monotonic()  # a timeout is for waiting: what came took its time
         except BaseException:
             self._held.append(poll)
             raise
+
+    def _wait(self, turn: Turn, poll: Poll) -> None:
+        pause = FIRST_PAUSE_S
+        while not poll(pause):
+            pause = min(pause * 1.25, MAX_PAUSE_S)
+            self.look(turn)
 
     def look(self, turn: Turn) -> None:
         """Look for notes and at the clock.

@@ -215,16 +215,7 @@ class Workers:
                 run.number = self._next_run
                 self._next_run += 1
             frame = replace(frame, run=run.number)
-            if ahead is None:
-                sent = await communicator.all_gather(frame.encode())
-            else:
-                begin = ahead.begin
-                sent, ahead.totals = await communicator.all_gather_then_reduce(
-                    frame.encode(),
-                    lambda rows: are_one_collective(rows) and begin(),
-                    ahead.arrays,
-                    ahead.op,
-                )
+            sent = await _exchanged(communicator, frame, ahead)
             frames = _decoded(sent)
             decision = decide(frames)
             if isinstance(decision, Agreed):
@@ -362,6 +353,23 @@ class Workers:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
             self._break(RuntimeError("the program was interrupted."))
+
+
+async def _exchanged(communicator: Communicator, frame: Frame, ahead: Ahead | None) -> Any:
+    """Return the frames of all workers; if they agree, reduce what is to be reduced behind them."""
+    if ahead is None:
+        return await communicator.all_gather(frame.encode())
+
+    def agrees(rows: Any) -> bool:
+        if not are_one_collective(rows):
+            return False
+        ahead.begin()
+        return True
+
+    sent, ahead.totals = await communicator.all_gather_then_reduce(
+        frame.encode(), agrees, ahead.arrays, ahead.op
+    )
+    return sent
 
 
 def _decoded(rows: Any) -> list[Frame]:

@@ -78,11 +78,10 @@ class Ahead:
         self._are_read = False
         self._lock = threading.Lock()  # the engine's thread begins to read
 
-    def begin(self) -> bool:
-        """Say that the arrays are read from now on; always true."""
+    def begin(self) -> None:
+        """Say that the arrays are read from now on."""
         with self._lock:
             self._are_read = True
-        return True
 
     def give_back(self) -> bool:
         """Go on without the caller's arrays, by copies; false if they are being read."""
@@ -199,7 +198,10 @@ async def reduce_across(
         rows = [_unpacked(slot, small) for slot in slots]
         for i, column in zip(in_slot, zip(*rows, strict=True), strict=True):
             results[i] = _combine(op, column)
-        totals = ahead.totals or [await wire.all_reduce(each, op) for each in ahead.arrays]
+        totals = ahead.totals
+        if totals is None:
+            ahead.begin()
+            totals = [await wire.all_reduce(each, op) for each in ahead.arrays]
         for group, total in zip(groups, totals, strict=True):
             _cut(total.reshape(-1), [(i, sent[i].shape) for i in group], results)
         await _reduce_others(wire, op, sent, results)
