@@ -228,3 +228,30 @@ def test_the_host_and_files_are_never_in_the_background(run_script: RunScript) -
     """)
 
     assert output == "True\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
+def test_worker_processes_are_in_the_background_with_their_lanes(run_script: RunScript) -> None:
+    output = run_script("""
+        import asyncio, os
+        import aioreplica as ar
+        from aioreplica.devices import set_lane_options
+
+        def policy():
+            return os.getpid(), os.sched_getscheduler(0)
+
+        async def step():
+            return await ar.get_replica_context().run_on_device(policy)
+
+        async def main():
+            ar.set_logical_devices("cpu", 2, processes=True)
+            set_lane_options(background=True)
+            async with ar.OneDeviceStrategy("cpu:0") as strategy:
+                pid, found = strategy.local_results(await strategy.run(step))[0]
+                print(pid != os.getpid(), found == os.SCHED_IDLE, policy()[1] == os.SCHED_IDLE)
+
+        asyncio.run(main())
+    """)
+
+    assert output == "True True False\\n"
