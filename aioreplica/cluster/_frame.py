@@ -1,15 +1,17 @@
 """The frame that every cross-worker operation begins with, and what follows from the frames of all.
 
-A frame has a fixed size and is no pickle, so workers can exchange it whatever each of them is about
-to do. Pure decision code: frames go in, one decision comes out, the same on every worker.
+A frame has a size that all workers know and is no pickle, so they can exchange it whatever each of
+them is about to do. Pure decision code: frames go in, one decision comes out, the same on every
+worker.
 
 Layout, little-endian: magic and version, kind, length of the slot, run, sequence, stage, digest of
-what has to be equal, name of the step function, slot.
+what has to be equal, name of the step function, slot; then the room (`Room`).
 """
 
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, unique
@@ -26,6 +28,7 @@ NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 FRAME_BYTES = _HEADER.size + SLOT_BYTES
+ROOM_MEMORY = 8  # operations: those of one training step, or two
 
 
 @final
@@ -91,7 +94,7 @@ class Frame:
         Raises:
             ValueError: If it is no frame of this release.
         """
-        raw = data.tobytes()
+        raw = data[:FRAME_BYTES].tobytes()
         if len(raw) != FRAME_BYTES or not raw.startswith(MAGIC):
             raise ValueError(
                 f"A worker sent {raw[:8]!r} where a frame was expected: it runs another release of "
@@ -192,6 +195,59 @@ def are_one_collective(rows: npt.NDArray[np.uint8]) -> bool:
     first = rows[0, : _HEADER.size]
     is_collective = first[len(MAGIC)] == FrameKind.COLLECTIVE
     return bool(is_collective and (rows[1:, : _HEADER.size] == first).all())
+
+
+@final
+class Room:
+    """The bytes behind each frame, for arrays that are reduced if all frames agree.
+
+    A frame has as much room as one of the last operations needed: of a training step that repeats,
+    gradients and frame are one message. Operations that agree are the same on all workers, so all
+    of them have the same room at each.
+
+    Args:
+        most: The most that is sent with a frame, in bytes.
+
+    Example:
+        >>> room = Room(1024)
+        >>> room.agreed(800), room.num_bytes
+        (None, 800)
+    """
+
+    __slots__ = ("_most", "_needed", "num_bytes")
+
+    def __init__(self, most: int) -> None:
+        self.num_bytes = 0
+        self._most = most
+        self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
+
+    def agreed(self, num_bytes: int) -> None:
+        """Learn how many bytes of arrays an operation had, on which all workers have agreed."""
+        self._needed.append(num_bytes if num_bytes <= self._most else 0)
+        self.num_bytes = max(self._needed)
+
+    def filled(self, frame: Frame, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+        """Return a frame and its room, with these arrays in it."""
+        row = np.zeros(FRAME_BYTES + self.num_bytes, np.uint8)
+        row[:FRAME_BYTES] = frame.encode()
+        start = FRAME_BYTES
+        for array in arrays:
+            row[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += array.nbytes
+        return row
+
+
+def arrays_behind(
+    row: npt.NDArray[np.uint8], like: Sequence[npt.NDArray[Any]]
+) -> list[npt.NDArray[Any]]:
+    """Return the arrays that a worker has put behind its frame."""
+    found = []
+    start = FRAME_BYTES
+    for array in like:
+        data = row[start : start + array.nbytes].tobytes()
+        found.append(np.frombuffer(data, array.dtype).reshape(array.shape))
+        start += array.nbytes
+    return found
 
 
 def digest_of(*texts: str) -> bytes:

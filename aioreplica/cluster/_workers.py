@@ -22,11 +22,13 @@ from typing import Any, TypeVar, final
 from ..collectives import Ahead, Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
 from ..context import PLACE
 from ..devices import OwnedTask
+from ..devices.backends import reduce_arrays
 from ..errors import ContextError, WorkerLostError
 from ..replica import summand_text
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices
 from ._communicator import Communicator
+from ._exchange import SMALL_BYTES
 from ._frame import (
     Agreed,
     Closed,
@@ -34,7 +36,9 @@ from ._frame import (
     Failed,
     Frame,
     FrameKind,
+    Room,
     are_one_collective,
+    arrays_behind,
     decide,
 )
 from ._rows import WorkerRows, workers_mismatch_error
@@ -80,6 +84,7 @@ class Workers:
         self._next_run = 0
         self._has_greeted = False
         self._num_closed = 0
+        self._room = self._new_room()
         self._broken: BaseException | None = None
         self.merging: OpenTurn | None = None
 
@@ -215,10 +220,11 @@ class Workers:
                 run.number = self._next_run
                 self._next_run += 1
             frame = replace(frame, run=run.number)
-            sent = await _exchanged(communicator, frame, ahead)
+            sent = await self._exchanged(communicator, frame, ahead)
             frames = _decoded(sent)
             decision = decide(frames)
             if isinstance(decision, Agreed):
+                self._room.agreed(0 if ahead is None else ahead.num_bytes)
                 return await carry(communicator, decision.slots)
             if isinstance(decision, Differs):
                 rows = await gather_bytes(communicator, where(frame).encode())
@@ -234,6 +240,32 @@ class Workers:
         else:
             run.ended_by = workers_mismatch_error(list(map(WorkerRows.decode, rows)), run.step)
         raise run.ended_by
+
+    async def _exchanged(
+        self, communicator: Communicator, frame: Frame, ahead: Ahead | None
+    ) -> Any:
+        """Return the frames of all workers; if they agree, what is ahead was reduced."""
+        room = self._room
+        if ahead is None:
+            return await communicator.all_gather(room.filled(frame, ()))
+        if ahead.num_bytes <= room.num_bytes:
+            arrays = ahead.arrays
+            rows = await communicator.all_gather(room.filled(frame, arrays))
+            if are_one_collective(rows):
+                columns = zip(*(arrays_behind(row, arrays) for row in rows), strict=True)
+                ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
+            return rows
+
+        def agrees(rows: Any) -> bool:
+            if not are_one_collective(rows):
+                return False
+            ahead.begin()
+            return True
+
+        rows, ahead.totals = await communicator.all_gather_then_reduce(
+            room.filled(frame, ()), agrees, ahead.arrays, ahead.op
+        )
+        return rows
 
     def _closed_error(self, decision: Closed) -> Exception:
         others = [rank for rank in decision.ranks if rank != self.rank]
@@ -261,6 +293,9 @@ class Workers:
                 "the lost one by `await strategy.shrink()`, where the engine can.",
                 ranks=getattr(error, "ranks", ()),
             ) from error
+
+    def _new_room(self) -> Room:
+        return Room(SMALL_BYTES // self.num_workers)
 
     async def _connected(self) -> Communicator:
         if self._communicator is None:
@@ -310,6 +345,7 @@ class Workers:
             self._broken = None
             self._has_greeted = False
             self._next_run = 0
+            self._room = self._new_room()
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -334,6 +370,7 @@ class Workers:
             self._last = self._queue_of_runs = self._broken = None
             self._has_greeted = False
             self._next_run = 0
+            self._room = self._new_room()
             if communicator is not None:
                 await communicator.aclose()
 
@@ -345,7 +382,7 @@ class Workers:
             timeout_s = communicator.timeout or CLOSING_S
             frame = Frame(FrameKind.CLOSED, self._next_run)
             async with asyncio.timeout(timeout_s):
-                await communicator.all_gather(frame.encode())
+                await communicator.all_gather(self._room.filled(frame, ()))
         except Exception as error:  # noqa: BLE001 - who leaves does not mind who has left already
             self._break(error)
 
@@ -353,23 +390,6 @@ class Workers:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
             self._break(RuntimeError("the program was interrupted."))
-
-
-async def _exchanged(communicator: Communicator, frame: Frame, ahead: Ahead | None) -> Any:
-    """Return the frames of all workers; if they agree, reduce what is to be reduced behind them."""
-    if ahead is None:
-        return await communicator.all_gather(frame.encode())
-
-    def agrees(rows: Any) -> bool:
-        if not are_one_collective(rows):
-            return False
-        ahead.begin()
-        return True
-
-    sent, ahead.totals = await communicator.all_gather_then_reduce(
-        frame.encode(), agrees, ahead.arrays, ahead.op
-    )
-    return sent
 
 
 def _decoded(rows: Any) -> list[Frame]:

@@ -78,6 +78,11 @@ class Ahead:
         self._are_read = False
         self._lock = threading.Lock()  # the engine's thread begins to read
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
     def begin(self) -> None:
         """Say that the arrays are read from now on."""
         with self._lock:

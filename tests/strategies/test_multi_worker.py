@@ -11,7 +11,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver, LocalCommunicator
-from aioreplica.errors import ContextError, OutOfSyncError
+from aioreplica.errors import ContextError, MergeMismatchError, OutOfSyncError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.strategies.workers import on_workers, outcomes, strategies
 
@@ -444,6 +444,40 @@ async def test_a_loop_ends_on_all_workers_together() -> None:
         return counts
 
     assert await on_workers(2, 2, program) == [[2, 2]] * 2
+
+
+async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
+    """The first time they follow in a message of their own; results and errors are the same."""
+    rng = np.random.default_rng(0)
+    values = {
+        (rank, size): rng.normal(size=size) for rank in range(2) for size in (60, 300, 20_000)
+    }
+
+    async def step(size: int) -> Any:
+        await me().barrier()
+        mean = await me().all_reduce("mean", values[me().replica_id_in_sync_group, size])
+        return mean.tobytes()
+
+    async def mismatch() -> None:
+        await me().all_reduce("sum", np.ones(100 + me().replica_id_in_sync_group))
+
+    async def program(strategy: Strategy) -> Any:
+        communicator, counts = strategy.cluster_resolver, []
+        for size in sizes:
+            before = communicator.statistics().calls
+            found = strategy.local_results(await strategy.run(step, (size,)))[0]
+            assert found == np.mean([values[rank, size] for rank in range(2)], axis=0).tobytes()
+            counts.append(communicator.statistics().calls - before)
+        with pytest.raises(MergeMismatchError, match=r"100.*101|101.*100"):
+            await strategy.run(mismatch)
+        return counts
+
+    greeting, barrier, frame, data = 1, 1, 1, 1
+    again = barrier + frame
+    first = greeting + again + data
+    assert (
+        await on_workers(2, 1, program) == [[first, again, again, again + data, again, again]] * 2
+    )
 
 
 async def test_workers_agree_once_on_the_batches_that_lie_in_memory() -> None:
