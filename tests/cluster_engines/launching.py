@@ -129,3 +129,16 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def row_after_shrinking(rank: int, size: int, lost: list[list[int]]) -> dict[str, Any]:
+    """Return what a survivor tells that is worker `rank` of `size` now, with 2 replicas each."""
+    return {
+        "rank": rank,
+        "replicas": 2 * size,
+        "lost": lost,
+        "learned": True,
+        "chief": rank == 0,
+        "task": [rank, size],
+        "copied": "A MultiWorkerMirroredStrategy that has lost workers cannot be cop",
+    }
