@@ -65,10 +65,12 @@ if __name__ == "__main__":
 def running(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Start a program; whatever it started has to be gone in the end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored
     process = subprocess.Popen(
         [sys.executable, *command], env=environment, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:
