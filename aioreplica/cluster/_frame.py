@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..collectives import SLOT_BYTES
 
-MAGIC = b"arF1"
+MAGIC = b"arF2"
 NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")

@@ -9,10 +9,10 @@ from ._across import broadcast_arrays as broadcast_arrays
 from ._across import broadcast_bytes as broadcast_bytes
 from ._across import gather_across as gather_across
 from ._across import gather_bytes as gather_bytes
-from ._across import is_a_sum as is_a_sum
 from ._across import join_across as join_across
 from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
+from ._across import reduces_to_itself as reduces_to_itself
 from ._buffers import BufferPool as BufferPool
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
@@ -62,7 +62,7 @@ __all__ = [
     "broadcast_bytes",
     "gather_bytes",
     "gather_difference",
-    "is_a_sum",
+    "reduces_to_itself",
     "join_across",
     "leaf_bytes",
     "leaf_difference",

@@ -161,8 +161,8 @@ async def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
 # ---- reducing ------------------------------------------------------------------------------------
 
 
-def is_a_sum(leaf: Any) -> bool:
-    """Whether what one replica brings is what a reduction over it alone gives, of any kind."""
+def reduces_to_itself(leaf: Any) -> bool:
+    """Tell whether any reduction of this leaf alone gives the same values in the same dtype."""
     return type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import Reducer, Turn, is_a_sum, reduce_across
+from ..collectives import Reducer, Turn, reduce_across, reduces_to_itself
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
@@ -74,7 +74,7 @@ async def _sum_here(
         if isinstance(column[0], Weighted)
     ]
     rows = [[_summand(part) for part in row] for row in zip(*columns, strict=True)]
-    if len(rows) == 1 and all(map(is_a_sum, rows[0])):
+    if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
         return rows[0], weights, True
     with np.errstate(all="ignore"):
         done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)

@@ -18,11 +18,11 @@ import numpy as np
 from ..collectives import (
     CommunicationOptions,
     Turn,
-    is_a_sum,
     leaf_bytes,
     leaf_difference,
     pieces,
     reduce_across,
+    reduces_to_itself,
     require_axis,
     require_reducible,
     share,
@@ -233,7 +233,7 @@ class Reducing(Collective):
         leaves: Sequence[Any] = rows[0]
         options = argument.options
         is_plain = options is None or options.compression is None
-        are_lent = is_plain and len(rows) == 1 and all(map(is_a_sum, leaves))
+        are_lent = is_plain and len(rows) == 1 and all(map(reduces_to_itself, leaves))
         if not are_lent:
             local = group.reducer.reduce(
                 argument.op, rows, options, group.members, calls[0].args[2]
