@@ -47,17 +47,21 @@ class Parcel(NamedTuple):
         return first + sum(block.num_bytes for block in self.buffers)
 
 
-class Side(Protocol):
-    """One side of the way between a device and its worker process."""
-
-    def view(self, block: Block) -> Bytes:
-        """Return a block that the other side has written as an array."""
+class Naming(Protocol):
+    """What pickling asks: which objects go by name instead of being copied."""
 
     def refer(self, thing: Any) -> Reduced:
         """Name an object that asks for it; `named` gives what has that name on the other side."""
 
     def reduced(self, thing: Any) -> Reduced | None:
         """Name an object that does not ask; None if it is to be copied."""
+
+
+class Side(Naming, Protocol):
+    """One side of the way between a device and its worker process."""
+
+    def view(self, block: Block) -> Bytes:
+        """Return a block that the other side has written as an array."""
 
     def find(self, name: int | str) -> Any:
         """Return what a name stands for on this side."""
@@ -109,7 +113,7 @@ def named(name: int | str) -> Any:
 
 
 def dumps(
-    thing: Any, side: Side, put: Callable[[pickle.PickleBuffer], bool] | None = None
+    thing: Any, side: Naming, put: Callable[[pickle.PickleBuffer], bool] | None = None
 ) -> bytes:
     """Pickle an object; without `put` buffers are left out, which tells whether it can be."""
     file = io.BytesIO()
@@ -129,7 +133,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         self,
         file: io.BytesIO,
         put: Callable[[pickle.PickleBuffer], bool],
-        side: Side,
+        side: Naming,
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=put)
         self._reduced = side.reduced
@@ -189,7 +193,7 @@ def _restore_order(
 
 
 def find_obstacle(
-    things: Mapping[str, Any], side: Side, depth: int = 6
+    things: Mapping[str, Any], side: Naming, depth: int = 6
 ) -> tuple[str, Any, Exception] | None:
     """Find what cannot be pickled among some objects; None if all can.
 

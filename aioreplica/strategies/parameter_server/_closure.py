@@ -357,14 +357,6 @@ class ClosureContext:
 
     # ---- as a side of pickling ---------------------------------------------------------------
 
-    def view(self, block: Any) -> Any:
-        """Not used: buffers come with the pickle."""
-        raise NotImplementedError
-
-    def find(self, name: Any) -> Any:
-        """Not used: what is named is rebuilt by functions."""
-        raise NotImplementedError
-
     def refer(self, thing: Any) -> Reduced:
         """Name a variable in a result."""
         if isinstance(thing, ServedVariable):

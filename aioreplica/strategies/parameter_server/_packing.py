@@ -30,10 +30,6 @@ class HomeSide:
         self._strategy = strategy
         self.recipes: dict[int, bytes] = {}
 
-    def view(self, block: Any) -> Any:
-        """Not used: buffers come with the pickle."""
-        raise NotImplementedError
-
     def find(self, name: Any) -> Any:
         """Return the variable that a result names."""
         return self._strategy.servers.variable(name)
