@@ -272,12 +272,12 @@ class Communicator(ABC):
         """
         return self._launch(BARRIER, NOTHING)
 
-    async def all_gather_then_reduce(
+    def all_gather_then_reduce(
         self, x: Any, agrees: Callable[[Any], bool], summands: list[Any], op: ReduceOp | str
-    ) -> tuple[Any, list[Any] | None]:
-        """Collect an array of all workers, and combine others if they agree: in one go, if it can.
+    ) -> asyncio.Future[tuple[Any, list[Any] | None]]:
+        """Collect an array of all workers, and combine others if they agree, in one go.
 
-        An engine does both in one call of its thread, so the event loop is not asked in between.
+        The event loop is not asked in between.
 
         Args:
             x: As in `all_gather`.
@@ -287,7 +287,8 @@ class Communicator(ABC):
             op: As in `all_reduce`.
 
         Returns:
-            What `all_gather` gives, and what `all_reduce` gives of each; None if they disagree.
+            A future of what `all_gather` gives, and of what `all_reduce` gives of each; of None in
+            place of the latter if they disagree.
 
         Raises:
             Exception: As in `all_reduce`.
@@ -295,11 +296,10 @@ class Communicator(ABC):
         Cancellation:
             As for every collective.
         """
-        rows = await self.all_gather(x)
-        if not agrees(rows):
-            return rows, None
-        pending = [self.all_reduce(each, op) for each in summands]
-        return rows, [await each for each in pending]
+        summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
+        return self._launch(
+            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees, summands=summands
+        )
 
     # ---- groups, and their end -----------------------------------------------------------
 
@@ -419,11 +419,17 @@ class Communicator(ABC):
         """Tell the others that this worker makes no more calls, and give resources back."""
 
     def _launch(
-        self, kind: str, array: Any, op: ReduceOp | None = None, root: int = 0, **ahead: Any
+        self,
+        kind: str,
+        array: Any,
+        op: ReduceOp | None = None,
+        root: int = 0,
+        agrees: Callable[[Any], bool] | None = None,
+        summands: Sequence[Any] = (),
     ) -> asyncio.Future[Any]:
         self._require_open()
         loop = running_loop(kind)
-        call = Call(kind, self._num_calls, array, op, root, **ahead)
+        call = Call(kind, self._num_calls, array, op, root, agrees, summands)
         future: asyncio.Future[Any] = loop.create_future()
         self._enqueue(call)
         self._num_calls += 1

@@ -22,17 +22,13 @@ from time import monotonic
 from typing import Any, final
 
 from ..devices import CompletionQueue, Lane, Op
-from ..typing import ReduceOp
 from ._communicator import (
-    AGREE,
-    ALL_REDUCE,
     ENDED,
     LOST,
     STALLED,
     Call,
     Communicator,
     Failure,
-    as_array,
 )
 from ._exchange import Collectives, Exchange, Poll
 from ._local import closed_text, split_shrink_error, stall_text
@@ -295,23 +291,14 @@ class EngineCommunicator(Communicator):
 
     # ---- on the event loop ---------------------------------------------------------------
 
-    async def all_gather_then_reduce(
-        self, x: Any, agrees: Callable[[Any], bool], summands: list[Any], op: ReduceOp | str
-    ) -> tuple[Any, list[Any] | None]:
-        """Collect an array of all workers, and combine others if they agree, in one call."""
-        summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
-        found: tuple[Any, list[Any] | None] = await self._launch(
-            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees, summands=summands
-        )
-        return found
-
     def _enqueue(self, call: Call) -> None:
-        self._link.put(self._perform, call).add_done_callback(partial(self._performed, call))
+        completions = CompletionQueue.of_running_loop()
+        self._link.put(self._perform, call, completions)
 
-    def _performed(self, call: Call, op: Op[Any]) -> None:
-        error = None if op.cancelled() else op.exception()
+    def performed(self, call: Call, result: Any, error: BaseException | None) -> None:
+        """Learn on the event loop what a call has come to."""
         if error is None:
-            self._settle(call, op.result())
+            self._settle(call, result)
         else:
             self._end_all(_failure_of(error))
 
@@ -348,7 +335,16 @@ class EngineCommunicator(Communicator):
 
     # ---- on the lane's thread ------------------------------------------------------------
 
-    def _perform(self, call: Call) -> Any:
+    def _perform(self, call: Call, completions: CompletionQueue) -> None:
+        """Perform a call; its result comes to the event loop before the op is done there."""
+        result, error = None, None
+        try:
+            result = self._result_of(call)
+        except BaseException as raised:  # noqa: BLE001 - ends the group
+            error = raised
+        completions.add(_Performed(self, call, result, error))
+
+    def _result_of(self, call: Call) -> Any:
         link, engine = self._link, self._link.engine
         turn = Turn(call, self._ranks, self._group, self.timeout)
         try:
@@ -396,6 +392,27 @@ def _failure_of(error: BaseException) -> Failure:
     if isinstance(error, GroupEndedError):
         return error.failure
     return Failure(ENDED, f"The engine's thread failed: {error!r}")
+
+
+@final
+class _Performed:
+    """What a call has come to, on its way from the lane to the event loop.
+
+    The op of the call would bring it a cycle of the loop later, to its done callbacks.
+    """
+
+    __slots__ = ("_call", "_communicator", "_error", "_result")
+
+    def __init__(
+        self, communicator: EngineCommunicator, call: Call, result: Any, error: BaseException | None
+    ) -> None:
+        self._communicator = communicator
+        self._call = call
+        self._result = result
+        self._error = error
+
+    def resolve(self) -> None:
+        self._communicator.performed(self._call, self._result, self._error)
 
 
 def _forget(op: Op[Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from ..collectives import BufferPool
 from ..devices.backends import reduce_arrays, reduce_into, result_dtype
 from ..typing import ReduceOp
 from ._communicator import AGREE, ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST, Call
@@ -77,6 +78,7 @@ class Collectives:
         self._exchange = exchange
         self._finish: Finish = _not_in_a_call
         self._scratch = np.empty(0, np.uint8)
+        self._results = BufferPool()
 
     def perform(self, call: Call, finish: Finish) -> Any:
         """Return the result of a call.
@@ -128,7 +130,8 @@ class Collectives:
         size = self._exchange.size
         if array.nbytes <= SMALL_BYTES // size:
             return reduce_arrays(op, list(self._all_gather(array)))
-        result = np.empty(array.shape, result_dtype(op, array.dtype))
+        self._results.next_call()
+        result = self._results.array(array.shape, result_dtype(op, array.dtype))
         source, target = array.reshape(-1), result.reshape(-1)
         if size == 2 and op is ReduceOp.SUM and result.dtype == array.dtype:
             poll = self._exchange.add(source, target)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, unique
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeAlias, final
 
@@ -23,11 +24,12 @@ import numpy.typing as npt
 
 from ..collectives import SLOT_BYTES
 
-MAGIC = b"arF2"
+MAGIC = b"arF3"
 NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
-FRAME_BYTES = _HEADER.size + SLOT_BYTES
+_HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
+FRAME_BYTES = -(-_HEADER_AND_SLOT // 64) * 64  # so that arrays behind it are aligned
 ROOM_MEMORY = 8  # operations: those of one training step, or two
 
 
@@ -39,6 +41,9 @@ class FrameKind(IntEnum):
     COLLECTIVE = 1
     FAILED = 2
     CLOSED = 3
+
+
+_COLLECTIVE = MAGIC + bytes([FrameKind.COLLECTIVE])
 
 
 @final
@@ -69,22 +74,21 @@ class Frame:
     digest: bytes = bytes(DIGEST_BYTES)
     slot: bytes = b""
 
-    def encode(self) -> npt.NDArray[np.uint8]:
-        """Return the bytes that are sent.
+    def encode(self, room: int = 0) -> npt.NDArray[np.uint8]:
+        """Return the bytes that are sent, with so many behind them.
 
         Raises:
             ValueError: If the slot is too long.
         """
         if len(self.slot) > SLOT_BYTES:
             raise ValueError(f"A slot holds {SLOT_BYTES} bytes, got {len(self.slot)}.")
-        header = _HEADER.pack(
-            MAGIC, self.kind, len(self.slot), self.run, self.sequence, self.stage, self.digest,
-            cut_text(self.function, NAME_BYTES),
+        data = np.zeros(FRAME_BYTES + room, np.uint8)
+        _HEADER.pack_into(
+            data.data, 0, MAGIC, self.kind, len(self.slot), self.run, self.sequence, self.stage,
+            self.digest, _name_of(self.function),
         )  # fmt: skip
-        data = np.zeros(FRAME_BYTES, np.uint8)
-        data[: len(header)] = np.frombuffer(header, np.uint8)
         if self.slot:
-            data[len(header) : len(header) + len(self.slot)] = np.frombuffer(self.slot, np.uint8)
+            data[_HEADER.size : _HEADER.size + len(self.slot)] = np.frombuffer(self.slot, np.uint8)
         return data
 
     @staticmethod
@@ -184,17 +188,25 @@ def decide(frames: Sequence[Frame]) -> Decision:
     return Differs()
 
 
-def are_one_collective(rows: npt.NDArray[np.uint8]) -> bool:
-    """Tell from the bytes of all frames that they agree; if not, `decide` says what they do.
+def slots_if_one_collective(rows: npt.NDArray[np.uint8]) -> list[bytes] | None:
+    """Return the slots of all frames if it can be seen at a glance that they agree.
+
+    If not, None, and `decide` says whether they do: slots may differ in length.
 
     Example:
-        >>> here = Frame(FrameKind.COLLECTIVE, 0, "step", 1).encode()
-        >>> are_one_collective(np.stack([here, here]))
-        True
+        >>> here = Frame(FrameKind.COLLECTIVE, 0, "step", 1, slot=b"ab").encode()
+        >>> slots_if_one_collective(np.stack([here, here]))
+        [b'ab', b'ab']
     """
-    first = rows[0, : _HEADER.size]
-    is_collective = first[len(MAGIC)] == FrameKind.COLLECTIVE
-    return bool(is_collective and (rows[1:, : _HEADER.size] == first).all())
+    data = rows[:, :_HEADER_AND_SLOT].tobytes()
+    header = data[: _HEADER.size]
+    starts = range(0, len(data), _HEADER_AND_SLOT)
+    if not header.startswith(_COLLECTIVE):
+        return None
+    length = int.from_bytes(header[len(_COLLECTIVE) : len(_COLLECTIVE) + 2], "little")
+    if not all(data.startswith(header, start) for start in starts):
+        return None
+    return [data[start + _HEADER.size : start + _HEADER.size + length] for start in starts]
 
 
 @final
@@ -211,7 +223,7 @@ class Room:
     Example:
         >>> room = Room(1024)
         >>> room.agreed(800), room.num_bytes
-        (None, 800)
+        (None, 832)
     """
 
     __slots__ = ("_most", "_needed", "num_bytes")
@@ -223,13 +235,12 @@ class Room:
 
     def agreed(self, num_bytes: int) -> None:
         """Learn how many bytes of arrays an operation had, on which all workers have agreed."""
-        self._needed.append(num_bytes if num_bytes <= self._most else 0)
+        self._needed.append(-(-num_bytes // 64) * 64 if num_bytes <= self._most else 0)
         self.num_bytes = max(self._needed)
 
     def filled(self, frame: Frame, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
         """Return a frame and its room, with these arrays in it."""
-        row = np.zeros(FRAME_BYTES + self.num_bytes, np.uint8)
-        row[:FRAME_BYTES] = frame.encode()
+        row = frame.encode(self.num_bytes)
         start = FRAME_BYTES
         for array in arrays:
             row[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -244,8 +255,7 @@ def arrays_behind(
     found = []
     start = FRAME_BYTES
     for array in like:
-        data = row[start : start + array.nbytes].tobytes()
-        found.append(np.frombuffer(data, array.dtype).reshape(array.shape))
+        found.append(row[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         start += array.nbytes
     return found
 
@@ -262,6 +272,11 @@ def digest_of(*texts: str) -> bytes:
 def cut_text(text: str, size: int) -> bytes:
     """Return text as UTF-8 of at most `size` bytes, without half a character at the end."""
     return text.encode("utf-8", "replace")[:size].decode("utf-8", "ignore").encode()
+
+
+@lru_cache(maxsize=64)
+def _name_of(function: str) -> bytes:
+    return cut_text(function, NAME_BYTES)
 
 
 def _key_of(frame: Frame) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from ..devices import CompletionQueue, Op, lane_table, running_loop
 from ..devices.backends import reduce_arrays
 from ..errors import ContextError, LoopMismatchError, StallError, WorkerLostError
 from ._communicator import (
+    AGREE,
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
@@ -367,6 +368,8 @@ def _results(calls: list[Call]) -> list[Any]:
     """Compute what each worker gets; read-only arrays, shared where they are the same."""
     first, size = calls[0], len(calls)
     arrays = [call.array for call in calls]
+    if first.kind == AGREE:
+        return _agreements(calls, _frozen(np.stack(arrays)))
     if first.kind == BROADCAST:
         return [_frozen(arrays[first.root].copy())] * size
     if first.kind == ALL_GATHER:
@@ -377,6 +380,16 @@ def _results(calls: list[Call]) -> list[Any]:
             return [total] * size
         return np.array_split(total, size)
     return [None] * size
+
+
+def _agreements(calls: list[Call], rows: Any) -> list[Any]:
+    said = [call.agrees is not None and call.agrees(rows) for call in calls]
+    totals = None
+    op = calls[0].op
+    if all(said) and op is not None:
+        columns = zip(*(call.summands for call in calls), strict=True)
+        totals = [_frozen(reduce_arrays(op, column)) for column in columns]
+    return [(rows, totals)] * len(calls)
 
 
 def _frozen(array: Any) -> Any:

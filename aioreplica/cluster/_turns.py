@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import SLOT_BYTES, Ahead, Turn, Wire
+from ..collectives import SLOT_BYTES, Ahead, Carry, Turn, no_data
 from ..errors import ReplicaRow
-from ..replica import Call, Generation, Parts, Pending
+from ..replica import Generation, Parts, Pending
 from ._frame import Frame, FrameKind, cut_text, digest_of
+from ._operation import Operation
 from ._rows import WorkerRows
 
 if TYPE_CHECKING:
@@ -97,7 +99,16 @@ class WorkersRun:
         """Take a turn for a generation that is complete here; return what to await."""
         call = generation.calls[0]
         turn = self.turn(call.describe(), call.collective.signature(call), call.sequence)
-        return Pending(_perform(turn, generation), _as_they_are)
+        try:
+            merging = call.collective.across(generation.group, generation.calls, turn)
+        except BaseException:
+            turn.end()
+            raise
+        if type(merging) is not Pending:
+            return Pending(_in_turn(turn, merging), _as_they_are)
+        assert isinstance(merging.awaitable, asyncio.Future)  # of a turn's exchange
+        merging.awaitable.add_done_callback(turn.end)
+        return merging
 
     def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
         """Take the turn after those that were taken before."""
@@ -112,9 +123,25 @@ class WorkersRun:
         text = str(error) or repr(error)
         cause = cut_text(f"{type(error).__name__}: {text}", SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
-        workers = self.workers
-        if not workers.is_broken:
-            workers.queue(lambda: workers.operate(self, frame, self.where, _nothing), "failure")
+        if not self.workers.is_broken:
+            Operation(self, frame, self.where, no_data).enter()
+
+    def leave(self) -> Operation[list[bytes]]:
+        """Tell the other workers that this one is closed: the last operation there is."""
+        goodbye = Operation(self, Frame(FrameKind.CLOSED, 0), self.where, no_data)
+        goodbye.enter()
+        return goodbye
+
+    def numbered(self, frame: Frame) -> Frame:
+        """Return a frame of this run with its number, which the first operation gives it."""
+        if self.number is None:
+            self.number = self.workers.new_run_number()
+        return frame if frame.run == self.number else replace(frame, run=self.number)
+
+    def end(self, error: Exception) -> None:
+        """End the run with what another worker has made of it."""
+        self.is_over = True
+        self.ended_by = error
 
     def where(self, frame: Frame, what: str = "-", signature: str = "") -> WorkerRows:
         """Describe where this worker is."""
@@ -162,38 +189,35 @@ class OpenTurn(Turn):
         self._before = before
         self._ended = ended
 
-    async def exchange(
+    def exchange(
         self,
         slot: bytes,
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
+        carry: Carry[T],
         *,
         what: str = "",
         signature: str = "",
         ahead: Ahead | None = None,
-    ) -> T:
-        """Send a frame to all workers; if all agree, carry larger data and return what came."""
-        before, self._before = self._before, None
-        if before is not None:
-            await before
+    ) -> Operation[T]:
+        """Send a frame to all workers; if all agree, carry larger data."""
         run = self._run
-        run.raise_if_over()
         name = f"{what} in {self._what}" if what else self._what
         signature = f"{signature} {self._signature}" if signature else self._signature
         stage, self._stage = self._stage, self._stage + 1
         digest = digest_of(name, signature)
-        frame = Frame(FrameKind.COLLECTIVE, 0, run.function, self._sequence, stage, digest, slot)
+        frame = Frame(
+            FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
+        )
 
         def where(sent: Frame) -> WorkerRows:
             return run.where(sent, name, signature)
 
-        task = run.workers.queue(lambda: run.workers.operate(run, frame, where, carry, ahead), name)
-        try:
-            await task.done_or_cancelled()
-        except asyncio.CancelledError:
-            if ahead is not None and not ahead.give_back():
-                await task.ended()  # all workers are here: it is a matter of sending
-            raise
-        return task.task.result()
+        operation = Operation(run, frame, where, carry, ahead)
+        before, self._before = self._before, None
+        if before is None or before.done():
+            operation.enter()
+        else:
+            before.add_done_callback(operation.enter)
+        return operation
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -205,12 +229,16 @@ class OpenTurn(Turn):
         finally:
             workers.merging = None
 
+    def end(self, _last: object = None) -> None:
+        """Let the next turn begin."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
     def __enter__(self) -> OpenTurn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._ended.done():
-            self._ended.set_result(None)
+        self.end()
 
 
 @final
@@ -225,38 +253,28 @@ class InnerTurn(Turn):
         self._what = what
         self._signature = signature
 
-    async def exchange(
+    def exchange(
         self,
         slot: bytes,
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
+        carry: Carry[T],
         *,
         what: str = "",
         signature: str = "",
         ahead: Ahead | None = None,
-    ) -> T:
-        """Send a frame to all workers; if all agree, carry larger data and return what came."""
-        return await self._outer.exchange(
-            slot,
-            carry,
-            what=what or self._what,
-            signature=signature or self._signature,
-            ahead=ahead,
-        )
+    ) -> Operation[T]:
+        """Send a frame to all workers; if all agree, carry larger data."""
+        what, signature = what or self._what, signature or self._signature
+        return self._outer.exchange(slot, carry, what=what, signature=signature, ahead=ahead)
 
     def merging(self) -> AbstractContextManager[None]:
         """Do what the turn of the merge function does."""
         return self._outer.merging()
 
 
-async def _perform(turn: OpenTurn, generation: Generation) -> Parts:
+async def _in_turn(turn: OpenTurn, merging: Awaitable[Parts]) -> Parts:
     with turn:
-        calls: list[Call] = generation.calls
-        return await calls[0].collective.across(generation.group, calls, turn)
+        return await merging
 
 
 def _as_they_are(parts: Any) -> Any:
     return parts
-
-
-async def _nothing(_wire: Wire, _slots: list[bytes]) -> None:
-    return None

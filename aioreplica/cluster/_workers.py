@@ -2,7 +2,7 @@
 
 Everything that crosses workers is one operation at a time, in the same order on all of them: runs
 queue; the collectives of a run take turns in the order of their numbers; an operation begins with a
-frame (`_frame.py`). Operations are tasks of their own that are never cancelled: a worker that gave
+frame (`_frame.py`). An operation goes on if those who wait for it are cancelled: a worker that gave
 one up halfway would leave the others waiting in it.
 
 Invariants:
@@ -14,37 +14,22 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, final
 
-from ..collectives import Ahead, Turn, Wire, broadcast_arrays, gather_bytes, reduce_across
+from ..collectives import Turn, broadcast_arrays, reduce_across
 from ..context import PLACE
 from ..devices import OwnedTask
-from ..devices.backends import reduce_arrays
 from ..errors import ContextError, WorkerLostError
 from ..replica import summand_text
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices
 from ._communicator import Communicator
 from ._exchange import SMALL_BYTES
-from ._frame import (
-    Agreed,
-    Closed,
-    Differs,
-    Failed,
-    Frame,
-    FrameKind,
-    Room,
-    are_one_collective,
-    arrays_behind,
-    decide,
-)
-from ._rows import WorkerRows, workers_mismatch_error
+from ._frame import Closed, Frame, FrameKind, Room
+from ._operation import Operation
 from ._turns import InnerTurn, OpenTurn, WorkersRun
-
-T = TypeVar("T")
 
 CLOSING_S = 30.0
 """How long `aclose` waits for the other workers, unless the communicator has a timeout."""
@@ -80,11 +65,11 @@ class Workers:
         self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
-        self._last: OwnedTask[Any] | None = None
+        self.last: Operation[Any] | None = None
         self._next_run = 0
         self._has_greeted = False
         self._num_closed = 0
-        self._room = self._new_room()
+        self.room = self._new_room()
         self._broken: BaseException | None = None
         self.merging: OpenTurn | None = None
 
@@ -121,7 +106,7 @@ class Workers:
         Cancellation:
             Tells the other workers, once the run has begun.
         """
-        self._raise_if_broken()
+        self.raise_if_broken()
         if self.merging is not None and PLACE.get().in_merge:
             raise ContextError(
                 f"{function} was to run in a merge function of {self._label}, whose run it would "
@@ -135,7 +120,7 @@ class Workers:
                 raise ContextError(
                     f"{self._label} was closed while {function} waited for the runs before."
                 )
-            self._raise_if_broken()
+            self.raise_if_broken()
             run = WorkersRun(self, function, step)
             try:
                 yield run
@@ -184,90 +169,24 @@ class Workers:
                 return (await reduce_across(turn, ReduceOp.SUM, [brought]))[0]
             return (await broadcast_arrays(turn, [value]))[0]
 
-    # ---- operations ----------------------------------------------------------------------
+    # ---- for operations ------------------------------------------------------------------
 
-    def queue(self, work: Callable[[], Coroutine[Any, Any, T]], name: str) -> OwnedTask[T]:
-        """Do something with the communicator once what was queued before has ended."""
-        before = self._last
+    @property
+    def connected(self) -> Communicator | None:
+        """The communicator, once all workers have met; before that `connect` gives it."""
+        return self._communicator if self._has_greeted else None
 
-        async def operate() -> T:
-            nonlocal before
-            if before is not None:
-                await before.done_or_cancelled()
-                before = None
-            return await work()
+    def new_run_number(self) -> int:
+        """Count a run, at its first operation."""
+        self._next_run += 1
+        return self._next_run - 1
 
-        task = self._last = OwnedTask(operate(), f"aioreplica workers: {name}")
-        task.when_done(lambda _error: None)  # looked at: who waited for it may have been cancelled
-        return task
+    def runs_until(self, number: int) -> None:
+        """Learn which runs any worker has begun."""
+        self._next_run = number + 1
 
-    async def operate(
-        self,
-        run: WorkersRun,
-        frame: Frame,
-        where: Callable[[Frame], WorkerRows],
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
-        ahead: Ahead | None = None,
-    ) -> T:
-        """Exchange frames and do what follows from them; only what was queued may call it."""
-        if frame.kind is FrameKind.COLLECTIVE:
-            run.raise_if_over()
-        self._raise_if_broken()
-        rows: list[bytes] = []
-        try:
-            communicator = await self._connected()
-            if run.number is None:
-                run.number = self._next_run
-                self._next_run += 1
-            frame = replace(frame, run=run.number)
-            sent = await self._exchanged(communicator, frame, ahead)
-            frames = _decoded(sent)
-            decision = decide(frames)
-            if isinstance(decision, Agreed):
-                self._room.agreed(0 if ahead is None else ahead.num_bytes)
-                return await carry(communicator, decision.slots)
-            if isinstance(decision, Differs):
-                rows = await gather_bytes(communicator, where(frame).encode())
-        except BaseException as error:
-            self._break(error)
-            raise
-        run.is_over = True
-        self._next_run = 1 + max(each.run for each in frames)
-        if isinstance(decision, Closed):
-            run.ended_by = self._closed_error(decision)
-        elif isinstance(decision, Failed):
-            run.ended_by = _failed_error(decision)
-        else:
-            run.ended_by = workers_mismatch_error(list(map(WorkerRows.decode, rows)), run.step)
-        raise run.ended_by
-
-    async def _exchanged(
-        self, communicator: Communicator, frame: Frame, ahead: Ahead | None
-    ) -> Any:
-        """Return the frames of all workers; if they agree, what is ahead was reduced."""
-        room = self._room
-        if ahead is None:
-            return await communicator.all_gather(room.filled(frame, ()))
-        if ahead.num_bytes <= room.num_bytes:
-            arrays = ahead.arrays
-            rows = await communicator.all_gather(room.filled(frame, arrays))
-            if are_one_collective(rows):
-                columns = zip(*(arrays_behind(row, arrays) for row in rows), strict=True)
-                ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
-            return rows
-
-        def agrees(rows: Any) -> bool:
-            if not are_one_collective(rows):
-                return False
-            ahead.begin()
-            return True
-
-        rows, ahead.totals = await communicator.all_gather_then_reduce(
-            room.filled(frame, ()), agrees, ahead.arrays, ahead.op
-        )
-        return rows
-
-    def _closed_error(self, decision: Closed) -> Exception:
+    def closed_error(self, decision: Closed) -> Exception:
+        """Return the error of a worker that others have left; nothing is sent after it."""
         others = [rank for rank in decision.ranks if rank != self.rank]
         names = ", ".join(map(str, others or decision.ranks))
         error = WorkerLostError(
@@ -278,13 +197,18 @@ class Workers:
         self._broken = error
         return error
 
-    def _break(self, error: BaseException) -> None:
+    def break_off(self, error: BaseException) -> None:
         """Remember what made every further operation impossible, and tell the other workers."""
         self._broken = error
         if self._communicator is not None:
             self._communicator.abort(f"worker {self.rank}: {type(error).__name__}: {error}")
 
-    def _raise_if_broken(self) -> None:
+    def raise_if_broken(self) -> None:
+        """Check that something can be sent.
+
+        Raises:
+            WorkerLostError: If not.
+        """
         error = self._broken
         if error is not None:
             raise WorkerLostError(
@@ -297,7 +221,13 @@ class Workers:
     def _new_room(self) -> Room:
         return Room(SMALL_BYTES // self.num_workers)
 
-    async def _connected(self) -> Communicator:
+    async def connect(self) -> Communicator:
+        """Connect, and meet the other workers for the first time.
+
+        Raises:
+            ValueError: If they have not as many replicas each.
+            Exception: As `ar.cluster.connect`.
+        """
         if self._communicator is None:
             self._communicator = await self._connect()
         communicator = self._communicator
@@ -306,8 +236,8 @@ class Workers:
             hello = Frame(
                 FrameKind.COLLECTIVE, -1, slot=self.num_local_replicas.to_bytes(4, "little")
             )
-            frames = _decoded(await communicator.all_gather(hello.encode()))
-            counts = [int.from_bytes(frame.slot, "little") for frame in frames]
+            rows = await communicator.all_gather(hello.encode())
+            counts = [int.from_bytes(Frame.decode(row).slot, "little") for row in rows]
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"The workers have {counts} replicas, in rank order, but all must have as "
@@ -330,9 +260,9 @@ class Workers:
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         async with self._queue_of_runs:
-            last, communicator = self._last, self._communicator
+            last, communicator = self.last, self._communicator
             if last is not None:
-                await last.ended()
+                await last.over()
             if self._broken is None or communicator is None or not communicator.has_failed:
                 raise ContextError(
                     f"{self._label} of worker {self.rank} has lost no worker, so there is nothing "
@@ -345,7 +275,7 @@ class Workers:
             self._broken = None
             self._has_greeted = False
             self._next_run = 0
-            self._room = self._new_room()
+            self.room = self._new_room()
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -356,49 +286,36 @@ class Workers:
             Raised again once the communicator is closed.
         """
         self._num_closed += 1
-        last = self._last
-        if last is None:
+        if self.last is None and self._communicator is None and self._broken is None:
             if self._given is not None:  # the others may wait in the first operation
                 await self._given.aclose()
             return
-        if self._broken is None:
-            last = self.queue(self._say_goodbye, "closing")
+        leaving = OwnedTask(self._leave(), "aioreplica workers: closing")
         try:
-            await last.ended()
+            await leaving.ended()
         finally:
             communicator, self._communicator = self._communicator, None
-            self._last = self._queue_of_runs = self._broken = None
+            self.last = self._queue_of_runs = self._broken = None
             self._has_greeted = False
             self._next_run = 0
-            self._room = self._new_room()
+            self.room = self._new_room()
             if communicator is not None:
                 await communicator.aclose()
 
-    async def _say_goodbye(self) -> None:
-        if self._broken is not None:
+    async def _leave(self) -> None:
+        """Let the operations before end, and say goodbye; others may be late, or gone."""
+        if self.last is not None:
+            await self.last.over()
+        communicator = self._communicator
+        if self._broken is not None or communicator is None:
             return
-        try:
-            communicator = await self._connected()
-            timeout_s = communicator.timeout or CLOSING_S
-            frame = Frame(FrameKind.CLOSED, self._next_run)
-            async with asyncio.timeout(timeout_s):
-                await communicator.all_gather(self._room.filled(frame, ()))
-        except Exception as error:  # noqa: BLE001 - who leaves does not mind who has left already
-            self._break(error)
+        late = TimeoutError("The other workers did not come to close their strategies.")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(communicator.timeout or CLOSING_S, self.break_off, late)
+        await WorkersRun(self, "-", None).leave().over()
+        timer.cancel()
 
     def abandon(self) -> None:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
-            self._break(RuntimeError("the program was interrupted."))
-
-
-def _decoded(rows: Any) -> list[Frame]:
-    return [Frame.decode(row) for row in rows]
-
-
-def _failed_error(failed: Failed) -> WorkerLostError:
-    return WorkerLostError(
-        f"Worker {failed.rank} failed in run {failed.run} ({failed.function}): {failed.cause}. The "
-        "run was ended on all workers; see that worker's traceback.",
-        ranks=(failed.rank,),
-    )
+            self.break_off(RuntimeError("the program was interrupted."))

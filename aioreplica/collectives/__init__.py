@@ -3,6 +3,7 @@
 from .._export import export_public
 from ._across import SLOT_BYTES as SLOT_BYTES
 from ._across import Ahead as Ahead
+from ._across import Carry as Carry
 from ._across import Turn as Turn
 from ._across import Wire as Wire
 from ._across import broadcast_arrays as broadcast_arrays
@@ -45,6 +46,7 @@ __all__ = [
     "INLINE_SUM_BYTES",
     "SLOT_BYTES",
     "BufferPool",
+    "Carry",
     "CommunicationOptions",
     "Compression",
     "Float16",

@@ -8,12 +8,14 @@ is combined here, in rank order.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,10 @@ class Wire(Protocol):
 
     def broadcast(self, x: Array, root: int) -> Awaitable[Array]:
         """Return the array of one worker."""
+
+
+Carry: TypeAlias = Callable[[Wire, list[bytes]], T | Coroutine[Any, Any, T]]
+"""What is done once all frames agree, see `Turn.exchange`."""
 
 
 @final
@@ -121,23 +127,27 @@ class Turn(ABC):
         self.num_local_replicas = num_local_replicas
 
     @abstractmethod
-    async def exchange(
+    def exchange(
         self,
         slot: bytes,
-        carry: Callable[[Wire, list[bytes]], Awaitable[T]],
+        carry: Carry[T],
         *,
         what: str = "",
         signature: str = "",
         ahead: Ahead | None = None,
-    ) -> T:
-        """Send a frame to all workers; if all agree, carry larger data and return what came.
+    ) -> asyncio.Future[T]:
+        """Send a frame to all workers; if all agree, carry larger data.
 
         Args:
             slot: Small data, at most `SLOT_BYTES`.
-            carry: Called with the slots of all workers, in rank order.
+            carry: Called with the slots of all workers, in rank order; gives the result, or a
+                coroutine that does, which may use the wire.
             what: Names a further exchange in the same turn.
             signature: What has to be the same on all workers, besides what the turn says.
             ahead: What is reduced before `carry` is called.
+
+        Returns:
+            A future of the result. The exchange has its place from the call on.
 
         Raises:
             MergeMismatchError: If the workers are not in the same collective.
@@ -153,7 +163,7 @@ class Turn(ABC):
         """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
 
 
-async def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
+def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
     """Carry nothing but the slots, which are returned."""
     return slots
 
@@ -166,7 +176,7 @@ def reduces_to_itself(leaf: Any) -> bool:
     return type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
 
 
-async def reduce_across(
+def reduce_across(
     turn: Turn,
     op: ReduceOp,
     leaves: Sequence[Any],
@@ -174,7 +184,7 @@ async def reduce_across(
     what: str = "",
     signature: str = "",
     are_lent: bool = False,
-) -> list[Any]:
+) -> asyncio.Future[list[Any]]:
     """Combine leaves over all workers, which have combined those of their own replicas.
 
     Args:
@@ -186,37 +196,78 @@ async def reduce_across(
         are_lent: Whether the leaves are a replica's own, which may write them afterwards.
 
     Returns:
-        One result per leaf, on every worker the same; read-only where it is a NumPy array.
+        A future of one result per leaf, on every worker the same; read-only where it is a NumPy
+        array.
 
     Determinism:
         In rank order, element by element.
     """
-    sent = [_sent_form(leaf) for leaf in leaves]
-    in_slot = _indices_in_slot(sent)
-    groups = _groups(sent, in_slot)
-    joined = [_joined([sent[i] for i in group]) for group in groups]
-    ahead = Ahead(op, joined, are_lent=are_lent)
-    small = [sent[i] for i in in_slot]
+    reduction = _Reduction(op, leaves, are_lent=are_lent)
+    slot = b"".join(map(_as_bytes, reduction.small))
+    return turn.exchange(
+        slot, reduction.carry, what=what, signature=signature, ahead=reduction.ahead
+    )
 
-    async def carry(wire: Wire, slots: list[bytes]) -> list[Any]:
-        results: list[Any] = [None] * len(sent)
-        rows = [_unpacked(slot, small) for slot in slots]
-        for i, column in zip(in_slot, zip(*rows, strict=True), strict=True):
-            results[i] = _combine(op, column)
-        totals = ahead.totals
-        if totals is None:
+
+@final
+class _Reduction:
+    """Leaves on their way: small ones in the slot, arrays ahead, then what is left.
+
+    Args:
+        op: The operator.
+        leaves: Of this worker.
+        are_lent: Whether they are a replica's own.
+
+    Attributes:
+        small: Those that go in the slot.
+        ahead: Arrays, joined where they are small; None if there are none.
+    """
+
+    __slots__ = ("_groups", "_in_slot", "_leaves", "_op", "_sent", "ahead", "small")
+
+    def __init__(self, op: ReduceOp, leaves: Sequence[Any], *, are_lent: bool) -> None:
+        self._op = op
+        self._leaves = leaves
+        self._sent = sent = [_sent_form(leaf) for leaf in leaves]
+        self._in_slot = _indices_in_slot(sent)
+        self._groups = _groups(sent, self._in_slot)
+        self.small = [sent[i] for i in self._in_slot]
+        joined = [_joined([sent[i] for i in group]) for group in self._groups]
+        self.ahead = Ahead(op, joined, are_lent=are_lent) if joined else None
+
+    def carry(self, wire: Wire, slots: list[bytes]) -> list[Any] | Coroutine[Any, Any, list[Any]]:
+        """Combine what has come; carry what has not."""
+        results: list[Any] = [None] * len(self._sent)
+        rows = [_unpacked(slot, self.small) for slot in slots]
+        for i, column in zip(self._in_slot, zip(*rows, strict=True), strict=True):
+            results[i] = _combine(self._op, column)
+        if self.ahead is not None and self.ahead.totals is not None:
+            self._cut(self.ahead.totals, results)
+        if any(result is None for result in results):
+            return self._carry_rest(wire, results)
+        return self._as_before(results)
+
+    async def _carry_rest(self, wire: Wire, results: list[Any]) -> list[Any]:
+        ahead, op = self.ahead, self._op
+        if ahead is not None and ahead.totals is None:
             ahead.begin()
-            totals = [await wire.all_reduce(each, op) for each in ahead.arrays]
-        for group, total in zip(groups, totals, strict=True):
-            _cut(total.reshape(-1), [(i, sent[i].shape) for i in group], results)
-        await _reduce_others(wire, op, sent, results)
-        return results
+            self._cut([await wire.all_reduce(each, op) for each in ahead.arrays], results)
+        await _reduce_others(wire, op, self._sent, results)
+        return self._as_before(results)
 
-    found = await turn.exchange(
-        b"".join(map(_as_bytes, small)), carry, what=what, signature=signature,
-        ahead=ahead if groups else None,
-    )  # fmt: skip
-    return [_as_before(new, leaf) for new, leaf in zip(found, leaves, strict=True)]
+    def _cut(self, totals: Sequence[Array], results: list[Any]) -> None:
+        for group, total in zip(self._groups, totals, strict=True):
+            if len(group) == 1:
+                results[group[0]] = _frozen(total)
+                continue
+            start = 0
+            for i in group:
+                shape = self._sent[i].shape
+                stop = start + math.prod(shape)
+                results[i], start = _frozen(total[start:stop].reshape(shape)), stop
+
+    def _as_before(self, results: list[Any]) -> list[Any]:
+        return [_as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
 
 
 def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
@@ -264,14 +315,10 @@ def _joined(arrays: Sequence[Array]) -> Array:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
-def _cut(flat: Array, shapes: Sequence[tuple[int, tuple[int, ...]]], results: list[Any]) -> None:
-    start = 0
-    for index, shape in shapes:
-        stop = start + int(np.prod(shape, dtype=np.int64))
-        part = flat[start:stop].reshape(shape)
-        if part.flags.writeable:
-            part.flags.writeable = False
-        results[index], start = part, stop
+def _frozen(array: Array) -> Array:
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return array
 
 
 async def _gather_slices(wire: Wire, slices: IndexedSlices) -> list[IndexedSlices]:
@@ -279,7 +326,7 @@ async def _gather_slices(wire: Wire, slices: IndexedSlices) -> list[IndexedSlice
     values, indices = np.asarray(slices.values), np.asarray(slices.indices, np.int64)
     rows = await gather_bytes(wire, indices.tobytes() + values.tobytes())
     shape = values.shape[1:]
-    width = 8 + int(np.prod(shape, dtype=np.int64)) * values.dtype.itemsize
+    width = 8 + math.prod(shape) * values.dtype.itemsize
     found = []
     for row in rows:
         count = len(row) // width
@@ -312,7 +359,7 @@ async def gather_across(
     async def carry(wire: Wire, _slots: list[bytes]) -> list[list[Any]]:
         return [await _gather_one(wire, array, axis) for array in arrays]
 
-    found = await turn.exchange(b"", carry, what=what, signature=signature)
+    found: list[list[Any]] = await turn.exchange(b"", carry, what=what, signature=signature)
     return [
         [_as_before(array, leaf) for array in row] for row, leaf in zip(found, leaves, strict=True)
     ]
@@ -322,7 +369,7 @@ async def _gather_one(wire: Wire, array: Array, axis: int) -> list[Array]:
     along = axis % array.ndim
     others = array.shape[:along] + array.shape[along + 1 :]
     rows = await gather_bytes(wire, np.ascontiguousarray(np.moveaxis(array, along, 0)).tobytes())
-    width = int(np.prod(others, dtype=np.int64)) * array.dtype.itemsize
+    width = math.prod(others) * array.dtype.itemsize
     sizes = [len(row) // width if width else 0 for row in rows]
     parts = [
         np.frombuffer(row, array.dtype).reshape(size, *others)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache
@@ -213,8 +213,13 @@ class Collective(ABC):
         """Say what of a call has to be equal on all workers: what `agrees` compares."""
         return self.detail(call.argument)
 
-    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+    def across(
+        self, group: SyncGroup, calls: Sequence[Call], turn: Turn
+    ) -> Coroutine[Any, Any, Parts] | Pending:
         """Merge the calls of all members, and what other workers have made of theirs.
+
+        Returns:
+            What to await for the parts. The turn lasts as long.
 
         Raises:
             ContextError: If the collective is for the replicas of one worker only.
@@ -335,7 +340,7 @@ class Generation:
         waiter: The future that all waiting tasks share; it carries no result, only the wake-up.
         watchers: Futures of tasks that wait for what was started, and may stop waiting; or None.
         timer: What ends the run if the members do not meet in time, or None.
-        task: Awaits the rest of a pending merge, or None.
+        task: What ends when the rest of a pending merge does, or None.
         parts: One result per member, once it is merged.
         error: What the merge raised, or None.
         traceback: Where it was raised: each member that raises it again adds its own frames.
@@ -358,7 +363,7 @@ class Generation:
     waiter: asyncio.Future[None] | None
     watchers: list[asyncio.Future[None]] | None
     timer: asyncio.TimerHandle | None
-    task: asyncio.Task[Parts] | None
+    task: asyncio.Future[Any] | None
     parts: Parts
     error: BaseException | None
     traceback: TracebackType | None

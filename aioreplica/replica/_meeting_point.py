@@ -19,7 +19,7 @@ import asyncio
 import warnings
 from abc import ABC, abstractmethod
 from asyncio import current_task
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
@@ -32,7 +32,7 @@ from ..devices import CompletionQueue, Gate, Op, OpTracker, name_of_served_lane
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
 from ._failure import add_note_once, error_of
-from ._meeting import Call, Generation, Parts, Pending, SyncGroup
+from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, SyncGroup
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
@@ -191,8 +191,11 @@ class MeetingPoint:
             group = generation.group
             if group.across is None:
                 parts = calls[0].collective.perform(group, calls)
-            else:
+            elif self.lock is None:
                 parts = group.across.merge(generation)
+            else:  # what crosses workers is the event loop's
+                self.post(self._merge_across, generation, group.across)
+                return
         except (KeyboardInterrupt, SystemExit):
             raise  # for the loop; the others are cancelled with the run
         except BaseException as error:  # noqa: BLE001 - every member raises it
@@ -204,6 +207,14 @@ class MeetingPoint:
             self._start_merge(generation, parts)
         elif not self.post(self._start_merge, generation, parts):
             parts.discard()
+
+    def _merge_across(self, generation: Generation, across: AcrossWorkers) -> None:
+        try:
+            pending = across.merge(generation)
+        except Exception as error:  # noqa: BLE001 - every member raises it
+            self.release(generation, (), error)
+        else:
+            self._start_merge(generation, pending)
 
     def release(self, generation: Generation, parts: Parts, error: BaseException | None) -> None:
         """Hand every member its part, or the error; wake those who wait."""
@@ -246,32 +257,43 @@ class MeetingPoint:
             self.unseen[generation] = error
 
     def _start_merge(self, generation: Generation, pending: Pending) -> None:
-        """Let a task of the event loop await the rest of a merge, in replica 0's context."""
+        """Wait for the rest of a merge: for a future by a callback, else in a task.
+
+        In replica 0's context variables.
+        """
         if self.is_aborted:
             pending.discard()
             self.wake_threads()
             return
-        self.merging[generation] = False
         context = generation.calls[0].context
         context.run(PLACE.set, generation.group.merge_place)
-        task = asyncio.Task(self._finish(generation, pending), loop=self.loop, context=context)
+        task = pending.awaitable
+        self.merging[generation] = isinstance(task, asyncio.Future)
+        if not isinstance(task, asyncio.Future):
+            task = asyncio.Task(self._wait_for(generation, task), loop=self.loop, context=context)
         generation.task = task
-        task.add_done_callback(partial(self._merge_ended, generation, pending))
+        task.add_done_callback(partial(self._merge_ended, generation, pending), context=context)
 
-    async def _finish(self, generation: Generation, pending: Pending) -> Parts:
+    async def _wait_for(self, generation: Generation, awaitable: Awaitable[Any]) -> Any:
         if self.is_aborted:  # a merge of an aborted run does not begin
             raise asyncio.CancelledError
         self.merging[generation] = True
-        return pending.to_parts(await pending.awaitable)
+        return await awaitable
 
     def _merge_ended(
-        self, generation: Generation, pending: Pending, task: asyncio.Future[Parts]
+        self, generation: Generation, pending: Pending, task: asyncio.Future[Any]
     ) -> None:
         if not self.merging.pop(generation):
             pending.discard()
         error = error_of(task)
         if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
-            self.release(generation, () if error is not None else task.result(), error)
+            parts: Parts = ()
+            if error is None:
+                try:
+                    parts = pending.to_parts(task.result())
+                except Exception as wrong:  # noqa: BLE001 - every member raises it
+                    error = wrong
+            self.release(generation, parts, error)
         with suppress(ReferenceError):  # the run was given up in an interrupt
             self.run.merge_ended()
 

@@ -7,7 +7,7 @@ compared leaf by leaf.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -226,20 +226,29 @@ class Reducing(Collective):
         leaves, spec, _ = call.args
         return f"{self.detail(call.argument)}; {payload_signature(leaves, spec, summand_text)}"
 
-    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+    def across(
+        self, group: SyncGroup, calls: Sequence[Call], turn: Turn
+    ) -> Coroutine[Any, Any, Parts] | Pending:
         """Reduce all leaves here, then over the workers."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]
-        leaves: Sequence[Any] = rows[0]
         options = argument.options
         is_plain = options is None or options.compression is None
-        are_lent = is_plain and len(rows) == 1 and all(map(reduces_to_itself, leaves))
-        if not are_lent:
+        if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
+            found = reduce_across(turn, argument.op, rows[0], are_lent=True)
+        else:
             local = group.reducer.reduce(
                 argument.op, rows, options, group.members, calls[0].args[2]
             )
-            leaves = local if isinstance(local, list) else await local
-        found = await reduce_across(turn, argument.op, leaves, are_lent=are_lent)
+            if not isinstance(local, list):
+                return self._across_later(calls, turn, local)
+            found = reduce_across(turn, argument.op, local)
+        return Pending(found, partial(self.hand_out_share, calls, turn=turn))
+
+    async def _across_later(
+        self, calls: Sequence[Call], turn: Turn, local: Awaitable[list[Any]]
+    ) -> Parts:
+        found = await reduce_across(turn, calls[0].argument.op, await local)
         return self.hand_out_share(calls, found, turn)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:

@@ -34,12 +34,17 @@ def payload_signature(leaves: Sequence[Any], spec: Any, leaf_text: Callable[[Any
 def summand_text(leaf: Any) -> str:
     """Describe a leaf that is reduced: by what `leaf_difference` compares."""
     if type(leaf) is np.ndarray:
-        return f"{leaf.dtype}{list(leaf.shape)}"
+        return _form_text(leaf.dtype, leaf.shape)
     if isinstance(leaf, _NUMBERS):
         return "number"
     if isinstance(leaf, IndexedSlices):
         return f"IndexedSlices of {leaf.dtype}{list(leaf.dense_shape)}"
     return array_text(leaf, leaf.shape if hasattr(leaf, "shape") else np.shape(leaf))
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_text(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
 
 
 def joined_text(leaf: Any, axis: int) -> str:

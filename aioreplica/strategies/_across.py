@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -79,7 +80,10 @@ async def agree_on_names(workers: Workers, table: VariableTable) -> None:
     """
     names = json.dumps([variable.name for variable in table.all()]).encode()
     async with workers.operation("shrink", "variables") as turn:
-        rows = await turn.exchange(b"", lambda wire, _slots: gather_bytes(wire, names))
+        told: asyncio.Future[list[bytes]] = turn.exchange(
+            b"", lambda wire, _slots: gather_bytes(wire, names)
+        )
+        rows = await told
     table.are_equal(name for row in rows for name in json.loads(row))
 
 

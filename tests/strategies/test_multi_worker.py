@@ -212,12 +212,14 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
                 order.append("local")
                 return real(*args, **kwargs)
 
-            def queue(work: Any, name: str) -> Any:
-                task = type(workers).queue(workers, work, name)
-                task.when_done(lambda _error: order.append("crossed"))
-                return task
+            communicator = strategy.cluster_resolver
+            settle = communicator._settle
 
-            object.__setattr__(workers, "queue", queue)
+            def settled(call: Any, result: Any) -> None:
+                order.append("crossed")
+                settle(call, result)
+
+            communicator._settle = settled
             strategy._reducer = type(
                 "Spy",
                 (),
@@ -230,6 +232,8 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
 
         async def step() -> Any:
             ctx = me()
+            if ctx.replica_id_in_sync_group == 0:
+                order.clear()  # of what was exchanged before the step
             handles = [ctx.start_all_reduce("sum", np.ones(1000)) for _ in range(3)]
             return [float((await handle)[0]) for handle in handles]
 
@@ -462,20 +466,28 @@ async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
 
     async def program(strategy: Strategy) -> Any:
         communicator, counts = strategy.cluster_resolver, []
+        send_after, followed = communicator.all_gather_then_reduce, []
+
+        def all_gather_then_reduce(*args: Any) -> Any:
+            followed.append(args)
+            return send_after(*args)
+
+        communicator.all_gather_then_reduce = all_gather_then_reduce
         for size in sizes:
             before = communicator.statistics().calls
+            followed.clear()
             found = strategy.local_results(await strategy.run(step, (size,)))[0]
             assert found == np.mean([values[rank, size] for rank in range(2)], axis=0).tobytes()
-            counts.append(communicator.statistics().calls - before)
+            counts.append((communicator.statistics().calls - before, len(followed)))
         with pytest.raises(MergeMismatchError, match=r"100.*101|101.*100"):
             await strategy.run(mismatch)
         return counts
 
-    greeting, barrier, frame, data = 1, 1, 1, 1
-    again = barrier + frame
-    first = greeting + again + data
+    greeting, barrier, frame = 1, 1, 1
+    followed, behind = (barrier + frame, 1), (barrier + frame, 0)
+    first = (greeting + barrier + frame, 1)
     assert (
-        await on_workers(2, 1, program) == [[first, again, again, again + data, again, again]] * 2
+        await on_workers(2, 1, program) == [[first, behind, behind, followed, behind, behind]] * 2
     )
 
 

@@ -73,7 +73,9 @@ def reduce_into(
     """
     block = BLOCK_BYTES // total.itemsize
     count = len(arrays)
-    if stop is None and total.size <= block:
+    dtype = arrays[0].dtype
+    reads_again = count > 2 or op is ReduceOp.MEAN or dtype != total.dtype or _is_half(dtype)
+    if stop is None and (total.size <= block or not reads_again):
         reduce_block(op, total, arrays, count)
         return
     if all(array.flags.c_contiguous for array in arrays):
@@ -87,6 +89,10 @@ def reduce_into(
         reduce_block(op, total[part], [array[part] for array in arrays], count)
 
 
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.itemsize == 2 and dtype.name in _HALF
+
+
 def reduce_block(op: ReduceOp, total: Array, arrays: Iterable[Array], count: int) -> None:
     """Combine `count` arrays into `total` in one go; they may be made while they are read."""
     ufunc = np.minimum if op is ReduceOp.MIN else np.maximum if op is ReduceOp.MAX else np.add
@@ -94,7 +100,7 @@ def reduce_block(op: ReduceOp, total: Array, arrays: Iterable[Array], count: int
     first = next(rest)
     dtype = first.dtype
     target = total
-    if dtype.itemsize == 2 and dtype.name in _HALF:
+    if _is_half(dtype):
         target = np.empty(total.shape, np.float32)
     if count == 1 or target.dtype != dtype:
         target[...] = first

@@ -1,0 +1,304 @@
+"""An operation across workers: the frames of all, then what follows from them.
+
+One is a future that goes from stage to stage in callbacks, because a small reduction in a training
+step would cost less than the tasks that wait for it. Tasks are made only where there is more to
+carry than what came with the frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from ..collectives import Ahead, Carry, Wire, gather_bytes
+from ..devices import OwnedTask, is_interrupted, wait_shielded
+from ..devices.backends import reduce_arrays
+from ..errors import WorkerLostError
+from ._communicator import Communicator
+from ._frame import (
+    Agreed,
+    Closed,
+    Differs,
+    Failed,
+    Frame,
+    FrameKind,
+    arrays_behind,
+    decide,
+    slots_if_one_collective,
+)
+from ._rows import WorkerRows, workers_mismatch_error
+
+if TYPE_CHECKING:
+    from ._turns import WorkersRun
+
+T = TypeVar("T")
+
+
+@final
+class Operation(asyncio.Future[T]):
+    """What a worker does together with all others; it comes to its end whoever waits for it.
+
+    Args:
+        run: Of which it is a part.
+        frame: What this worker says; without the number of the run.
+        where: Describes where this worker is, for errors.
+        carry: Called if all agree.
+        ahead: What is reduced before that.
+
+    Attributes:
+        frame: The same.
+        is_over: Whether all is done, so that the next operation may begin.
+
+    Cancellation:
+        Ends the wait at once, and the operation goes on: the other workers need it. While a
+        caller's own arrays are being sent, it ends the wait when that is over.
+    """
+
+    __slots__ = ("_ahead", "_carry", "_is_cancelled", "_run", "_then", "_where", "frame", "is_over")
+
+    def __init__(
+        self,
+        run: WorkersRun,
+        frame: Frame,
+        where: Callable[[Frame], WorkerRows],
+        carry: Carry[T],
+        ahead: Ahead | None = None,
+    ) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self.frame = frame
+        self.is_over = False
+        self._run = run
+        self._where = where
+        self._carry = carry
+        self._ahead = ahead
+        self._is_cancelled = False  # and ends when it is over
+        self._then: list[Callable[[], object]] = []
+
+    # ---- waiting -------------------------------------------------------------------------
+
+    def cancel(self, msg: object = None) -> bool:
+        """End the wait, see above."""
+        if self.done():
+            return False
+        ahead = self._ahead
+        if ahead is not None and not ahead.give_back() and not is_interrupted():
+            self._is_cancelled = True  # all workers are here: it is a matter of sending
+            return True
+        return super().cancel(msg)
+
+    def when_over(self, fn: Callable[[], object]) -> None:
+        """Call something when the operation is over, or soon if it is."""
+        if self.is_over:
+            self.get_loop().call_soon(fn)
+        else:
+            self._then.append(fn)
+
+    async def over(self) -> bool:
+        """Wait until it is over; what it has raised is not raised here.
+
+        Returns:
+            False if the interpreter is being interrupted.
+
+        Cancellation:
+            Raised again once it is over.
+        """
+        cancelled: list[asyncio.CancelledError] = []
+        has_ended = await wait_shielded(lambda: self.is_over, self._new_waiter, cancelled.append)
+        if cancelled:
+            raise cancelled[0]
+        return has_ended
+
+    def _new_waiter(self) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = self.get_loop().create_future()
+
+        def wake() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        self.when_over(wake)
+        return waiter
+
+    # ---- from stage to stage -------------------------------------------------------------
+
+    def enter(self, _before: object = None) -> None:
+        """Begin when the operations before are over, unless the wait was cancelled already."""
+        if self.done():
+            self._end()
+            return
+        workers = self._run.workers
+        before, workers.last = workers.last, self
+        if before is None or before.is_over:
+            self._begin()
+        else:
+            before.when_over(self._begin)
+
+    def _begin(self) -> None:
+        run, workers = self._run, self._run.workers
+        try:
+            if self.frame.kind is FrameKind.COLLECTIVE:
+                run.raise_if_over()
+            workers.raise_if_broken()
+        except BaseException as error:  # noqa: BLE001 - for those who wait
+            self._fail(error)
+            return
+        communicator = workers.connected
+        if communicator is None:
+            self._spawn(self._connect())
+        else:
+            self._send(communicator)
+
+    async def _connect(self) -> None:
+        try:
+            communicator = await self._run.workers.connect()
+        except BaseException as error:
+            self._break(error)
+            raise
+        self._send(communicator)
+
+    def _send(self, communicator: Communicator) -> None:
+        """Send the frame, with what is ahead behind it if there is room."""
+        ahead, run, room = self._ahead, self._run, self._run.workers.room
+        try:
+            frame = self.frame = run.numbered(self.frame)
+            if ahead is None:
+                row = room.filled(frame, ())
+            elif ahead.num_bytes <= room.num_bytes:
+                row = room.filled(frame, ahead.arrays)
+            else:
+                came: asyncio.Future[Any] = communicator.all_gather_then_reduce(
+                    room.filled(frame, ()), partial(_agrees, ahead), ahead.arrays, ahead.op
+                )
+                came.add_done_callback(partial(self._came, communicator))
+                return
+            rows = communicator.all_gather(row)
+            rows.add_done_callback(partial(self._came, communicator))
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
+        """Do what follows from the frames of all workers."""
+        ahead, room = self._ahead, self._run.workers.room
+        is_behind = ahead is not None and ahead.num_bytes <= room.num_bytes
+        try:
+            rows = came.result()
+            if ahead is not None and not is_behind:
+                rows, ahead.totals = rows
+            slots = slots_if_one_collective(rows)
+            if slots is None:
+                frames = list(map(Frame.decode, rows))
+                decision = decide(frames)
+                if not isinstance(decision, Agreed):
+                    self._spawn(self._disagree(communicator, frames, decision))
+                    return
+                slots = decision.slots
+            elif ahead is not None and is_behind:
+                columns = zip(*(arrays_behind(row, ahead.arrays) for row in rows), strict=True)
+                ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
+            room.agreed(0 if ahead is None else ahead.num_bytes)
+            found = self._carry(communicator, slots)
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if isinstance(found, Coroutine):
+            self._spawn(self._go_on(found))
+        else:
+            self._succeed(found)
+
+    async def _go_on(self, carrying: Coroutine[Any, Any, T]) -> None:
+        try:
+            result = await carrying
+        except BaseException as error:
+            self._break(error)
+            raise
+        self._succeed(result)
+
+    async def _disagree(
+        self,
+        communicator: Communicator,
+        frames: list[Frame],
+        decision: Closed | Failed | Differs,
+    ) -> None:
+        """End the run: the workers are not in the same collective."""
+        run, workers = self._run, self._run.workers
+        rows: list[WorkerRows] = []
+        if isinstance(decision, Differs):
+            try:
+                told = await gather_bytes(communicator, self._where(self.frame).encode())
+                rows = list(map(WorkerRows.decode, told))
+            except BaseException as error:
+                self._break(error)
+                raise
+        workers.runs_until(max(each.run for each in frames))
+        if isinstance(decision, Closed):
+            run.end(workers.closed_error(decision))
+        elif isinstance(decision, Failed):
+            run.end(failed_error(decision))
+        else:
+            run.end(workers_mismatch_error(rows, run.step))
+        assert run.ended_by is not None  # since just now
+        self._fail(run.ended_by)
+
+    # ---- the end -------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = OwnedTask(work, f"aioreplica workers: {self._run.function}")
+        task.when_done(lambda _error: None)  # looked at: those who wait have it too
+
+    def _succeed(self, result: T) -> None:
+        if not self.done():
+            if self._is_cancelled:
+                super().cancel()
+            else:
+                self.set_result(result)
+        self._end()
+
+    def _break(self, error: BaseException) -> None:
+        """Fail in a way after which nothing can be sent any more."""
+        self._run.workers.break_off(error)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.done():
+            if self._is_cancelled or isinstance(error, asyncio.CancelledError):
+                super().cancel()
+            else:
+                self.set_exception(error)
+                self.exception()  # looked at: who waited may have been cancelled
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._ahead, self._carry = None, _nothing  # those who wait hold nothing of the others
+        workers = self._run.workers
+        if workers.last is self:
+            workers.last = None
+        then, self._then = self._then, []
+        for fn in then:
+            self.get_loop().call_soon(fn)
+
+
+def _agrees(ahead: Ahead, rows: Any) -> bool:
+    """Tell whether the frames of all agree, and if so that arrays are read from now on."""
+    if slots_if_one_collective(rows) is None:
+        return False
+    ahead.begin()
+    return True
+
+
+def _nothing(_wire: Wire, _slots: list[bytes]) -> Any:
+    return None
+
+
+def failed_error(failed: Failed) -> WorkerLostError:
+    """Return the error of a run that has failed on another worker."""
+    return WorkerLostError(
+        f"Worker {failed.rank} failed in run {failed.run} ({failed.function}): {failed.cause}. The "
+        "run was ended on all workers; see that worker's traceback.",
+        ranks=(failed.rank,),
+    )

@@ -1,0 +1,144 @@
+"""Operations across workers: one at a time, to their end, whoever waits for them."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioreplica.cluster import Communicator, LocalCommunicator, Workers
+from aioreplica.collectives import Ahead, Turn, no_data, reduce_across
+from aioreplica.errors import WorkerLostError
+from aioreplica.typing import ReduceOp
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+
+
+def both_workers() -> tuple[list[Workers], tuple[LocalCommunicator, ...]]:
+    group = LocalCommunicator.group(2)
+
+    def workers_of(communicator: LocalCommunicator) -> Workers:
+        async def connect() -> Communicator:
+            return communicator
+
+        return Workers(connect, communicator.rank, 2, 1, "a strategy", communicator)
+
+    return [workers_of(each) for each in group], group
+
+
+async def in_turn(workers: Workers, do: Any) -> Any:
+    async with workers.operation("op", "") as turn:
+        return await do(turn)
+
+
+async def close_all(all_workers: list[Workers]) -> None:
+    await asyncio.gather(*(each.aclose() for each in all_workers))
+
+
+async def test_a_cancelled_wait_leaves_the_operation_to_the_others() -> None:
+    all_workers, _ = both_workers()
+    first, second = all_workers
+
+    async def give_up(turn: Turn) -> bool:
+        exchange = turn.exchange(b"a", no_data)
+        exchange.cancel()
+        return exchange.cancelled()
+
+    assert await in_turn(first, give_up)
+    assert await in_turn(second, lambda turn: turn.exchange(b"b", no_data)) == [b"a", b"b"]
+    await close_all(all_workers)
+
+
+async def test_the_next_operation_begins_when_the_one_before_is_over_on_this_worker() -> None:
+    all_workers, _group = both_workers()
+    began: list[str] = []
+
+    def noting(name: str) -> Any:
+        async def carry(wire: Any, slots: list[bytes]) -> list[bytes]:
+            began.append(name)
+            for _ in range(3):
+                await wire.barrier()
+            began.append(f"{name} over")
+            return slots
+
+        return carry
+
+    async def two(turn: Turn) -> None:
+        exchanges = [turn.exchange(b"", noting(name)) for name in ("one", "two")]
+        exchanges[0].cancel()
+        await exchanges[1]
+
+    await asyncio.gather(*(in_turn(each, two) for each in all_workers))
+    assert sorted(began[:4]) == ["one", "one", "one over", "one over"]
+    assert [name for name in began if name.startswith("two")] == ["two", "two", *["two over"] * 2]
+    await close_all(all_workers)
+
+
+async def test_an_exchange_that_was_cancelled_before_its_turn_is_not_sent() -> None:
+    all_workers, group = both_workers()
+
+    async def steps(workers: Workers) -> list[bytes]:
+        async with workers.run("step") as run:
+            with run.turn("first", "", 1) as first, run.turn("second", "", 2) as second:
+                early = second.exchange(b"never", no_data)
+                early.cancel()
+                return await first.exchange(b"now", no_data)
+
+    found = await asyncio.gather(*map(steps, all_workers))
+    assert found == [[b"now", b"now"]] * 2
+    greeting, exchange = 1, 1
+    assert [each.statistics().calls for each in group] == [greeting + exchange] * 2
+    await close_all(all_workers)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_carrying_raises_ends_the_group(is_async: bool) -> None:
+    all_workers, _ = both_workers()
+
+    def carry(_wire: Any, _slots: list[bytes]) -> list[bytes]:
+        raise ZeroDivisionError("in carry")
+
+    async def carry_later(wire: Any, slots: list[bytes]) -> list[bytes]:
+        return carry(wire, slots)
+
+    wrong: Any = carry_later if is_async else carry
+    carries = [wrong, no_data]
+    found = await asyncio.gather(
+        *(
+            in_turn(workers, lambda turn, carry=carry: turn.exchange(b"", carry))
+            for workers, carry in zip(all_workers, carries, strict=True)
+        ),
+        return_exceptions=True,
+    )
+    assert isinstance(found[0], ZeroDivisionError)
+    assert all_workers[0].is_broken
+    with pytest.raises(WorkerLostError, match="in carry"):
+        await in_turn(all_workers[1], lambda turn: turn.exchange(b"", no_data))
+    await close_all(all_workers)
+
+
+async def test_a_wait_that_is_cancelled_while_arrays_are_read_ends_with_the_operation() -> None:
+    all_workers, _ = both_workers()
+    own = np.ones(100_000)
+    ahead = Ahead(ReduceOp.SUM, [own], are_lent=True)
+    seen: list[Any] = []
+
+    async def late(turn: Turn) -> Any:
+        exchange = turn.exchange(b"", no_data, ahead=ahead)
+        ahead.begin()  # as the engine does, once all frames have agreed
+        exchange.cancel()
+        seen.append(exchange.done())
+        try:
+            await exchange
+        except asyncio.CancelledError:
+            seen.append(ahead.arrays[0] is own)
+
+    async def prompt(turn: Turn) -> Any:
+        return await reduce_across(turn, ReduceOp.SUM, [np.ones(100_000)])
+
+    _, [total] = await asyncio.gather(
+        in_turn(all_workers[0], late), in_turn(all_workers[1], prompt)
+    )
+    assert seen == [False, True]
+    assert total[0] == 2.0
+    await close_all(all_workers)
