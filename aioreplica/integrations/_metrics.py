@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import NamedTuple, Self, final
 
 from ..devices import WorkerStatistics
-from ..strategies import Strategy
+from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
 from ..telemetry import Totals, printable, usage
 
 
@@ -69,12 +69,24 @@ MEMORY = _gauge("device_worker_memory_bytes", "Resident memory of the worker pro
 LAG = _gauge("event_loop_lag_seconds", "Time the loop took to answer a device thread.")
 MAX_LAG = _gauge("event_loop_lag_seconds_max", "The longest time it took.")
 SCALAR = _gauge("scalar", "Newest value of a number that steps record.", "name")
+WAITING = _gauge("closures_queued", "Closures that wait for a worker.")
+UNDER_WAY = _gauge("closures_running", "Closures under way.")
+CLOSURES = _counter("closures", "Closures that are over.", "result")
+RETRIES = _counter("closure_retries", "Runs of closures that had pushed in another run.")
+PS_STEPS = _counter("parameter_server_steps", "Steps applied, in synchronous mode.")
+PULLS = _counter("parameter_server_pulls", "Shards that were asked for.")
+PUSHES = _counter("parameter_server_pushes", "Writes and gradients.", "result")
+PS_BYTES = _counter("parameter_server_bytes", "Bytes of them.", "direction")
+STALENESS = _gauge("gradient_staleness_versions_mean", "How old gradients were.")
+MAX_STALENESS = _gauge("gradient_staleness_versions_max", "How old one was at most.")
 MADE = Metric("strategies", "Strategies made by the process.", is_counter=True, labels=("kind",))
 INPUT = Metric("input_calls", "Calls that distribute input.", is_counter=True, labels=("method",))
 
 METRICS = (
     REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,
     BUSY, QUEUED, RUNNING, SENT, SEND_S, DEATHS, MEMORY, LAG, MAX_LAG, SCALAR, MADE, INPUT,
+    WAITING, UNDER_WAY, CLOSURES, RETRIES, PS_STEPS, PULLS, PUSHES, PS_BYTES, STALENESS,
+    MAX_STALENESS,
 )  # fmt: skip
 
 
@@ -192,6 +204,27 @@ def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:
     if now.loop_lag_s is not None:
         yield Measurement(LAG, (name,), now.loop_lag_s)
         yield Measurement(MAX_LAG, (name,), now.max_loop_lag_s)
+    if isinstance(strategy, ParameterServerStrategy) and strategy.coordinator is not None:
+        yield from _of_coordinator(name, strategy.coordinator.statistics())
+
+
+def _of_coordinator(name: str, now: CoordinatorStatistics) -> Iterator[Measurement]:
+    yield Measurement(WAITING, (name,), now.queue_depth)
+    yield Measurement(UNDER_WAY, (name,), now.num_running)
+    yield Measurement(CLOSURES, (name, "finished"), now.num_finished)
+    yield Measurement(CLOSURES, (name, "failed"), now.num_failed)
+    yield Measurement(CLOSURES, (name, "cancelled"), now.num_cancelled)
+    yield Measurement(RETRIES, (name,), now.num_retries)
+    yield Measurement(PS_STEPS, (name,), now.num_steps)
+    yield Measurement(PULLS, (name,), now.pulls)
+    yield Measurement(PUSHES, (name, "applied"), now.pushes)
+    yield Measurement(PUSHES, (name, "seen before"), now.pushes_dropped)
+    yield Measurement(PUSHES, (name, "late"), now.pushes_late)
+    yield Measurement(PUSHES, (name, "stale"), now.pushes_stale)
+    yield Measurement(PS_BYTES, (name, "pulled"), now.bytes_pulled)
+    yield Measurement(PS_BYTES, (name, "pushed"), now.bytes_pushed)
+    yield Measurement(STALENESS, (name,), now.mean_staleness)
+    yield Measurement(MAX_STALENESS, (name,), now.max_staleness)
 
 
 def _of_worker(labels: tuple[str, str], worker: WorkerStatistics) -> Iterator[Measurement]:

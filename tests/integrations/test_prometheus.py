@@ -57,6 +57,43 @@ async def step() -> None:
     me().record("loss", 0.25)
 
 
+async def test_a_coordinator_and_its_servers_are_measured(registry: Any) -> None:
+    def add(w: Any) -> None:
+        w.assign_add(np.ones(4))
+
+    def fail() -> None:
+        raise ValueError("by this test")
+
+    engine = ar.cluster.LocalClosureEngine(num_workers=2)
+    async with ar.ParameterServerStrategy(engine) as strategy:
+        with prometheus.export(strategy, registry=registry, name="ps"):
+            assert "closures_total{" not in generated(registry)  # no coordinator
+            with strategy.scope():
+                w = ar.Variable(np.zeros(4), name="w")
+            async with ar.ClusterCoordinator(strategy) as coordinator:
+                for _ in range(3):
+                    await coordinator.schedule(add, (w,))
+                await coordinator.join()
+                await coordinator.schedule(fail)
+                with pytest.raises(ValueError, match="by this test"):
+                    await coordinator.join()
+                samples = parse(generated(registry))
+
+    assert of(samples, "closures_total", strategy="ps", result="finished") == 3
+    assert of(samples, "closures_total", strategy="ps", result="failed") == 1
+    assert of(samples, "closures_queued", strategy="ps") == 0
+    assert of(samples, "closures_running", strategy="ps") == 0
+    assert of(samples, "parameter_server_pushes_total", strategy="ps", result="applied") == 3
+    assert of(samples, "parameter_server_pushes_total", strategy="ps", result="seen before") == 0
+    assert of(samples, "parameter_server_bytes_total", strategy="ps", direction="pushed") == 96
+    assert of(samples, "gradient_staleness_versions_max", strategy="ps") == 0
+
+
+def generated(registry: Any) -> str:
+    text: str = prometheus_client.generate_latest(registry).decode()
+    return text
+
+
 async def test_metrics_are_scraped_over_http(pair: ar.MirroredStrategy, registry: Any) -> None:
     with (
         prometheus.export(pair, registry=registry, name="train"),

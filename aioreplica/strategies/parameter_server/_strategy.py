@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, final
 
 from ...cluster import ClosureEngine, DaskClosureEngine
 from ...errors import ContextError
@@ -15,6 +15,16 @@ from ._partition import PartitionFn, cut_rows
 from ._queue import ClosureQueue, ScheduledClosure
 from ._servers import Servers
 from ._variables import new_served
+
+if TYPE_CHECKING:
+    from ._runner import CoordinatorStatistics
+
+
+class Coordinator(Protocol):
+    """What a strategy knows of its coordinator."""
+
+    def statistics(self) -> CoordinatorStatistics:
+        """Return what it and the parameter servers have done; from any thread."""
 
 
 @final
@@ -82,7 +92,7 @@ class ParameterServerStrategy(Strategy):
         self._replicas_to_aggregate = replicas_to_aggregate
         self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
         self._elsewhere = Elsewhere(self._servers)
-        self._coordinator: object | None = None
+        self._coordinator: Coordinator | None = None
         self._next_step = 0  # of the synchronous mode
         self._next_closure = 0
         super().__init__(chosen_devices("ParameterServerStrategy", ["cpu:0"]))
@@ -147,7 +157,12 @@ class ParameterServerStrategy(Strategy):
 
     # ---- for its coordinator -----------------------------------------------------------------
 
-    def take_coordinator(self, coordinator: object) -> None:
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The open coordinator; None if there is none."""
+        return self._coordinator
+
+    def take_coordinator(self, coordinator: Coordinator) -> None:
         """Belong to a coordinator.
 
         Raises:
@@ -161,7 +176,7 @@ class ParameterServerStrategy(Strategy):
             )
         self._coordinator = coordinator
 
-    def drop_coordinator(self, coordinator: object, next_step: int = 0) -> None:
+    def drop_coordinator(self, coordinator: Coordinator, next_step: int = 0) -> None:
         """Belong to it no more; the next one numbers its synchronous steps from `next_step`."""
         if self._coordinator is coordinator:
             self._coordinator = None
