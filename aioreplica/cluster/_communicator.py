@@ -35,27 +35,27 @@ NOTHING = np.empty(0, np.uint8)
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """One collective of one worker; holds the array until the engine is done with it.
 
     Attributes:
         kind: Name of the method.
-        number: Of the call in its communicator, from 0; the same on every worker.
         array: What this worker brings, C-contiguous.
         op: The operator; None where nothing is reduced.
         root: Whose array is sent, in a broadcast.
         agrees: For AGREE: whether `summands` are reduced, seeing the arrays of all.
         summands: For AGREE: arrays as `array`, each combined by `op`.
+        number: Of the call in its communicator, from 0; the same on every worker.
     """
 
     kind: str
-    number: int
     array: Any
     op: ReduceOp | None = None
     root: int = 0
     agrees: Callable[[Any], bool] | None = None
     summands: Sequence[Any] = ()
+    number: int = -1
 
     def describe(self) -> str:
         """Return, for example, "all_reduce #3"."""
@@ -212,7 +212,7 @@ class Communicator(ABC):
             StallError: If a worker did not come before the timeout; at the call or the await.
             ContextError: If this communicator was closed, or no event loop is running.
         """
-        return self._launch(ALL_REDUCE, as_array(x, ALL_REDUCE), ReduceOp.parse(op))
+        return self._launch(Call(ALL_REDUCE, as_array(x, ALL_REDUCE), ReduceOp.parse(op)))
 
     def all_gather(self, x: Any) -> asyncio.Future[Any]:
         """Collect the arrays of all workers.
@@ -226,7 +226,7 @@ class Communicator(ABC):
         Raises:
             Exception: As in `all_reduce`.
         """
-        return self._launch(ALL_GATHER, as_array(x, ALL_GATHER))
+        return self._launch(Call(ALL_GATHER, as_array(x, ALL_GATHER)))
 
     def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum") -> asyncio.Future[Any]:
         """Combine the arrays of all workers, and give each worker one part along the first axis.
@@ -245,7 +245,7 @@ class Communicator(ABC):
         array = as_array(x, REDUCE_SCATTER)
         if not array.ndim:
             raise ValueError(f"reduce_scatter needs an array with an axis to cut, got {x!r}.")
-        return self._launch(REDUCE_SCATTER, array, ReduceOp.parse(op))
+        return self._launch(Call(REDUCE_SCATTER, array, ReduceOp.parse(op)))
 
     def broadcast(self, x: Any, root: int = 0) -> asyncio.Future[Any]:
         """Send the array of one worker to all.
@@ -262,7 +262,7 @@ class Communicator(ABC):
         """
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self._size:
             raise ValueError(f"root must be a rank from 0 to {self._size - 1}, got {root!r}.")
-        return self._launch(BROADCAST, as_array(x, BROADCAST), root=root)
+        return self._launch(Call(BROADCAST, as_array(x, BROADCAST), root=root))
 
     def barrier(self) -> asyncio.Future[None]:
         """Return a future that is done when every worker has called this.
@@ -270,7 +270,7 @@ class Communicator(ABC):
         Raises:
             Exception: As in `all_reduce`.
         """
-        return self._launch(BARRIER, NOTHING)
+        return self._launch(Call(BARRIER, NOTHING))
 
     def all_gather_then_reduce(
         self, x: Any, agrees: Callable[[Any], bool], summands: list[Any], op: ReduceOp | str
@@ -297,8 +297,9 @@ class Communicator(ABC):
             As for every collective.
         """
         summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
+        array = as_array(x, AGREE)
         return self._launch(
-            AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees, summands=summands
+            Call(AGREE, array, ReduceOp.parse(op), agrees=agrees, summands=summands)
         )
 
     # ---- groups, and their end -----------------------------------------------------------
@@ -418,19 +419,10 @@ class Communicator(ABC):
     async def _close(self) -> None:
         """Tell the others that this worker makes no more calls, and give resources back."""
 
-    def _launch(
-        self,
-        kind: str,
-        array: Any,
-        op: ReduceOp | None = None,
-        root: int = 0,
-        agrees: Callable[[Any], bool] | None = None,
-        summands: Sequence[Any] = (),
-    ) -> asyncio.Future[Any]:
+    def _launch(self, call: Call) -> asyncio.Future[Any]:
         self._require_open()
-        loop = running_loop(kind)
-        call = Call(kind, self._num_calls, array, op, root, agrees, summands)
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[Any] = running_loop(call.kind).create_future()
+        call.number = self._num_calls
         self._enqueue(call)
         self._num_calls += 1
         self._pending[call] = future

@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import warnings
 from abc import ABC, abstractmethod
 from asyncio import current_task
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -37,8 +36,8 @@ from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
-from ._stall import CircleWatch
-from ._table import circle_text, two_at_once_error
+from ._stall import StartedWaits
+from ._table import two_at_once_error
 
 NO_LOCK = nullcontext()
 
@@ -117,8 +116,7 @@ class MeetingPoint:
         self._replicas = replicas
         self.on_abort: list[Callable[[], None]] = []
         self.host_calls: dict[Callable[[], None], None] = {}
-        self._child_waits = 0
-        self._circles: CircleWatch | None = None
+        self._started: StartedWaits | None = None
 
     # ---- arriving ------------------------------------------------------------------------
 
@@ -314,42 +312,12 @@ class MeetingPoint:
     ) -> Callable[[], None]:
         """Record that something of a replica waits for what was started; return how that ends.
 
-        Whether a child task that waits `blocks` its replica cannot be known. If replicas may wait
-        for each other in a circle for a second, a warning shows the table.
-
         Raises:
             CancelledError: If the run is ended, because the replicas can never meet.
         """
-        replica_id = replica.replica_id
-        mismatch = self.rendezvous.wait_for_started(replica_id, generation, blocks=blocks)
-        if mismatch is not None:
-            self.run.abort_mismatch(mismatch)
-            raise asyncio.CancelledError
-        if not blocks:
-            self._child_waits += 1
-        if self._child_waits and self.loop is not None:
-            if self._circles is None:
-                self._circles = CircleWatch(self.loop, self._warn_of_circle)
-            self._circles.touch()
-        self.began_to_wait(generation)
-
-        def ended() -> None:
-            self.ended_to_wait(generation)
-            if not blocks:
-                self._child_waits -= 1
-            waited = self.rendezvous.waited_for_started
-            mismatch = waited(replica_id, generation, blocks=blocks)
-            if mismatch is not None:
-                self.run.abort_mismatch(mismatch)
-
-        return ended
-
-    def _warn_of_circle(self) -> bool:
-        if self.is_aborted or not self._child_waits or not self.rendezvous.may_be_stuck():
-            return False
-        text = circle_text(self.rendezvous.rows(), self.everyone.step)
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return True
+        if self._started is None:
+            self._started = StartedWaits(self)
+        return self._started.begin(replica, generation, blocks=blocks)
 
     def made(self, call: Call) -> None:
         """Tell observers of a call that was numbered."""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
+from ._meeting import Generation
 from ._replica import Replica
+from ._table import circle_text
+
+if TYPE_CHECKING:
+    from ._meeting_point import MeetingPoint
 
 CHECKS_PER_TIMEOUT = 8
 MAX_DEPTH = 64
@@ -59,29 +65,63 @@ class StallWatch:
 
 
 @final
-class CircleWatch:
-    """Calls `warn()` when a second has passed since the last `touch()`, until that returns true."""
+class StartedWaits:
+    """The waits of replicas for what they have started.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, warn: Callable[[], bool]) -> None:
-        self._loop = loop
-        self._warn = warn
+    Whether a child task that waits blocks its replica cannot be known. If replicas may wait for
+    each other in a circle for a second, a warning shows the table, once.
+
+    Args:
+        point: Where the replicas meet.
+    """
+
+    def __init__(self, point: MeetingPoint) -> None:
+        self._point = point
+        self._num_of_children = 0
         self._touched = 0.0
-        self._is_over = False
+        self._has_warned = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def touch(self) -> None:
-        """Count from now on."""
-        self._touched = self._loop.time()
-        if self._timer is None and not self._is_over:
-            self._timer = self._loop.call_later(CIRCLE_S, self._look)
+    def begin(
+        self, replica: Replica, generation: Generation, *, blocks: bool
+    ) -> Callable[[], None]:
+        """Record that something of a replica waits; return how that ends.
 
-    def _look(self) -> None:
+        Raises:
+            CancelledError: If the run is ended, because the replicas can never meet.
+        """
+        point, replica_id = self._point, replica.replica_id
+        mismatch = point.rendezvous.wait_for_started(replica_id, generation, blocks=blocks)
+        if mismatch is not None:
+            point.run.abort_mismatch(mismatch)
+            raise asyncio.CancelledError
+        self._num_of_children += not blocks
+        if self._num_of_children and point.loop is not None:
+            self._touched = point.loop.time()
+            if self._timer is None and not self._has_warned:
+                self._timer = point.loop.call_later(CIRCLE_S, self._look, point.loop)
+        point.began_to_wait(generation)
+
+        def ended() -> None:
+            point.ended_to_wait(generation)
+            self._num_of_children -= not blocks
+            mismatch = point.rendezvous.waited_for_started(replica_id, generation, blocks=blocks)
+            if mismatch is not None:
+                point.run.abort_mismatch(mismatch)
+
+        return ended
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        left = self._touched + CIRCLE_S - self._loop.time()
+        left = self._touched + CIRCLE_S - loop.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
-        else:
-            self._is_over = self._warn()
+            self._timer = loop.call_later(left, self._look, loop)
+            return
+        point = self._point
+        if not point.is_aborted and self._num_of_children and point.rendezvous.may_be_stuck():
+            self._has_warned = True
+            text = circle_text(point.rendezvous.rows(), point.everyone.step)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def format_stack(work: asyncio.Future[Any] | None) -> str:
