@@ -16,6 +16,7 @@ from ..collectives import Ahead, Carry, Wire, gather_bytes
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
+from ..typing import ReduceOp
 from ._communicator import Communicator
 from ._frame import (
     Agreed,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ._turns import WorkersRun
 
 T = TypeVar("T")
+NOTHING_AHEAD = Ahead(ReduceOp.SUM, [], are_lent=False)
 
 
 @final
@@ -56,7 +58,10 @@ class Operation(asyncio.Future[T]):
         caller's own arrays are being sent, it ends the wait when that is over.
     """
 
-    __slots__ = ("_ahead", "_carry", "_is_cancelled", "_run", "_then", "_where", "frame", "is_over")
+    __slots__ = (
+        "_ahead", "_carry", "_is_cancelled", "_run", "_slots", "_then", "_where", "frame",
+        "is_over",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,7 +77,8 @@ class Operation(asyncio.Future[T]):
         self._run = run
         self._where = where
         self._carry = carry
-        self._ahead = ahead
+        self._ahead = NOTHING_AHEAD if ahead is None else ahead
+        self._slots: list[bytes] | None = None
         self._is_cancelled = False  # and ends when it is over
         self._then: list[Callable[[], object]] = []
 
@@ -82,8 +88,7 @@ class Operation(asyncio.Future[T]):
         """End the wait, see above."""
         if self.done():
             return False
-        ahead = self._ahead
-        if ahead is not None and not ahead.give_back() and not is_interrupted():
+        if not self._ahead.give_back() and not is_interrupted():
             self._is_cancelled = True  # all workers are here: it is a matter of sending
             return True
         return super().cancel(msg)
@@ -158,36 +163,41 @@ class Operation(asyncio.Future[T]):
         self._send(communicator)
 
     def _send(self, communicator: Communicator) -> None:
-        """Send the frame, with what is ahead behind it if there is room."""
+        """Send the frame, with what is ahead behind it if there is room, else after it."""
         ahead, run, room = self._ahead, self._run, self._run.workers.room
         try:
             frame = self.frame = run.numbered(self.frame)
-            if ahead is None:
-                row = room.filled(frame, ())
-            elif ahead.num_bytes <= room.num_bytes:
-                row = room.filled(frame, ahead.arrays)
-            else:
-                came: asyncio.Future[Any] = communicator.all_gather_then_reduce(
-                    room.filled(frame, ()), partial(_agrees, ahead), ahead.arrays, ahead.op
-                )
-                came.add_done_callback(partial(self._came, communicator))
-                return
-            rows = communicator.all_gather(row)
-            rows.add_done_callback(partial(self._came, communicator))
+            is_behind = ahead.num_bytes <= room.num_bytes
+            behind, after = (ahead.arrays, []) if is_behind else ((), ahead.arrays)
+            came = communicator.all_gather_then_reduce(
+                room.filled(frame, behind), partial(self._look, ahead, is_behind), after, ahead.op
+            )
+            came.add_done_callback(partial(self._came, communicator))
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
 
+    def _look(self, ahead: Ahead, is_behind: bool, rows: Any) -> bool:
+        """Tell whether to reduce what follows; on the engine's thread, which then does it."""
+        slots = self._slots = slots_if_one_collective(rows)
+        if slots is None:
+            return False
+        if is_behind:
+            columns = zip(*(arrays_behind(row, ahead.arrays) for row in rows), strict=True)
+            ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
+            return False
+        ahead.begin()
+        return True
+
     def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
         """Do what follows from the frames of all workers."""
-        ahead, room = self._ahead, self._run.workers.room
-        is_behind = ahead is not None and ahead.num_bytes <= room.num_bytes
+        ahead = self._ahead
         try:
-            rows = came.result()
-            if ahead is not None and not is_behind:
-                rows, ahead.totals = rows
-            slots = slots_if_one_collective(rows)
+            rows, totals = came.result()
+            if totals is not None:
+                ahead.totals = totals
+            slots = self._slots
             if slots is None:
                 frames = list(map(Frame.decode, rows))
                 decision = decide(frames)
@@ -195,10 +205,7 @@ class Operation(asyncio.Future[T]):
                     self._spawn(self._disagree(communicator, frames, decision))
                     return
                 slots = decision.slots
-            elif ahead is not None and is_behind:
-                columns = zip(*(arrays_behind(row, ahead.arrays) for row in rows), strict=True)
-                ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
-            room.agreed(0 if ahead is None else ahead.num_bytes)
+            self._run.workers.room.agreed(ahead.num_bytes)
             found = self._carry(communicator, slots)
         except BaseException as error:
             self._break(error)
@@ -274,21 +281,13 @@ class Operation(asyncio.Future[T]):
 
     def _end(self) -> None:
         self.is_over = True
-        self._ahead, self._carry = None, _nothing  # those who wait hold nothing of the others
+        self._ahead, self._carry = NOTHING_AHEAD, _nothing  # who holds this holds no arrays
         workers = self._run.workers
         if workers.last is self:
             workers.last = None
         then, self._then = self._then, []
         for fn in then:
             self.get_loop().call_soon(fn)
-
-
-def _agrees(ahead: Ahead, rows: Any) -> bool:
-    """Tell whether the frames of all agree, and if so that arrays are read from now on."""
-    if slots_if_one_collective(rows) is None:
-        return False
-    ahead.begin()
-    return True
 
 
 def _nothing(_wire: Wire, _slots: list[bytes]) -> Any:

@@ -427,6 +427,8 @@ async def broadcast_arrays(
 
 def _sent_form(leaf: Any) -> Any:
     """Return a leaf as it is sent: a number, a NumPy array or an IndexedSlices."""
+    if type(leaf) is np.ndarray:
+        return leaf
     if isinstance(leaf, np.generic):
         return np.asarray(leaf)
     if isinstance(leaf, (*_NUMBERS, IndexedSlices)):
@@ -442,6 +444,8 @@ def _host_array(leaf: Any) -> Array:
 
 def _as_before(new: Any, leaf: Any) -> Any:
     """Return a result in the library, and on the device, of what was sent."""
+    if type(leaf) is np.ndarray:
+        return new
     if isinstance(leaf, np.generic):
         return new[()]
     if type(new) is not np.ndarray or not is_array_api_obj(leaf) or isinstance(leaf, np.ndarray):

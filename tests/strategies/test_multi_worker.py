@@ -468,9 +468,9 @@ async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
         communicator, counts = strategy.cluster_resolver, []
         send_after, followed = communicator.all_gather_then_reduce, []
 
-        def all_gather_then_reduce(*args: Any) -> Any:
-            followed.append(args)
-            return send_after(*args)
+        def all_gather_then_reduce(row: Any, agrees: Any, after: list[Any], op: Any) -> Any:
+            followed.extend(after)
+            return send_after(row, agrees, after, op)
 
         communicator.all_gather_then_reduce = all_gather_then_reduce
         for size in sizes:
