@@ -29,7 +29,7 @@ from ._engine import NOTE_BYTES, Engine, EngineCommunicator, Link, Note, has_end
 from ._exchange import Exchange, Poll
 from ._local import workers_in_words
 
-EXIT_S = 1.0  # for the others to hear why a group has ended, before this process goes
+EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
 PAIRS = 8  # workers that exchange with each other directly: measured to be faster than MPI's own
 MAX_TAG = 30_000  # every MPI has at least 32,767
 

@@ -189,7 +189,10 @@ def meet(store: Any, resolver: ClusterResolver, timeout: float | None) -> None:
                         f"of {size}. Start all with the same number."
                     )
                 waited_for.discard(each)
-        if waited_for and timeout is not None and monotonic() > start + timeout:
+        if not waited_for:
+            return
+        if timeout is not None and (monotonic() > start + timeout or store.add("stalled", 0)):
+            give_up_together(store, rank, size - len(waited_for))
             missing = tuple(sorted(waited_for))
             raise StallError(
                 f"{workers_in_words(missing)} did not come to {address} within {timeout:g} s. "
@@ -197,8 +200,15 @@ def meet(store: Any, resolver: ClusterResolver, timeout: float | None) -> None:
                 timeout_s=timeout,
                 ranks=missing,
             )
-        if waited_for:
-            sleep(JOIN_PAUSE_S)
+        sleep(JOIN_PAUSE_S)
+
+
+def give_up_together(store: Any, rank: int | None, num_present: int) -> None:
+    """Tell those who have come that time is up; worker 0 keeps the store until they know."""
+    store.add("stalled", 1)
+    end = monotonic() + LEAVE_S
+    while rank == 0 and store.add("stalled", 0) < num_present and monotonic() < end:
+        sleep(JOIN_PAUSE_S)
 
 
 def open_store(dist: Any, resolver: ClusterResolver, timeout: float | None) -> Any:
