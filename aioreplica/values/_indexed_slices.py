@@ -186,7 +186,7 @@ def _sum_duplicates(indices: Array, values: Array) -> tuple[Array, Array]:
     ascending = indices[order]
     is_first = np.ones(len(indices), bool)
     np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
-    rows = values[order[is_first]]  # not 0 + first: that would turn -0.0 into 0.0
+    rows = np.take(values, order[is_first], axis=0)  # not 0 + first: that would turn -0.0 into 0.0
     if not is_first.all():
         positions = np.empty_like(indices)
         positions[order] = np.cumsum(is_first) - 1
