@@ -160,8 +160,8 @@ class ClosureEngine(ABC):
         """Make a state on a server by calling `factory(*args)` there."""
 
     @abstractmethod
-    def submit(self, task: ClosureTask) -> Submission:
-        """Send a task to a worker; it is done at least once."""
+    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Send tasks to workers, each on its own; each is done at least once."""
 
     @abstractmethod
     async def workers(self) -> tuple[WorkerInfo, ...]:

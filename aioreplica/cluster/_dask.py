@@ -40,6 +40,9 @@ END_S = 10.0
 CONNECT_S = 5.0
 """How long a process of a local cluster tries to reach another one, before that counts as lost."""
 
+MESSAGE_BYTES = 1024 * 1024
+"""Tasks that are submitted together go to the scheduler in messages of this size or one task."""
+
 
 @final
 class DaskClosureEngine(ClosureEngine):
@@ -127,20 +130,31 @@ class DaskClosureEngine(ClosureEngine):
             actor = await future
         return _DaskState(server, actor, self._client, future)
 
-    def submit(self, task: ClosureTask) -> Submission:
-        """Send a task to a worker with the resource `W`."""
+    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Send tasks to workers with the resource `W`, up to `MESSAGE_BYTES` in one message."""
         self._look_again()
-        data = pickle.dumps(task, protocol=5)
+        found: list[Submission] = []
+        together: list[bytes] = []
+        size = 0
+        for task in tasks:
+            together.append(pickle.dumps(task, protocol=5))
+            size += len(together[-1])
+            if size >= MESSAGE_BYTES:
+                found += self._send(together)
+                together, size = [], 0
+        return found + self._send(together) if together else found
+
+    def _send(self, tasks: list[bytes]) -> list[Submission]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
-            future = self._client.submit(
+            futures = self._client.map(
                 _run_task,
-                data,
+                tasks,
                 pure=False,
-                key=f"closure-{uuid4().hex}",
+                key=[f"closure-{uuid4().hex}" for _ in tasks],
                 resources={WORKER: 1},
             )
-        return _DaskSubmission(self._client, future)
+        return [_DaskSubmission(self._client, future) for future in futures]
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Ask the scheduler, and every process for its id."""
@@ -377,6 +391,7 @@ class _DaskState(StateHandle):
         # An actor whose worker is gone waits for its future, which would wait for ever: no other
         # worker may have it.
         actor._future = None
+        self._reduced = _state_on_worker, (server, actor.key, pickle.dumps(actor, protocol=5))
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
@@ -412,7 +427,13 @@ class _DaskState(StateHandle):
         )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _DaskState, (self.server, self._actor)
+        return self._reduced
+
+
+def _state_on_worker(server: int, key: str, actor: bytes) -> _DaskState:
+    """Return a worker's handle of a state, one for all tasks: each new actor asks the scheduler."""
+    here = (_load().get_worker().address, key)
+    return _closure_worker().once(here, lambda: _DaskState(server, pickle.loads(actor)))
 
 
 @final
@@ -461,10 +482,13 @@ def _translated(error: Exception) -> Exception:
 
 def _run_task(data: bytes) -> Any:
     """Run a task in the thread that Dask has for it."""
-    name = str(_load().get_worker().name)
-    worker = REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
     task: ClosureTask = pickle.loads(data)
-    return task.run(worker)
+    return task.run(_closure_worker())
+
+
+def _closure_worker() -> ClosureWorker:
+    name = str(_load().get_worker().name)
+    return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
 
 
 def _load() -> Any:

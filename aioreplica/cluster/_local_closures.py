@@ -97,12 +97,12 @@ class LocalClosureEngine(ClosureEngine):
         self._states[server] = state = _LocalState(server, factory(*args))
         return state
 
-    def submit(self, task: ClosureTask) -> Submission:
-        """Queue a task for the next worker that is idle."""
-        submission = _LocalSubmission(self, task)
-        self._waiting.append(submission)
+    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Queue tasks for the next workers that are idle."""
+        submissions = [_LocalSubmission(self, task) for task in tasks]
+        self._waiting += submissions
         self._start_waiting()
-        return submission
+        return [*submissions]
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the servers and workers."""

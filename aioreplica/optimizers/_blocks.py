@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -129,10 +130,7 @@ def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> No
         ranges: Of any variables.
         scratch: Free memory.
     """
-    try:
-        memory = scratch.pop()
-    except IndexError:
-        memory = np.empty((2, BLOCK_BYTES), np.uint8)
+    memory = _taken(scratch)
     try:
         with np.errstate(all="ignore"):
             free, spare = memory
@@ -169,6 +167,13 @@ def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> No
         scratch.append(memory)
 
 
+def _taken(scratch: Scratch) -> Array:
+    try:
+        return scratch.pop()
+    except IndexError:
+        return np.empty((2, BLOCK_BYTES), np.uint8)
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -201,7 +206,9 @@ class TouchedRows:
     def __init__(self) -> None:
         self._last: dict[int, _Change] = {}  # by the id of the variable: arrays tell if it is gone
 
-    def bring_up_to_date(self, variable: Variable, current: Array, buffer: Array) -> None:
+    def bring_up_to_date(
+        self, variable: Variable, current: Array, buffer: Array, room: Array
+    ) -> None:
         """Make a buffer equal to the current array, by few rows if that is enough."""
         last = self._last.get(id(variable))
         if (
@@ -210,7 +217,8 @@ class TouchedRows:
             and last.before() is buffer
             and last.after() is current
         ):
-            buffer[last.rows] = current[last.rows]
+            for rows in _some_at_a_time(last.rows, current):
+                buffer[rows] = _gathered(current, rows, room)
         else:
             np.copyto(buffer, current)
 
@@ -246,24 +254,51 @@ def run_rows(
         touched: What earlier sparse updates changed.
     """
     slices: IndexedSlices = gradient.summed()
-    for variable, current, buffer in zip(group, old, new, strict=True):
-        touched.bring_up_to_date(variable, current, buffer)
-    width = max(1, slices.values[:1].size)
-    step = max(1, BLOCK_BYTES // new[0].itemsize // width)
-    for begin in range(0, len(slices.indices), step):
-        rows = slices.indices[begin : begin + step]
-        some = MergedGradient(
-            gradient.variable, [slices.values[begin : begin + step]], (0,), gradient.divisor
-        )
-        some.factor, some.limit = gradient.factor, gradient.limit
-        old_rows = [array[rows] for array in old]
-        new_rows = [np.empty_like(array) for array in old_rows]
-        if old_rows[0].size:
-            whole: Range = (some, prepared, old_rows, new_rows, 0, old_rows[0].size)
-            run_blocks(rule, [whole], scratch)
-        if not some.is_finite:
-            gradient.is_finite = False
-        for array, changed in zip(new, new_rows, strict=True):
-            array[rows] = changed
+    memory = [_taken(scratch) for _ in group]
+    try:
+        for variable, current, buffer, (room, _) in zip(group, old, new, memory, strict=True):
+            touched.bring_up_to_date(variable, current, buffer, room)
+        begin = 0
+        for rows in _some_at_a_time(slices.indices, new[0]):
+            values = slices.values[begin : begin + len(rows)]
+            begin += len(rows)
+            some = MergedGradient(gradient.variable, [values], (0,), gradient.divisor)
+            some.factor, some.limit = gradient.factor, gradient.limit
+            old_rows, new_rows = [], []
+            for array, (room, other) in zip(old, memory, strict=True):
+                old_rows.append(_gathered(array, rows, room))
+                new_rows.append(_shaped(other, old_rows[-1].shape, array.dtype))
+            if values.size:
+                whole: Range = (some, prepared, old_rows, new_rows, 0, values.size)
+                run_blocks(rule, [whole], scratch)
+            if not some.is_finite:
+                gradient.is_finite = False
+            for array, changed in zip(new, new_rows, strict=True):
+                array[rows] = changed
+    finally:
+        scratch += memory
     for variable, before, after in zip(group, old, new, strict=True):
         touched.remember(variable, before, after, slices.indices)
+
+
+def _some_at_a_time(rows: Array, array: Array) -> Iterator[Array]:
+    """Cut numbers of rows of an array into parts, whose rows fit a block unless it is one row."""
+    width = max(1, array.itemsize * math.prod(array.shape[1:]))
+    step = max(1, BLOCK_BYTES // width)
+    for begin in range(0, len(rows), step):
+        yield rows[begin : begin + step]
+
+
+def _gathered(array: Array, rows: Array, room: Array) -> Array:
+    """Copy some rows of an array, into memory that is there if they fit."""
+    if not array.flags.c_contiguous:  # `take` would copy all of it
+        return array[rows]
+    out = _shaped(room, (len(rows), *array.shape[1:]), array.dtype)
+    return array.take(rows, axis=0, out=out, mode="clip")  # they are in range; "raise" would copy
+
+
+def _shaped(room: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > room.nbytes:
+        return np.empty(shape, dtype)
+    return room[:num_bytes].view(dtype).reshape(shape)

@@ -182,12 +182,18 @@ def scatter(old: Array, slices: IndexedSlices, ufunc: np.ufunc | None) -> Array:
 
 def _sum_duplicates(indices: Array, values: Array) -> tuple[Array, Array]:
     """Return ascending unique indices and the sum of the rows of each, left to right."""
-    unique, first, inverse = np.unique(indices, return_index=True, return_inverse=True)
-    rows = np.take(values, first, axis=0)  # not 0 + first: that would turn -0.0 into 0.0
-    rest = np.ones(len(indices), bool)
-    rest[first] = False
-    _add_rows(rows, inverse[rest], values[rest])
-    return unique, rows
+    order = np.argsort(indices, kind="stable")
+    ascending = indices[order]
+    is_first = np.ones(len(indices), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    rows = np.take(values, order[is_first], axis=0)  # not 0 + first: that would turn -0.0 into 0.0
+    if not is_first.all():
+        positions = np.empty_like(indices)
+        positions[order] = np.cumsum(is_first) - 1
+        rest = np.ones(len(indices), bool)
+        rest[order[is_first]] = False
+        _add_rows(rows, positions[rest], values[rest])
+    return ascending[is_first], rows
 
 
 def _add_rows(total: Array, positions: Array, rows: Array) -> None:

@@ -102,3 +102,28 @@ async def test_a_sparse_step_allocates_by_its_rows(make: Any) -> None:
         peak = await peak_of(run)
 
     assert peak < 256 * 1024 < table.value.nbytes // 10, peak
+
+
+@reuses
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [SGD, Adam], ids=["sgd", "adam"])
+async def test_many_rows_are_gathered_in_memory_that_is_there(make: Any) -> None:
+    shape = (20_000, 64)
+    async with mirrored(1) as strategy:
+        with strategy.scope():
+            table = ar.Variable(np.ones(shape, np.float32))
+            optimizer = make()
+        rows = np.arange(0, shape[0], 5)
+        slices = ar.IndexedSlices(np.ones((len(rows), 64), np.float32), rows, shape)
+
+        async def step() -> None:
+            await optimizer.apply_gradients([(slices, table)])
+
+        async def run() -> None:
+            await strategy.run(step)
+
+        for _ in range(4):
+            await run()
+        peak = await peak_of(run)
+
+    assert peak < slices.nbytes // 4, peak

@@ -1,9 +1,14 @@
 """TouchedRows: few rows where that is enough, everything where it is not."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 import aioreplica as ar
-from aioreplica.optimizers._blocks import TouchedRows
+from aioreplica.optimizers._blocks import BLOCK_BYTES, TouchedRows
+
+ROOM = np.empty(BLOCK_BYTES, np.uint8)
 
 
 def test_only_the_rows_between_two_arrays_are_copied() -> None:
@@ -13,7 +18,7 @@ def test_only_the_rows_between_two_arrays_are_copied() -> None:
     table.commit((newer,))
     older[2] = 7.0  # shows who copies it
 
-    touched.bring_up_to_date(table, newer, older)
+    touched.bring_up_to_date(table, newer, older, ROOM)
 
     assert older[:, 0].tolist() == [0.0, 9.0, 7.0]
 
@@ -24,7 +29,7 @@ def test_other_arrays_are_copied_whole() -> None:
     for current, buffer in ((newer, other.copy()), (other, older.copy())):
         touched.remember(table, older, newer, np.array([0]))
         table.commit((newer,))
-        touched.bring_up_to_date(table, current, buffer)
+        touched.bring_up_to_date(table, current, buffer, ROOM)
         np.testing.assert_array_equal(buffer, current)
 
 
@@ -35,7 +40,7 @@ def test_it_holds_no_array() -> None:
     del older, newer
 
     buffer, current = np.zeros((2, 1)), np.full((2, 1), 3.0)
-    touched.bring_up_to_date(table, current, buffer)
+    touched.bring_up_to_date(table, current, buffer, ROOM)
 
     np.testing.assert_array_equal(buffer, current)
 
@@ -47,6 +52,23 @@ def test_only_the_very_next_write_knows_what_changed() -> None:
     for array in (newer, older, newer):  # the same two, twice round
         table.commit((array,))
 
-    touched.bring_up_to_date(table, newer, older)
+    touched.bring_up_to_date(table, newer, older, ROOM)
+
+    np.testing.assert_array_equal(older, newer)
+
+
+@pytest.mark.parametrize("width", [0, 1, BLOCK_BYTES // 8 - 1, BLOCK_BYTES // 8 + 1])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_rows_of_any_width_and_order_are_brought_up_to_date(width: int, order: Any) -> None:
+    rng = np.random.default_rng(0)
+    touched, table = TouchedRows(), ar.Variable(np.zeros((5, width)))
+    newer = np.array(rng.normal(size=(5, width)), order=order)
+    older = newer.copy()
+    rows = np.array([0, 2, 3])
+    older[rows] = 7.0
+    touched.remember(table, older, newer, rows)
+    table.commit((newer,))
+
+    touched.bring_up_to_date(table, newer, older, ROOM)
 
     np.testing.assert_array_equal(older, newer)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import aioreplica as ar
+from aioreplica.context import CLOSURE
 
 LIMIT_S = 30.0
 PAUSE_S = 0.01
@@ -89,6 +90,11 @@ def add_one(count: Any) -> int:
     """Count."""
     count.assign_add(1.0)
     return os.getpid()
+
+
+def pid_and_server() -> tuple[int, int]:
+    """Return the process, and which object the handle of the first server is."""
+    return os.getpid(), id(CLOSURE.get().closure.servers[0])
 
 
 def total(variable: Any) -> float:

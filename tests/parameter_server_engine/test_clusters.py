@@ -87,6 +87,37 @@ async def test_tls_is_passed_through() -> None:
         await check(cluster.scheduler_address, security=security)
 
 
+@asynccontextmanager
+async def own_client() -> AsyncIterator[Any]:
+    """Connect to a cluster as a user of Dask would."""
+    async with dask_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+        yield client
+
+
+async def test_small_closures_go_in_one_message_and_large_ones_apart() -> None:
+    async with own_client() as client, coordinating(client) as (_, coordinator):
+        sizes: list[int] = []
+        send = client.map
+
+        def send_and_note(fn: Any, tasks: Any, **options: Any) -> Any:
+            sizes.append(len(tasks))
+            return send(fn, tasks, **options)
+
+        client.map = send_and_note
+        large = b"x" * 2**20
+        given = [1, 2, large, large, 3]
+        remotes = [coordinator.schedule_nowait(closures.identity, (x,)) for x in given]
+        assert await coordinator.fetch(remotes) == given
+        assert sizes == [3, 1, 1]
+
+
+async def test_a_worker_has_one_handle_of_a_server_for_all_closures() -> None:
+    async with own_client() as client, coordinating(client) as (_, coordinator):
+        remotes = [await coordinator.schedule(closures.pid_and_server) for _ in range(12)]
+        pairs = set(await coordinator.fetch(remotes))
+        assert len(pairs) == len({pid for pid, _ in pairs})
+
+
 @pytest.mark.parametrize("roles", [("W", "W"), ("PS", "W")])
 async def test_too_few_parameter_servers_are_told(roles: tuple[str, ...]) -> None:
     async with dask_cluster(roles) as cluster:
@@ -114,7 +145,7 @@ async def test_an_address_without_a_scheduler_is_told(address: str) -> None:
                 pass
 
 
-@pytest.mark.parametrize("cluster", [5, b"tcp://127.0.0.1:1", object()], ids=str)
+@pytest.mark.parametrize("cluster", [5, b"tcp://127.0.0.1:1", object()], ids=type)
 async def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
     with pytest.raises(TypeError, match=r"address|Client"):
         ar.ParameterServerStrategy(cluster)

@@ -157,6 +157,13 @@ def test_many_rows_in_blocks_and_odd_layouts() -> None:
     assert turned.to_dense().tobytes() == slices.to_dense().tobytes()
 
 
+def test_rows_whose_axes_were_moved_are_added_up() -> None:
+    values = np.arange(24.0).reshape(4, 3, 2).transpose(1, 2, 0)
+    moved = ar.IndexedSlices(values, [1, 1, 0], (2, 2, 4))
+
+    assert moved.to_dense().tobytes() == naive_dense(moved).tobytes()
+
+
 def test_minus_zero_and_nan_are_kept() -> None:
     slices = ar.IndexedSlices([-0.0, np.nan], [1, 0], (2,))
 

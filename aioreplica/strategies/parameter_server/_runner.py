@@ -97,7 +97,8 @@ class ClosureRunner:
         self.room: deque[asyncio.Future[None]] = deque()
         self.idle: list[asyncio.Future[None]] = []
         self._tasks: set[OwnedTask[None]] = set()
-        self._submitting = asyncio.Lock()
+        self._outbox: list[ScheduledClosure] = []
+        self._is_sending = False
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "steps": 0}
         self._reports: list[ServerStatistics] = []
         self._next_report = REPORT_EVERY
@@ -109,7 +110,10 @@ class ClosureRunner:
             return
         for closure in self.queue.take(self._capacity()):
             self._strategy.closure_began(closure)
-            self._start(self._work(closure), f"closure {closure.number} {closure.fn_name}")
+            self._outbox.append(closure)
+        if self._outbox and not self._is_sending:
+            self._is_sending = True
+            self._start(self._send(), "closures on their way")
         while self.room and self.queue.has_room:
             waiter = self.room.popleft()
             if not waiter.done():
@@ -146,29 +150,39 @@ class ClosureRunner:
 
         task.when_done(ended)
 
-    async def _work(self, closure: ScheduledClosure) -> None:
-        """See a closure to its end."""
-        strategy, error = self._strategy, None
+    async def _send(self) -> None:
+        """Hand over what may run, in order; closures that came together are sent together."""
         try:
-            async with self._submitting:  # one after the other, in order
-                await strategy.servers.ready()
-                await strategy.servers.learn(closure.recipes)
-                if closure.state != "running":
-                    return
-                closure.submission = strategy.engine.submit(self._sent(closure))
+            while self._outbox:
+                closures, self._outbox = self._outbox, []
+                try:
+                    await self._submit(closures)
+                except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
+                    for closure in closures:
+                        self._failed(closure, error)
+        finally:
+            self._is_sending = False
+
+    async def _submit(self, closures: list[ScheduledClosure]) -> None:
+        servers = self._strategy.servers
+        await servers.ready()
+        for closure in closures:
+            await servers.learn(closure.recipes)
+        running = [closure for closure in closures if closure.state == "running"]
+        submissions = self._strategy.engine.submit([self._sent(closure) for closure in running])
+        for closure, submission in zip(running, submissions, strict=True):
+            closure.submission = submission
+            self._start(self._follow(closure), f"closure {closure.number} {closure.fn_name}")
+
+    async def _follow(self, closure: ScheduledClosure) -> None:
+        """See a closure to its end."""
+        try:
             await self._awaited(closure)
         except ClosureFailedError as failure:
-            error = error_of(failure, closure, HomeSide(strategy))
-        except Exception as failure:  # noqa: BLE001 - raised by the next schedule or join
-            error = failure
+            self._failed(closure, error_of(failure, closure, HomeSide(self._strategy)))
+        except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
+            self._failed(closure, error)
         if closure.state != "running":
-            return
-        if isinstance(error, WorkerLostError):
-            error = strategy.servers.noticed(error)
-        if error is not None:
-            self._counts["failed"] += 1
-            _settle(closure, error)
-            self.fail(error)
             return
         self._counts["finished"] += 1
         commit = self.queue.finished(closure)
@@ -180,6 +194,15 @@ class ClosureRunner:
             self._next_report = self._counts["finished"] + REPORT_EVERY
             with suppress(WorkerLostError):
                 await self.report()
+
+    def _failed(self, closure: ScheduledClosure, error: BaseException) -> None:
+        if closure.state != "running":
+            return
+        if isinstance(error, WorkerLostError):
+            error = self._strategy.servers.noticed(error)
+        self._counts["failed"] += 1
+        _settle(closure, error)
+        self.fail(error)
 
     def _sent(self, closure: ScheduledClosure) -> Closure:
         strategy = self._strategy
