@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from ..collectives import SLOT_BYTES, Ahead, Carry, Turn, no_data
 from ..errors import ReplicaRow
-from ..replica import Generation, Parts, Pending
+from ..replica import Generation, Pending
 from ._frame import Frame, FrameKind, cut_text, digest_of
 from ._operation import Operation
 from ._rows import WorkerRows
@@ -104,11 +104,9 @@ class WorkersRun:
         except BaseException:
             turn.end()
             raise
-        if type(merging) is not Pending:
-            return Pending(_in_turn(turn, merging), _as_they_are)
-        assert isinstance(merging.awaitable, asyncio.Future)  # of a turn's exchange
-        merging.awaitable.add_done_callback(turn.end)
-        return merging
+        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
+        pending.ended = turn.end
+        return pending
 
     def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
         """Take the turn after those that were taken before."""
@@ -229,7 +227,7 @@ class OpenTurn(Turn):
         finally:
             workers.merging = None
 
-    def end(self, _last: object = None) -> None:
+    def end(self) -> None:
         """Let the next turn begin."""
         if not self._ended.done():
             self._ended.set_result(None)
@@ -269,11 +267,6 @@ class InnerTurn(Turn):
     def merging(self) -> AbstractContextManager[None]:
         """Do what the turn of the merge function does."""
         return self._outer.merging()
-
-
-async def _in_turn(turn: OpenTurn, merging: Awaitable[Parts]) -> Parts:
-    with turn:
-        return await merging
 
 
 def _as_they_are(parts: Any) -> Any:

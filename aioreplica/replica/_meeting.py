@@ -31,6 +31,10 @@ Parts: TypeAlias = Sequence[Any]
 _new = object.__new__
 
 
+def _nothing() -> None:
+    return None
+
+
 @final
 class CallSite(NamedTuple):
     """Where a call was made; can stand in for the frame, which would keep its variables alive."""
@@ -47,10 +51,17 @@ class CallSite(NamedTuple):
 @final
 @dataclass(slots=True)
 class Pending:
-    """A merge that takes longer: what to await, and how its result becomes parts."""
+    """A merge that takes longer.
+
+    Attributes:
+        awaitable: What to await.
+        to_parts: Makes parts of its result.
+        ended: Called when it is over, in whatever way.
+    """
 
     awaitable: Awaitable[Any]
     to_parts: Callable[[Any], Parts]
+    ended: Callable[[], None] = _nothing
 
     def discard(self) -> None:
         """Close what will never be awaited."""

@@ -207,6 +207,9 @@ class MeetingPoint:
             parts.discard()
 
     def _merge_across(self, generation: Generation, across: AcrossWorkers) -> None:
+        if self.is_aborted:
+            self.wake_threads()
+            return
         try:
             pending = across.merge(generation)
         except Exception as error:  # noqa: BLE001 - every member raises it
@@ -261,6 +264,7 @@ class MeetingPoint:
         """
         if self.is_aborted:
             pending.discard()
+            pending.ended()
             self.wake_threads()
             return
         context = generation.calls[0].context
@@ -283,6 +287,7 @@ class MeetingPoint:
     ) -> None:
         if not self.merging.pop(generation):
             pending.discard()
+        pending.ended()
         error = error_of(task)
         if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
             parts: Parts = ()

@@ -1,6 +1,9 @@
 """What workers do to each other: failures, differences, early ends, losses, cancellations."""
 
 import asyncio
+import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -287,6 +290,52 @@ async def test_a_run_cancelled_while_its_collective_crosses_workers_leaves_the_o
 
     results = await outcomes(strategies(2, 2), [program] * 2)
     assert results[0] == 4.0
+
+
+@pytest.mark.parametrize("num_cycles", range(5))
+@pytest.mark.parametrize("what", ["merge_call", "all_gather", "all_reduce"])
+async def test_a_run_cancelled_as_its_merge_begins_leaves_nothing(
+    num_cycles: int, what: str
+) -> None:
+    """Neither a coroutine that nobody awaits nor a turn that nobody ends."""
+    runs: list[asyncio.Task[Any]] = []
+
+    async def merge(_strategy: Strategy) -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def step() -> Any:
+        await me().barrier()
+        if me().replica_id_in_sync_group == 1:
+            loop = asyncio.get_running_loop()
+            cancel: Callable[[], object] = runs[0].cancel
+            for _ in range(num_cycles):
+                cancel = partial(loop.call_soon, cancel)
+            cancel()
+        if what == "merge_call":
+            return await me().merge_call(merge)
+        if what == "all_gather":
+            return await me().all_gather(np.ones(2), axis=0)
+        return await me().all_reduce("sum", np.ones(2))
+
+    async def program(strategy: Strategy) -> Any:
+        run = asyncio.create_task(strategy.run(step))
+        if rank_of(strategy):
+            runs.append(run)
+            with pytest.raises(asyncio.CancelledError):
+                await run
+        else:
+            try:
+                await run
+            except WorkerLostError:
+                pass
+            else:  # it was over before it could hear
+                with pytest.raises(WorkerLostError, match="Worker 1 failed"):
+                    await strategy.run(meet)
+        gc.collect()  # what was never awaited is told then
+        return strategy.local_results(await strategy.run(meet))[0]
+
+    assert await on_workers(2, 1, program) == [2.0, 2.0]
 
 
 async def test_a_merge_function_that_fails_on_one_worker_ends_the_run_on_all() -> None:
