@@ -224,7 +224,12 @@ class _Group:
         if difference is not None:
             self.end(Failure(ENDED, difference, tuple(range(self.size))))
             return
-        results = _results(calls)
+        try:
+            results = _results(calls)
+        except Exception as error:  # noqa: BLE001 - nobody gets a result: it ends the group
+            text = f"{calls[0].describe()} failed: {error!r}"
+            self.end(Failure(ENDED, text, tuple(range(self.size))))
+            return
         for member in self.members:
             member._settle(calls[member.rank], results[member.rank])
 

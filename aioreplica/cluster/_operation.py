@@ -88,10 +88,14 @@ class Operation(asyncio.Future[T]):
         """End the wait, see above."""
         if self.done():
             return False
-        if not self._ahead.give_back() and not is_interrupted():
+        if not self.give_back() and not is_interrupted():
             self._is_cancelled = True  # all workers are here: it is a matter of sending
             return True
         return super().cancel(msg)
+
+    def give_back(self) -> bool:
+        """Go on without the caller's own arrays, by copies; false if they are being read."""
+        return self._ahead.give_back()
 
     def when_over(self, fn: Callable[[], object]) -> None:
         """Call something when the operation is over, or soon if it is."""
@@ -133,7 +137,8 @@ class Operation(asyncio.Future[T]):
             self._end()
             return
         workers = self._run.workers
-        before, workers.last = workers.last, self
+        before = workers.before()
+        workers.last = self
         if before is None or before.is_over:
             self._begin()
         else:

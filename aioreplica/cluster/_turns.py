@@ -105,7 +105,7 @@ class WorkersRun:
             turn.end()
             raise
         pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
-        pending.ended = turn.end
+        pending.turn = turn
         return pending
 
     def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
@@ -166,7 +166,7 @@ class OpenTurn(Turn):
         ended: To be done when this one has.
     """
 
-    __slots__ = ("_before", "_ended", "_run", "_sequence", "_signature", "_stage", "_what")
+    __slots__ = ("_before", "_ended", "_lent", "_run", "_sequence", "_signature", "_stage", "_what")
 
     def __init__(
         self,
@@ -186,6 +186,7 @@ class OpenTurn(Turn):
         self._stage = 0
         self._before = before
         self._ended = ended
+        self._lent: Operation[Any] | None = None  # what replicas' own arrays were given to
 
     def exchange(
         self,
@@ -210,6 +211,8 @@ class OpenTurn(Turn):
             return run.where(sent, name, signature)
 
         operation = Operation(run, frame, where, carry, ahead)
+        if ahead is not None:
+            self._lent = operation
         before, self._before = self._before, None
         if before is None or before.done():
             operation.enter()
@@ -226,6 +229,11 @@ class OpenTurn(Turn):
             yield
         finally:
             workers.merging = None
+
+    def give_back(self) -> Operation[Any] | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
+        lent = self._lent
+        return None if lent is None or lent.give_back() else lent
 
     def end(self) -> None:
         """Let the next turn begin."""

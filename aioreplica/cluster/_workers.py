@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
 from ..collectives import Turn, broadcast_arrays, reduce_across
 from ..context import PLACE
 from ..devices import OwnedTask
-from ..errors import ContextError, WorkerLostError
+from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..replica import summand_text
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices
@@ -176,6 +176,16 @@ class Workers:
         """The communicator, once all workers have met; before that `connect` gives it."""
         return self._communicator if self._has_greeted else None
 
+    def before(self) -> Operation[Any] | None:
+        """Return the last operation, which others wait for; None if its event loop has ended."""
+        last = self.last
+        if last is None or last.get_loop() is asyncio.get_running_loop():
+            return last
+        self.last = None
+        if self._broken is None:
+            self.break_off(RuntimeError("its event loop ended while it met the others."))
+        return None
+
     def new_run_number(self) -> int:
         """Count a run, at its first operation."""
         self._next_run += 1
@@ -201,7 +211,8 @@ class Workers:
         """Remember what made every further operation impossible, and tell the other workers."""
         self._broken = error
         if self._communicator is not None:
-            self._communicator.abort(f"worker {self.rank}: {type(error).__name__}: {error}")
+            with suppress(LoopMismatchError):  # a group of one loop, which has ended with it
+                self._communicator.abort(f"worker {self.rank}: {type(error).__name__}: {error}")
 
     def raise_if_broken(self) -> None:
         """Check that something can be sent.
@@ -260,7 +271,7 @@ class Workers:
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         async with self._queue_of_runs:
-            last, communicator = self.last, self._communicator
+            last, communicator = self.before(), self._communicator
             if last is not None:
                 await last.over()
             if self._broken is None or communicator is None or not communicator.has_failed:
@@ -304,8 +315,9 @@ class Workers:
 
     async def _leave(self) -> None:
         """Let the operations before end, and say goodbye; others may be late, or gone."""
-        if self.last is not None:
-            await self.last.over()
+        last = self.before()
+        if last is not None:
+            await last.over()
         communicator = self._communicator
         if self._broken is not None or communicator is None:
             return

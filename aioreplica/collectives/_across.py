@@ -258,7 +258,7 @@ class _Reduction:
     def _cut(self, totals: Sequence[Array], results: list[Any]) -> None:
         for group, total in zip(self._groups, totals, strict=True):
             if len(group) == 1:
-                results[group[0]] = _frozen(total)
+                results[group[0]] = _frozen(total.reshape(self._sent[group[0]].shape))
                 continue
             start = 0
             for i in group:
@@ -427,13 +427,10 @@ async def broadcast_arrays(
 
 def _sent_form(leaf: Any) -> Any:
     """Return a leaf as it is sent: a number, a NumPy array or an IndexedSlices."""
-    if type(leaf) is np.ndarray:
+    if isinstance(leaf, (*_NUMBERS, IndexedSlices)) and not isinstance(leaf, np.generic):
         return leaf
-    if isinstance(leaf, np.generic):
-        return np.asarray(leaf)
-    if isinstance(leaf, (*_NUMBERS, IndexedSlices)):
-        return leaf
-    return _host_array(leaf)
+    array = leaf if type(leaf) is np.ndarray else _host_array(leaf)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _host_array(leaf: Any) -> Array:

@@ -31,8 +31,24 @@ Parts: TypeAlias = Sequence[Any]
 _new = object.__new__
 
 
-def _nothing() -> None:
-    return None
+class Reading(Protocol):
+    """Something that reads arrays of replicas and comes to its end by itself."""
+
+    def when_over(self, fn: Callable[[], object], /) -> None:
+        """Call something at its end."""
+
+    async def over(self) -> bool:
+        """Wait for its end, through every cancellation."""
+
+
+class MergeTurn(Protocol):
+    """The turn of a merge among those of its run that meet other workers."""
+
+    def end(self) -> None:
+        """Let the next turn begin."""
+
+    def give_back(self) -> Reading | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
 
 
 @final
@@ -56,12 +72,23 @@ class Pending:
     Attributes:
         awaitable: What to await.
         to_parts: Makes parts of its result.
-        ended: Called when it is over, in whatever way.
+        turn: In which it meets other workers; None if there are none.
+        task: Waits for it, or is it; None before that.
     """
 
     awaitable: Awaitable[Any]
     to_parts: Callable[[Any], Parts]
-    ended: Callable[[], None] = _nothing
+    turn: MergeTurn | None = None
+    task: asyncio.Future[Any] | None = None
+
+    def end(self) -> None:
+        """Let those go on who wait for their turn."""
+        if self.turn is not None:
+            self.turn.end()
+
+    def reading(self) -> Reading | None:
+        """Return what still reads the replicas' own arrays; from now on nothing else will."""
+        return None if self.turn is None else self.turn.give_back()
 
     def discard(self) -> None:
         """Close what will never be awaited."""
@@ -351,7 +378,7 @@ class Generation:
         waiter: The future that all waiting tasks share; it carries no result, only the wake-up.
         watchers: Futures of tasks that wait for what was started, and may stop waiting; or None.
         timer: What ends the run if the members do not meet in time, or None.
-        task: What ends when the rest of a pending merge does, or None.
+        pending: The merge, if it takes longer, or None.
         parts: One result per member, once it is merged.
         error: What the merge raised, or None.
         traceback: Where it was raised: each member that raises it again adds its own frames.
@@ -361,7 +388,7 @@ class Generation:
     """
 
     __slots__ = (
-        "calls", "error", "first", "group", "is_merged", "missing", "parts", "task", "timer",
+        "calls", "error", "first", "group", "is_merged", "missing", "parts", "pending", "timer",
         "traceback", "visits", "waiter", "watchers",
     )  # fmt: skip
 
@@ -374,7 +401,7 @@ class Generation:
     waiter: asyncio.Future[None] | None
     watchers: list[asyncio.Future[None]] | None
     timer: asyncio.TimerHandle | None
-    task: asyncio.Future[Any] | None
+    pending: Pending | None
     parts: Parts
     error: BaseException | None
     traceback: TracebackType | None
@@ -494,7 +521,7 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     generation.visits = [None] * size
     generation.missing = size
     generation.is_merged = False
-    generation.waiter = generation.timer = generation.task = generation.error = None
+    generation.waiter = generation.timer = generation.pending = generation.error = None
     generation.watchers = None
     group.open[first.sequence] = generation
     return generation

@@ -27,7 +27,14 @@ from typing import Any, final
 from weakref import proxy
 
 from ..context import PLACE, Place
-from ..devices import CompletionQueue, Gate, Op, OpTracker, name_of_served_lane
+from ..devices import (
+    CompletionQueue,
+    Gate,
+    Op,
+    OpTracker,
+    is_interrupted,
+    name_of_served_lane,
+)
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
 from ._failure import add_note_once, error_of
@@ -264,7 +271,7 @@ class MeetingPoint:
         """
         if self.is_aborted:
             pending.discard()
-            pending.ended()
+            pending.end()
             self.wake_threads()
             return
         context = generation.calls[0].context
@@ -273,7 +280,7 @@ class MeetingPoint:
         self.merging[generation] = isinstance(task, asyncio.Future)
         if not isinstance(task, asyncio.Future):
             task = asyncio.Task(self._wait_for(generation, task), loop=self.loop, context=context)
-        generation.task = task
+        pending.task, generation.pending = task, pending
         task.add_done_callback(partial(self._merge_ended, generation, pending), context=context)
 
     async def _wait_for(self, generation: Generation, awaitable: Awaitable[Any]) -> Any:
@@ -287,7 +294,7 @@ class MeetingPoint:
     ) -> None:
         if not self.merging.pop(generation):
             pending.discard()
-        pending.ended()
+        pending.end()
         error = error_of(task)
         if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
             parts: Parts = ()
@@ -363,11 +370,16 @@ class MeetingPoint:
                 generation.give_up()
                 if generation.timer is not None:
                     generation.timer.cancel()
-        else:
-            self.wake_threads()
+        reading = None
         for generation, has_begun in tuple(self.merging.items()):
-            if has_begun and generation.task is not None:
-                generation.task.cancel()  # one that has not begun sees that the run is aborted
+            pending = generation.pending
+            if pending is not None and pending.task is not None and has_begun:
+                pending.task.cancel()  # one that has not begun sees that the run is aborted
+                reading = pending.reading() or reading
+        if reading is None or is_interrupted():
+            self.wake_threads()
+        else:
+            reading.when_over(self.wake_threads)
         for cancel in tuple(self.host_calls):
             cancel()
 
@@ -529,6 +541,9 @@ class TaskWaiter(Waiter):
             await waiter
         except asyncio.CancelledError:
             point.withdrew(replica, generation)
+            reading = None if generation.pending is None else generation.pending.reading()
+            if reading is not None:
+                await reading.over()
             if point.loop is None:  # no run waits for the merge to end
                 await point.run.restart_outside()
             raise

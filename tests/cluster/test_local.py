@@ -95,6 +95,27 @@ async def until_it_ends(c: LocalCommunicator) -> None:
         await c.all_reduce(1)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 4)])
+async def test_what_is_raised_between_frames_and_sums_ends_the_group(
+    sizes: tuple[int, int],
+) -> None:
+    async def worker(c: LocalCommunicator) -> None:
+        def agrees(_rows: Any) -> bool:
+            if sizes[0] == sizes[1] and c.rank == 0:
+                raise ZeroDivisionError("while looking")
+            return True
+
+        match = "while looking" if sizes[0] == sizes[1] else "agreement #0 failed"
+        with pytest.raises(WorkerLostError, match=match):
+            await c.all_gather_then_reduce([1], agrees, [np.ones(sizes[c.rank])], "sum")
+        with pytest.raises(WorkerLostError, match=match):
+            await c.barrier()
+        await c.aclose()
+
+    assert await by_all(2, worker) == [None, None]
+
+
 def test_an_abort_reaches_those_that_wait_and_those_that_come_later() -> None:
     async def work(c: LocalCommunicator) -> str:
         await c.barrier()

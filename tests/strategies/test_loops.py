@@ -12,8 +12,9 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import lane_table
-from aioreplica.errors import ContextError, LoopMismatchError
+from aioreplica.errors import ContextError, LoopMismatchError, WorkerLostError
 from tests.conftest import mirrored
+from tests.strategies.workers import strategies
 
 BOUND = [lambda: ar.OneDeviceStrategy("cpu:0"), lambda: mirrored(2)]
 each_kind = pytest.mark.parametrize("make", BOUND, ids=["one device", "mirrored"])
@@ -311,3 +312,32 @@ def test_the_guide_says_it_for_each_of_them() -> None:
         name = what.split(" of ")[0].split(" in ")[0].removeprefix("a view's ")
         words = {"variable.value": "reading", "variable.assign": "writing", "Variable": "variables"}
         assert words.get(name, name) in table.replace("pickling", "pickle"), what
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["runs", "closes"])
+def test_an_operation_whose_event_loop_ended_holds_up_nothing(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = strategies(2, 1)
+
+    async def leave_one_waiting() -> None:
+        await asyncio.gather(*(strategy.run(total, (1.0,)) for strategy in made))
+        entered, workers = asyncio.Event(), made[0].workers
+        assert workers is not None
+        before = workers.before
+        monkeypatch.setattr(workers, "before", lambda: entered.set() or before())
+        waiting = asyncio.create_task(made[0].run(total, (1.0,)))
+        await entered.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    async def go_on() -> None:
+        if not closes:
+            with pytest.raises(WorkerLostError, match="its event loop ended"):
+                await made[0].run(total, (1.0,))
+        with pytest.raises(LoopMismatchError):  # LocalCommunicators are of one loop
+            await made[0].aclose()
+
+    asyncio.run(leave_one_waiting())
+    asyncio.run(go_on())

@@ -450,6 +450,29 @@ async def test_a_loop_ends_on_all_workers_together() -> None:
     assert await on_workers(2, 2, program) == [[2, 2]] * 2
 
 
+@pytest.mark.parametrize("size", [3, 1000, 100_000])
+async def test_scalars_beside_arrays_keep_their_kinds_and_shapes(size: int) -> None:
+    async def step() -> Any:
+        tree = {
+            "loss": np.float32(2), "count": np.array(3), "row": np.ones((1, 1)),
+            "big": np.ones(size, ">f8"),
+        }  # fmt: skip
+        found = []
+        for _ in range(2):  # behind the frame, too
+            total = await me().all_reduce("sum", tree)
+            found.append({key: (type(x), x.dtype.str, x.shape) for key, x in total.items()})
+        return found
+
+    async def program(strategy: ar.Strategy) -> Any:
+        return strategy.local_results(await strategy.run(step))[0]
+
+    first, again = (await on_workers(2, 1, program))[0]
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        expected = (await program(strategy))[0]
+    expected["big"] = (np.ndarray, "<f8", (size,))  # what is sent is in native order
+    assert first == again == expected
+
+
 async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
     """The first time they follow in a message of their own; results and errors are the same."""
     rng = np.random.default_rng(0)

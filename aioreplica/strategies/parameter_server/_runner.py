@@ -98,7 +98,7 @@ class ClosureRunner:
         self.idle: list[asyncio.Future[None]] = []
         self._tasks: set[OwnedTask[None]] = set()
         self._outbox: list[ScheduledClosure] = []
-        self._is_sending = False
+        self._sending: OwnedTask[None] | None = None
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "steps": 0}
         self._reports: list[ServerStatistics] = []
         self._next_report = REPORT_EVERY
@@ -111,9 +111,8 @@ class ClosureRunner:
         for closure in self.queue.take(self._capacity()):
             self._strategy.closure_began(closure)
             self._outbox.append(closure)
-        if self._outbox and not self._is_sending:
-            self._is_sending = True
-            self._start(self._send(), "closures on their way")
+        if self._outbox and (self._sending is None or self._sending.is_done):
+            self._sending = self._start(self._send(), "closures on their way")
         while self.room and self.queue.has_room:
             waiter = self.room.popleft()
             if not waiter.done():
@@ -139,7 +138,7 @@ class ClosureRunner:
             self._waits_for_gate = False
         self.pump()
 
-    def _start(self, work: Any, name: str) -> None:
+    def _start(self, work: Any, name: str) -> OwnedTask[None]:
         task = OwnedTask[None](work, name)
         self._tasks.add(task)
 
@@ -149,19 +148,17 @@ class ClosureRunner:
                 self.fail(error)
 
         task.when_done(ended)
+        return task
 
     async def _send(self) -> None:
         """Hand over what may run, in order; closures that came together are sent together."""
-        try:
-            while self._outbox:
-                closures, self._outbox = self._outbox, []
-                try:
-                    await self._submit(closures)
-                except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
-                    for closure in closures:
-                        self._failed(closure, error)
-        finally:
-            self._is_sending = False
+        while self._outbox:
+            closures, self._outbox = self._outbox, []
+            try:
+                await self._submit(closures)
+            except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
+                for closure in closures:
+                    self._failed(closure, error)
 
     async def _submit(self, closures: list[ScheduledClosure]) -> None:
         servers = self._strategy.servers
@@ -332,6 +329,7 @@ class ClosureRunner:
 
     async def end_tasks(self) -> None:
         """Cancel what still runs for closures, and wait for its end."""
+        self._outbox.clear()
         for task in tuple(self._tasks):
             task.cancel()
         for task in tuple(self._tasks):
