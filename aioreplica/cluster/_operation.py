@@ -69,7 +69,7 @@ class Operation(asyncio.Future[T]):
         frame: Frame,
         where: Callable[[Frame], WorkerRows],
         carry: Carry[T],
-        ahead: Ahead | None = None,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.frame = frame
@@ -77,7 +77,7 @@ class Operation(asyncio.Future[T]):
         self._run = run
         self._where = where
         self._carry = carry
-        self._ahead = NOTHING_AHEAD if ahead is None else ahead
+        self._ahead = ahead
         self._slots: list[bytes] | None = None
         self._is_cancelled = False  # and ends when it is over
         self._then: list[Callable[[], object]] = []

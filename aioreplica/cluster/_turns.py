@@ -12,7 +12,7 @@ from ..collectives import SLOT_BYTES, Ahead, Carry, Turn, no_data
 from ..errors import ReplicaRow
 from ..replica import Generation, Pending
 from ._frame import Frame, FrameKind, cut_text, digest_of
-from ._operation import Operation
+from ._operation import NOTHING_AHEAD, Operation
 from ._rows import WorkerRows
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class OpenTurn(Turn):
         def where(sent: Frame) -> WorkerRows:
             return run.where(sent, name, signature)
 
-        operation = Operation(run, frame, where, carry, ahead)
+        operation = Operation(run, frame, where, carry, ahead or NOTHING_AHEAD)
         if ahead is not None:
             self._lent = operation
         before, self._before = self._before, None

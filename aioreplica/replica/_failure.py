@@ -1,13 +1,43 @@
-"""Which exception a failed run raises, and the notes it carries; nothing here awaits."""
+"""What ends a run, which exception it raises then, and the notes that carries."""
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from ..errors import MergeMismatchError
+
+if TYPE_CHECKING:
+    from ._meeting import Call
+    from ._rendezvous import Mismatch
+    from ._replica import Replica
+
+
+class RunControl(ABC):
+    """What a meeting point asks of the run it belongs to."""
+
+    @abstractmethod
+    def abort(self, cause: BaseException | None) -> None:
+        """End the run, raising `cause`."""
+
+    @abstractmethod
+    def abort_mismatch(self, mismatch: Mismatch, withdrew: Replica | None = None) -> None:
+        """End the run because its replicas can never meet; one may have withdrawn."""
+
+    @abstractmethod
+    def stalled(self, timeout_s: float, call: Call | None = None) -> None:
+        """End the run because replicas waited too long in a collective."""
+
+    @abstractmethod
+    def merge_ended(self) -> None:
+        """Record that the task of a merge has ended."""
+
+    @abstractmethod
+    async def restart_outside(self) -> None:
+        """Clean up after a call that was given up outside every run."""
 
 
 @final

@@ -25,9 +25,9 @@ from ..collectives import Reducer
 from ..context import PLACE, Place
 from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
 from ..telemetry import Observers, Recorder
-from ._failure import Failures, cause_of_unwinding, error_of
+from ._failure import Failures, RunControl, cause_of_unwinding, error_of
 from ._meeting import AcrossWorkers, Call, SyncGroup
-from ._meeting_point import MeetingPoint, RunControl
+from ._meeting_point import MeetingPoint
 from ._rendezvous import Mismatch, ReplicaState
 from ._replica import Replica, warn_never_awaited
 from ._stall import StallWatch, format_stack, format_thread_stack

@@ -37,7 +37,7 @@ from ..devices import (
 )
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
-from ._failure import add_note_once, error_of
+from ._failure import RunControl, add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, SyncGroup
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
@@ -47,30 +47,6 @@ from ._stall import StartedWaits
 from ._table import two_at_once_error
 
 NO_LOCK = nullcontext()
-
-
-class RunControl(ABC):
-    """What a meeting point asks of the run it belongs to."""
-
-    @abstractmethod
-    def abort(self, cause: BaseException | None) -> None:
-        """End the run, raising `cause`."""
-
-    @abstractmethod
-    def abort_mismatch(self, mismatch: Mismatch, withdrew: Replica | None = None) -> None:
-        """End the run because its replicas can never meet; one may have withdrawn."""
-
-    @abstractmethod
-    def stalled(self, timeout_s: float, call: Call | None = None) -> None:
-        """End the run because replicas waited too long in a collective."""
-
-    @abstractmethod
-    def merge_ended(self) -> None:
-        """Record that the task of a merge has ended."""
-
-    @abstractmethod
-    async def restart_outside(self) -> None:
-        """Clean up after a call that was given up outside every run."""
 
 
 @final
