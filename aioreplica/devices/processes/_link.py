@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -75,6 +76,12 @@ class Link:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
             theirs.close()
         self.process = context.made[0]
+        self._end = select.poll()
+        self._end.register(self.process.sentinel)
+
+    def has_ended(self) -> bool:
+        """Tell whether the process has, which its executor may not know yet."""
+        return bool(self._end.poll(0))
 
     def close(self) -> None:
         """End the process, and let go of its memory."""

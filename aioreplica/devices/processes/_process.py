@@ -80,11 +80,13 @@ class WorkerProcess:
             BaseException: What the call raises.
         """
         link = self._link or self._open(op)
+        if link.has_ended():  # while it had nothing to do
+            link = self._reopen(op)
         begin_s = perf_counter()
         try:
             message = self._message(link, op, fn, args, kwargs)
             future = link.executor.submit(serve, message)
-        except (BrokenProcessPool, BrokenPipeError):  # it died while it had nothing to do
+        except (BrokenProcessPool, BrokenPipeError):  # it has ended just now
             link = self._reopen(op)
             message = self._message(link, op, fn, args, kwargs)
             future = link.executor.submit(serve, message)
@@ -296,7 +298,7 @@ class WorkerProcess:
 
     def _reopen(self, op: AnyOp) -> Link:
         dead = self._link
-        assert dead is not None  # its executor was found broken
+        assert dead is not None  # it was found dead
         self.close()
         self._num_deaths += 1
         logging.getLogger("aioreplica.devices").warning(
