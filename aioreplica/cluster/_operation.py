@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import Ahead, Carry, Wire, gather_bytes
+from ..collectives import Ahead, Carry, gather_bytes, no_data
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
@@ -76,7 +76,7 @@ class Operation(asyncio.Future[T]):
         self.is_over = False
         self._run = run
         self._where = where
-        self._carry = carry
+        self._carry: Carry[Any] = carry
         self._ahead = ahead
         self._slots: list[bytes] | None = None
         self._is_cancelled = False  # and ends when it is over
@@ -286,17 +286,13 @@ class Operation(asyncio.Future[T]):
 
     def _end(self) -> None:
         self.is_over = True
-        self._ahead, self._carry = NOTHING_AHEAD, _nothing  # who holds this holds no arrays
+        self._ahead, self._carry = NOTHING_AHEAD, no_data  # who holds this holds no arrays
         workers = self._run.workers
         if workers.last is self:
             workers.last = None
         then, self._then = self._then, []
         for fn in then:
             self.get_loop().call_soon(fn)
-
-
-def _nothing(_wire: Wire, _slots: list[bytes]) -> Any:
-    return None
 
 
 def failed_error(failed: Failed) -> WorkerLostError:
