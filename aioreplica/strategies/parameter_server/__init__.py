@@ -2,6 +2,7 @@
 
 from ..._export import export_public
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
+from ._messages import CoordinatorStatistics as CoordinatorStatistics
 from ._packing import PerWorkerDataset as PerWorkerDataset
 from ._packing import PerWorkerIterator as PerWorkerIterator
 from ._packing import PerWorkerResource as PerWorkerResource
@@ -11,7 +12,6 @@ from ._partition import MinSizePartitioner as MinSizePartitioner
 from ._partition import Partitioner as Partitioner
 from ._partition import Shard as Shard
 from ._remote_value import RemoteValue as RemoteValue
-from ._runner import CoordinatorStatistics as CoordinatorStatistics
 from ._strategy import ParameterServerStrategy as ParameterServerStrategy
 from ._variables import ParameterServerVariable as ParameterServerVariable
 from ._variables import ServedVariable as ServedVariable

@@ -14,10 +14,11 @@ from anyio import WouldBlock
 
 from ...errors import ContextError, WorkerLostError
 from ...tree import map_leaves
+from ._messages import CoordinatorStatistics
 from ._packing import DatasetOf, HomeSide, PerWorkerDataset, PerWorkerResource, pack_call
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
-from ._runner import ClosureRunner, CoordinatorStatistics
+from ._runner import ClosureRunner
 from ._strategy import ParameterServerStrategy
 
 T = TypeVar("T")

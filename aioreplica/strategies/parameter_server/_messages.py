@@ -1,4 +1,4 @@
-"""What closures and the coordinator tell parameter servers."""
+"""What closures and the coordinator tell parameter servers, and what these have done."""
 
 from __future__ import annotations
 
@@ -196,3 +196,50 @@ def num_bytes(value: Any) -> int:
     if isinstance(value, IndexedSlices):
         return value.nbytes
     return int(np.asarray(value).nbytes)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CoordinatorStatistics:
+    """What a coordinator and its parameter servers have done.
+
+    Numbers from `pulls` on are those of the servers, as they were asked last: at a `join`, and
+    after every few closures.
+
+    Attributes:
+        queue_depth: Closures that wait.
+        num_running: Closures under way.
+        num_finished: Closures that ended well.
+        num_failed: Closures that raised.
+        num_cancelled: Closures that were cancelled because another one had failed.
+        num_steps: Steps applied, in synchronous mode.
+        num_retries: Runs that pushed to a server after another run of the same closure had, summed
+            over the servers. A run that was lost before it pushed, and one that comes after its
+            closure is over, are not seen.
+        pulls: Shards that were asked for.
+        pushes: Writes and gradients that took effect.
+        bytes_pulled: Sent by the servers.
+        bytes_pushed: Received by them.
+        pushes_dropped: Pushes that had been seen before, or whose closure was over.
+        pushes_late: Pushes of an older step, in synchronous mode.
+        pushes_stale: Gradients older than `max_staleness` allows.
+        max_staleness: How many versions old a gradient was at most.
+        mean_staleness: The same on average.
+    """
+
+    queue_depth: int
+    num_running: int
+    num_finished: int
+    num_failed: int
+    num_cancelled: int
+    num_steps: int
+    num_retries: int
+    pulls: int
+    pushes: int
+    bytes_pulled: int
+    bytes_pushed: int
+    pushes_dropped: int
+    pushes_late: int
+    pushes_stale: int
+    max_staleness: int
+    mean_staleness: float

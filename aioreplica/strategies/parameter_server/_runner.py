@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, final
 
 from ...devices import OwnedTask
 from ...errors import ClosureCancelledError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
-from ._messages import ServerStatistics, Stamp
+from ._messages import CoordinatorStatistics, ServerStatistics, Stamp
 from ._packing import HomeSide
 from ._queue import ClosureQueue, Commit, ScheduledClosure
 from ._remote_value import error_of
@@ -26,53 +25,6 @@ GRACE_S = 10.0
 
 REPORT_EVERY = 64
 """After so many closures the servers are asked what they have done."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class CoordinatorStatistics:
-    """What a coordinator and its parameter servers have done.
-
-    Numbers from `pulls` on are those of the servers, as they were asked last: at a `join`, and
-    after every few closures.
-
-    Attributes:
-        queue_depth: Closures that wait.
-        num_running: Closures under way.
-        num_finished: Closures that ended well.
-        num_failed: Closures that raised.
-        num_cancelled: Closures that were cancelled because another one had failed.
-        num_steps: Steps applied, in synchronous mode.
-        num_retries: Runs that pushed to a server after another run of the same closure had, summed
-            over the servers. A run that was lost before it pushed, and one that comes after its
-            closure is over, are not seen.
-        pulls: Shards that were asked for.
-        pushes: Writes and gradients that took effect.
-        bytes_pulled: Sent by the servers.
-        bytes_pushed: Received by them.
-        pushes_dropped: Pushes that had been seen before, or whose closure was over.
-        pushes_late: Pushes of an older step, in synchronous mode.
-        pushes_stale: Gradients older than `max_staleness` allows.
-        max_staleness: How many versions old a gradient was at most.
-        mean_staleness: The same on average.
-    """
-
-    queue_depth: int
-    num_running: int
-    num_finished: int
-    num_failed: int
-    num_cancelled: int
-    num_steps: int
-    num_retries: int
-    pulls: int
-    pushes: int
-    bytes_pulled: int
-    bytes_pushed: int
-    pushes_dropped: int
-    pushes_late: int
-    pushes_stale: int
-    max_staleness: int
-    mean_staleness: float
 
 
 @final

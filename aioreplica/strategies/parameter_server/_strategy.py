@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, final
+from typing import Any, Literal, NoReturn, Protocol, final
 
 from ...cluster import ClosureEngine, DaskClosureEngine
 from ...errors import ContextError
@@ -11,13 +11,11 @@ from ...values import Snapshot, StepGate, Variable, VariableOptions
 from .._mirrored import chosen_devices
 from .._strategy import Strategy
 from ._elsewhere import Elsewhere
+from ._messages import CoordinatorStatistics
 from ._partition import PartitionFn, cut_rows
 from ._queue import ClosureQueue, ScheduledClosure
 from ._servers import Servers
 from ._variables import new_served
-
-if TYPE_CHECKING:
-    from ._runner import CoordinatorStatistics
 
 
 class Coordinator(Protocol):
