@@ -1,7 +1,12 @@
-"""Forcing the order in which replicas go on."""
+"""Forcing the order in which replicas and other tasks go on."""
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+MANY = 100_000
+IDLE: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Event] = WeakKeyDictionary()
 
 
 class Sequencer:
@@ -22,3 +27,24 @@ class Sequencer:
         await self._gates[position].wait()
         if position + 1 < len(self._gates):
             asyncio.get_running_loop().call_soon(self._gates[position + 1].set)
+
+
+async def idle() -> None:
+    """Let all others run until each of them waits: for this task, a thread, a timer or a socket.
+
+    In place of a number of loop cycles, which is too small some day. Several tasks may call it;
+    they go on together. On asyncio's own loop.
+    """
+    loop: Any = asyncio.get_running_loop()
+    if (others := IDLE.get(loop)) is not None:
+        await others.wait()
+        return
+    IDLE[loop] = asyncio.Event()
+    try:
+        for _ in range(MANY):
+            if not loop._ready:  # there is no public name for it
+                return
+            await asyncio.sleep(0)
+        raise AssertionError(f"The event loop was busy for {MANY} cycles: something spins.")
+    finally:
+        IDLE.pop(loop).set()

@@ -14,6 +14,7 @@ from aioreplica import testing as art
 from aioreplica.checkpoint import CheckpointManager
 from aioreplica.errors import CheckpointNotCommittedError
 from tests.conftest import mirrored
+from tests.sequencer import idle
 
 from .simulated_files import SimulatedFiles, SimulatedStorage
 
@@ -192,8 +193,7 @@ async def test_a_save_waits_for_the_step_under_way_and_holds_the_next_one_back(
     saving = asyncio.create_task(manager.save(1, {"v": v}))
     await asyncio.sleep(0)
     second = asyncio.create_task(pair.run(step, args=(2,)))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await idle()
     assert begun == [1, 1]
     assert not saving.done()
 

@@ -34,26 +34,39 @@ async def contract(c: Communicator, argument: str) -> Any:
 async def late(c: Communicator, argument: str) -> Any:
     """Worker 1 is two seconds late; the others say what CPU time they have used by then."""
     await c.barrier()
-    if c.rank == 1:
-        await asyncio.sleep(2.0)
     start, began = time.process_time(), time.monotonic()
+    if c.rank == 1:
+        await until_said(argument, 1)
+        await asyncio.sleep(2.0)
+    else:
+        Path(argument, str(c.rank)).touch()
     await c.all_reduce(np.ones(1000))
     return {"cpu": time.process_time() - start, "waited": time.monotonic() - began}
 
 
 async def absent(c: Communicator, argument: str) -> Any:
-    """Worker 1 does not come before the timeout, and is told so afterwards."""
+    """Worker 1 comes when the timeout has told the others, and is told so as well."""
     await c.barrier()
     if c.rank == 1:
-        await asyncio.sleep(2.0)
-    return await _error_of(c)
+        await until_said(argument, c.size - 1)
+    error = await _error_of(c)
+    Path(argument, str(c.rank)).touch()
+    return error
+
+
+async def until_said(folder: str, count: int) -> None:
+    """Wait until so many workers have left their files in a folder."""
+    while len(list(Path(folder).iterdir())) < count:
+        await asyncio.sleep(0.01)
 
 
 async def aborting(c: Communicator, argument: str) -> Any:
     await c.barrier()
     if c.rank == 1:
-        await asyncio.sleep(0.3)
+        await until_said(argument, c.size - 1)
         c.abort("the disk is full")
+    else:
+        Path(argument, str(c.rank)).touch()
     return await _error_of(c)
 
 
@@ -68,9 +81,11 @@ async def closing(c: Communicator, argument: str) -> Any:
     await c.barrier()
     if c.rank == 1:
         await c.aclose()
-        await asyncio.sleep(0.5)
+        await until_said(argument, c.size - 1)  # it has not ended when the others find out
         return "closed"
-    return await _error_of(c)
+    error = await _error_of(c)
+    Path(argument, str(c.rank)).touch()
+    return error
 
 
 async def kill(c: Communicator, argument: str) -> Any:

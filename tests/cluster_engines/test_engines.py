@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,7 +32,7 @@ from tests.cluster_engines.launching import (
 )
 
 Launcher = Callable[..., Launch]
-SECONDS = 5.0
+SECONDS = 15.0  # less than the timeout of the program's calls, which nothing of this waits for
 both = pytest.mark.parametrize("launch", [mpi, gloo], ids=["mpi", "gloo"])
 
 
@@ -52,15 +53,15 @@ def test_contract_with_the_collectives_of_mpi() -> None:
 
 
 @both
-def test_waiting_costs_little(launch: Launcher) -> None:
-    early, _ = results_of(launch(2, "late"), 2)
+def test_waiting_costs_little(launch: Launcher, tmp_path: Path) -> None:
+    early, _ = results_of(launch(2, "late", str(tmp_path)), 2)
     assert early["waited"] > 1.8
     assert early["cpu"] < 0.15
 
 
 @both
-def test_who_does_not_come_is_named_to_all(launch: Launcher) -> None:
-    early, late, third = results_of(launch(3, "absent", TEST_TIMEOUT="1.5"), 3)
+def test_who_does_not_come_is_named_to_all(launch: Launcher, tmp_path: Path) -> None:
+    early, late, third = results_of(launch(3, "absent", str(tmp_path), TEST_TIMEOUT="1.5"), 3)
     for each in (early, third, late):
         assert (each["error"], each["ranks"]) == ("StallError", [1]), each
         assert "Worker 1 did not come to all_reduce #1 within 1.5 s" in each["text"]
@@ -74,8 +75,10 @@ def test_who_does_not_come_is_named_to_all(launch: Launcher) -> None:
     [("aborting", "Worker 1 ended the group: the disk is full"),
      ("raising", "Worker 1 ended the group: ValueError: bad batch")],
 )  # fmt: skip
-def test_the_reason_of_an_end_reaches_all(launch: Launcher, scenario: str, text: str) -> None:
-    launched = launch(3, scenario)
+def test_the_reason_of_an_end_reaches_all(
+    launch: Launcher, scenario: str, text: str, tmp_path: Path
+) -> None:
+    launched = launch(3, scenario, str(tmp_path))
     told = [0, 2] if scenario == "raising" else [0, 1, 2]
     assert sorted(launched.results) == told, launched.output
     for rank in told:
@@ -86,8 +89,8 @@ def test_the_reason_of_an_end_reaches_all(launch: Launcher, scenario: str, text:
 
 
 @both
-def test_a_worker_that_closes_early_is_named(launch: Launcher) -> None:
-    first, left, third = results_of(launch(3, "closing"), 3)
+def test_a_worker_that_closes_early_is_named(launch: Launcher, tmp_path: Path) -> None:
+    first, left, third = results_of(launch(3, "closing", str(tmp_path)), 3)
     assert left == "closed"
     for each in (first, third):
         assert (each["error"], each["ranks"]) == ("WorkerLostError", [1])

@@ -14,7 +14,8 @@ import aioreplica as ar
 from aioreplica.collectives import Compression, Float16, Reducer, TopK
 from aioreplica.errors import MergeMismatchError
 from aioreplica.typing import ReduceOp
-from tests.replica.gated import cycles, me, my_id
+from tests.replica.gated import me, my_id
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -506,7 +507,7 @@ async def test_a_run_cancelled_while_it_encodes_remembers_nothing(
     task = loop.create_task(pair.run(step))
     await started.wait()
     task.cancel()
-    await cycles()
+    await idle()
     assert not task.done()
     gate.set()
     with pytest.raises(asyncio.CancelledError):

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+import aioreplica.testing as art
 from aioreplica.collectives import Float16
 from aioreplica.errors import MergeMismatchError, StallError
-from tests.replica.gated import cycles, me, my_id
+from tests.replica.gated import me, my_id
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -240,52 +243,48 @@ async def test_the_strategy_s_timeout_holds_for_everything(call: Any) -> None:
     assert "#1" in caught.value.rows[0].collective
 
 
-@pytest.mark.asyncio
-async def test_a_call_s_options_replace_the_strategy_s_as_a_whole() -> None:
+def run_with(timeout_s: float, step: Callable[[], Any]) -> tuple[Any, ...]:
+    """Run a step on two replicas, in simulated time; return what each gives."""
+
+    async def main() -> tuple[Any, ...]:
+        async with strategy_with(timeout_s) as strategy:
+            return strategy.local_results(await strategy.run(step))
+
+    results: tuple[Any, ...] = art.run(main)
+    return results
+
+
+def test_a_call_s_options_replace_the_strategy_s_as_a_whole() -> None:
     """A call's without a timeout has none, though the strategy's is tiny."""
 
     async def step() -> Any:
         if my_id() == 1:
-            loop = asyncio.get_running_loop()
-            done = loop.create_future()
-            loop.call_later(5 * TINY_S, done.set_result, None)
-            await done
+            await asyncio.sleep(5 * TINY_S)
         return await me().all_reduce("sum", 1, Options(bytes_per_pack=1))
 
-    async with strategy_with(TINY_S) as strategy:
-        assert strategy.local_results(await strategy.run(step)) == (2, 2)
+    assert run_with(TINY_S, step) == (2, 2)
 
 
-@pytest.mark.asyncio
-async def test_a_longer_timeout_of_the_call_wins() -> None:
+def test_a_longer_timeout_of_the_call_wins() -> None:
     async def step() -> Any:
-        loop = asyncio.get_running_loop()
         if my_id() == 1:
-            done = loop.create_future()
-            loop.call_later(5 * TINY_S, done.set_result, None)
-            await done
+            await asyncio.sleep(5 * TINY_S)
         return await me().all_reduce("sum", 1, Options(timeout_seconds=60))
 
-    async with strategy_with(TINY_S) as strategy:
-        assert strategy.local_results(await strategy.run(step)) == (2, 2)
+    assert run_with(TINY_S, step) == (2, 2)
 
 
-@pytest.mark.asyncio
-async def test_only_waiting_for_others_counts() -> None:
+def test_only_waiting_for_others_counts() -> None:
     """A merge may take longer: everybody is there."""
 
     async def merge(_strategy: ar.Strategy) -> str:
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        loop.call_later(5 * TINY_S, done.set_result, None)
-        await done
+        await asyncio.sleep(5 * TINY_S)
         return "merged"
 
     async def step() -> Any:
         return await me().merge_call(merge)
 
-    async with strategy_with(TINY_S) as strategy:
-        assert strategy.local_results(await strategy.run(step)) == ("merged", "merged")
+    assert run_with(TINY_S, step) == ("merged", "merged")
 
 
 @pytest.mark.asyncio
@@ -296,12 +295,12 @@ async def test_no_timer_is_left(gang: ar.MirroredStrategy) -> None:
 
     async def step(fate: str) -> None:
         if my_id() == 1 and fate == "fail":
-            await cycles(3)
+            await idle()
             raise KeyError("mine")
         if my_id() == 1 and fate == "return":
             return
         if my_id() == 1 and fate == "cancel":
-            await cycles(3)
+            await idle()
             task.cancel()
             await asyncio.Event().wait()
         if fate == "started":

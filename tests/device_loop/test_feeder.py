@@ -17,7 +17,8 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, StallError
 from tests.conftest import mirrored
-from tests.replica.gated import cycles, me, my_id, spawn
+from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -410,7 +411,7 @@ async def test_numbers_of_steps_are_given_back_to_no_other_loop(pair: ar.Mirrore
     first = spawn(pair.run_steps(step, iter([1]), 5))
     await is_there.wait()
     second = spawn(pair.run_steps(nothing, iter([1, 2]), 2))
-    await cycles()
+    await idle()
     goes_on.set()
     await first
     await second
@@ -454,7 +455,7 @@ async def test_an_iterator_left_blocking_its_thread_loses_nothing(
     with pytest.raises(StallError):
         await pair.run_steps(step, iterator, 9, options=ar.RunOptions(stall_timeout=0.2))
     running = spawn(pair.run_steps(step, iterator, 9))
-    await cycles()
+    await idle()
     gate.set()
     await running
 
@@ -491,7 +492,7 @@ async def test_a_thread_ends_with_its_iterator_or_its_strategy(pair: ar.Mirrored
     assert len(input_threads()) == 2
 
     del dropped
-    await cycles()
+    await idle()
     await asyncio.to_thread(first.join, 10)
     assert (await pair.run_steps(nothing, kept, 9)).steps_run == 1
     left = iter_of(1, 2)
@@ -508,7 +509,7 @@ async def test_only_a_few_iterators_are_kept_alive(pair: ar.MirroredStrategy) ->
     for _ in range(20):
         await pair.run_steps(nothing, map(abs, range(9)), 1)
         threads += [thread for thread in input_threads() if thread not in threads]
-    await cycles()
+    await idle()
     for thread in threads[:-8]:
         await asyncio.to_thread(thread.join, 10)
     assert len(input_threads()) == 8
@@ -632,13 +633,12 @@ async def test_a_cancellation_while_the_iterator_is_closed_is_raised(
 
     running = spawn(pair.run_steps(nothing, Source(), 2))
     await asyncio.to_thread(closing_began.wait, 10)
-    for _ in range(10_000):
-        if not any(lane.running for lane in pair.statistics().lanes.values()):
-            break
-        await asyncio.sleep(0)
-    await cycles()
+    async with asyncio.timeout(60):
+        while any(lane.running for lane in pair.statistics().lanes.values()):
+            await asyncio.sleep(0)
+    await idle()
     running.cancel()
-    await cycles()
+    await idle()
     gate.set()
 
     with pytest.raises(asyncio.CancelledError):

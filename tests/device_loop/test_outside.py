@@ -19,6 +19,7 @@ from aioreplica.device_loop import current_cluster
 from aioreplica.errors import ContextError, ReplicaCancelledError, StallError
 from aioreplica.optimizers import Adam
 from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import idle
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -238,11 +239,11 @@ async def test_a_foreign_thread_is_refused(pair: ar.MirroredStrategy) -> None:
 
 
 async def test_cancelling_ends_what_the_host_awaits(pair: ar.MirroredStrategy) -> None:
-    began = asyncio.Event()
+    both_began = asyncio.Barrier(3)
     order: list[str] = []
 
     async def forever() -> None:
-        began.set()
+        await both_began.wait()
         try:
             await asyncio.Event().wait()
         finally:
@@ -255,7 +256,8 @@ async def test_cancelling_ends_what_the_host_awaits(pair: ar.MirroredStrategy) -
             order.append("device")
 
     running = spawn(pair.run(step))
-    await began.wait()
+    await both_began.wait()
+    await idle()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

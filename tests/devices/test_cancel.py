@@ -16,31 +16,13 @@ from aioreplica.devices import (
     run_on_host,
     run_on_lane,
 )
+from tests.sequencer import idle
 
 RunOn = Callable[..., Coroutine[Any, Any, Any]]
-HELD_S = 0.05  # how long an op is held while loop cycles are counted
-MAX_CYCLES = 30  # a spinning wait makes thousands in that time
-
-
-class CountingLoop(asyncio.SelectorEventLoop):
-    """A stock loop that counts its cycles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_cycles = 0
-
-    def _run_once(self) -> None:
-        self.num_cycles += 1
-        super()._run_once()  # type: ignore[misc]
 
 
 def is_draining(task: asyncio.Task[Any], op: Any) -> bool:
     return not task.done() and not op.has_ended
-
-
-async def cycles(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
@@ -74,7 +56,7 @@ async def test_a_started_op_is_waited_for(
 
     for _ in range(num_cancels):
         task.cancel()
-        await cycles()
+        await idle()
         assert is_draining(task, gated_op)
 
     gated_op.release()
@@ -90,7 +72,7 @@ async def test_two_cancels_in_one_cycle_are_one(lane: Lane, run_on: RunOn, gated
 
     task.cancel()
     task.cancel()
-    await cycles()
+    await idle()
     assert is_draining(task, gated_op)
 
     gated_op.release()
@@ -103,7 +85,7 @@ async def test_the_cancel_message_is_kept(lane: Lane, run_on: RunOn, gated_op: A
     task = asyncio.create_task(run_on(lane, gated_op))
     await gated_op.started.wait()
     task.cancel("the reason")
-    await cycles()
+    await idle()
     gated_op.release()
 
     with pytest.raises(asyncio.CancelledError, match="the reason"):
@@ -120,7 +102,7 @@ async def test_an_error_of_an_op_that_is_drained_is_dropped_quietly(
     task = asyncio.create_task(run_on(lane, gated_op))
     await gated_op.started.wait()
     task.cancel()
-    await cycles()
+    await idle()
     gated_op.release()
 
     with pytest.raises(asyncio.CancelledError):
@@ -150,7 +132,7 @@ async def test_an_outcome_in_the_cycle_of_a_cancel(cancel_first: bool, fails: bo
     task = asyncio.create_task(
         run_on_lane(shelf, CompletionQueue.of_running_loop(), divmod, args, {})
     )
-    await cycles(2)
+    await idle()
 
     assert ops[0].claim()
     ops[0].run_claimed()
@@ -210,7 +192,7 @@ async def test_asyncio_timeout_waits_for_the_op(lane: Lane, run_on: RunOn, gated
     task = asyncio.create_task(body())
     await gated_op.started.wait()
     deadline.reschedule(asyncio.get_running_loop().time())
-    await cycles()
+    await idle()
     assert is_draining(task, gated_op)
 
     gated_op.release()
@@ -233,7 +215,7 @@ async def test_after_a_drain_the_task_goes_on_if_it_catches_the_cancellation(
     task = asyncio.create_task(body())
     await gated_op.started.wait()
     task.cancel()
-    await cycles()
+    await idle()
     gated_op.release()
 
     assert await task == 11
@@ -244,7 +226,7 @@ async def test_run_on_host_is_drained_too(gated_op: Any) -> None:
     task = asyncio.create_task(run_on_host(gated_op))
     await gated_op.started.wait()
     task.cancel()
-    await cycles()
+    await idle()
     assert is_draining(task, gated_op)
 
     gated_op.release()
@@ -259,7 +241,7 @@ async def native(work: Coroutine[Any, Any, Any], op: Any) -> None:
     task = asyncio.create_task(work)
     await op.started.wait()
     task.cancel()
-    await cycles(2)
+    await idle()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -316,7 +298,7 @@ async def scope_then_native(work: Coroutine[Any, Any, Any], op: Any) -> None:
 
     task = asyncio.create_task(body())
     await op.started.wait()
-    await cycles(5)
+    await idle()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -332,19 +314,22 @@ def test_draining_does_not_spin(
     cancelled: Callable[[Coroutine[Any, Any, Any], Any], Coroutine[Any, Any, None]],
 ) -> None:
     async def main() -> None:
-        loop, op = asyncio.get_running_loop(), new_gated_op()
-        loop.call_later(HELD_S, op.release)
+        op = new_gated_op()
 
+        async def release() -> None:
+            try:
+                await op.started.wait()
+                await idle()  # which it never is while a wait spins
+            finally:
+                op.release()
+
+        releasing = asyncio.create_task(release())
         await cancelled(run_on(lane, op), op)
 
         assert op.has_ended
+        await releasing
 
-    with asyncio.Runner(loop_factory=CountingLoop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, CountingLoop)
-        runner.run(main())
-
-        assert loop.num_cycles < MAX_CYCLES
+    asyncio.run(main())
 
 
 def test_nothing_is_interrupted_in_ordinary_code() -> None:

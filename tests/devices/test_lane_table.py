@@ -90,8 +90,11 @@ def test_lane_options_hold_for_lanes_made_later(run_script: RunScript) -> None:
 
 
 FORK = """
-import asyncio, os, threading
+import asyncio, os, threading, warnings
 import aioreplica as ar
+
+# From 3.12 on the interpreter warns of the lanes' threads, which are what is under test.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 ar.set_logical_devices("cpu", 2)
 

@@ -125,7 +125,7 @@ async def test_an_op_on_a_lane_runs_however_it_is_waited_for(lane: Lane, use: st
     elif use == "create_task":
         result = await asyncio.create_task(op)
     else:
-        result = await asyncio.wait_for(op, 5)
+        result = await asyncio.wait_for(op, 60)
 
     assert result == (3, 1)
 

@@ -57,13 +57,12 @@ async def test_who_comes_later_or_was_away_gets_no_more_than_the_rest() -> None:
     clock = Clock()
     sharing = DeviceSharing(["cpu:0"], clock=clock)
     early = asyncio.create_task(keep_going(sharing, clock, 1, 1.0, 200))
-    for _ in range(100):
+    while clock.now < 50:
         await asyncio.sleep(0)
     since = clock.now
 
     late = await keep_going(sharing, clock, 1, 1.0, 200)
 
-    assert 10 <= since <= 150
     assert abs(late - (clock.now - since) / 2) <= 2
     assert await early + late == pytest.approx(clock.now)
 

@@ -217,7 +217,7 @@ async def test_a_reduction_that_an_op_completes_on_a_real_thread() -> None:
         loop.call_soon(waits.set)  # once this replica waits
         return int(await handle)
 
-    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, asyncio.timeout(2):
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy, asyncio.timeout(60):
         assert strategy.local_results(await strategy.run(step)) == (2, 2)
 
 

@@ -16,6 +16,7 @@ import aioreplica as ar
 from aioreplica.errors import ContextError
 from tests.conftest import mirrored
 from tests.input.sources import Watched, WatchedAsync
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -31,11 +32,6 @@ def source(request: pytest.FixtureRequest) -> Watched:
 @pytest.fixture(params=BUFFERS, ids=lambda size: f"buffer {size}")
 def options(request: pytest.FixtureRequest) -> ar.InputOptions:
     return ar.InputOptions(per_replica_buffer_size=request.param)
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
@@ -177,7 +173,7 @@ async def test_a_call_of_the_source_that_has_started_is_waited_for(
     task = asyncio.create_task(main())
     await started.wait()
     task.cancel()
-    await settle()
+    await idle()
     assert not task.done()
     gate.set()
     with pytest.raises(asyncio.CancelledError):
@@ -355,7 +351,7 @@ async def test_a_loop_that_waits_is_told_that_the_strategy_was_closed(options: A
         batches = strategy.distribute_dataset(never, options)
         async with batches:
             waiting = asyncio.create_task(anext(aiter(batches)))
-            await settle()
+            await idle()
             await strategy.aclose()
             with pytest.raises(ContextError, match="was closed"):
                 await waiting

@@ -11,6 +11,7 @@ import pytest
 
 import aioreplica as ar
 from tests.input.sources import Watched, WatchedAsync
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -61,8 +62,7 @@ async def test_no_more_calls_than_asked_for_are_in_progress() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        for _ in range(5):  # long enough for others to start
-            await asyncio.sleep(0)
+        await idle()  # all that may start have started
         running -= 1
         return number
 
@@ -105,8 +105,7 @@ async def test_map_reads_no_further_than_its_calls(num_parallel: int) -> None:
     async with aclosing(aiter(dataset)) as loop:
         for number in range(3):
             await anext(loop)
-            for _ in range(30):
-                await asyncio.sleep(0)
+            await idle()
             assert source.pulled == list(range(number + num_parallel))
     assert source.num_closed == 1
 
@@ -245,8 +244,7 @@ async def test_prefetch_reads_ahead_up_to_its_size() -> None:
     source = WatchedAsync(10)
     async with aclosing(aiter(ar.Dataset(source).prefetch(3))) as loop:
         await anext(loop)
-        for _ in range(30):
-            await asyncio.sleep(0)
+        await idle()
         assert source.pulled == [0, 1, 2, 3]
     assert source.num_closed == 1
 

@@ -11,6 +11,7 @@ import aioreplica as ar
 from aioreplica.errors import ContextError
 from tests.conftest import mirrored
 from tests.input.sources import Watched
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -279,8 +280,7 @@ async def test_a_cancelled_wait_for_one_replica_loses_no_batch_of_another(
         for _ in range(3):
             gates[0].release()
             waiting = asyncio.create_task(anext(loop))
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await idle()
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting

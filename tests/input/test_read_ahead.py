@@ -12,14 +12,9 @@ import aioreplica as ar
 from aioreplica.errors import ContextError
 from tests.conftest import mirrored
 from tests.input.sources import WatchedAsync, examples, split
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
-
-
-async def settle() -> None:
-    """Let everything happen that needs nothing from outside."""
-    for _ in range(30):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.asyncio
@@ -32,7 +27,7 @@ async def test_the_buffer_bounds_what_is_read_ahead(pair: ar.MirroredStrategy, s
         delivered = 0
         async for _ in batches:
             delivered += 1
-            await settle()
+            await idle()
             assert len(source.pulled) == min(10, delivered + size)
 
 
@@ -73,7 +68,7 @@ async def test_a_cancelled_wait_loses_no_batch(pair: ar.MirroredStrategy, size: 
         seen = []
         for _ in range(4):
             waiting = asyncio.create_task(anext(loop))
-            await settle()
+            await idle()
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
@@ -95,7 +90,7 @@ async def test_two_tasks_cannot_wait_in_one_loop(pair: ar.MirroredStrategy, size
     async with pair.distribute_dataset(never, options) as batches:
         loop = aiter(batches)
         waiting = asyncio.create_task(anext(loop))
-        await settle()
+        await idle()
         with pytest.raises(ContextError, match="Two tasks wait"):
             await anext(loop)
         with pytest.raises(ContextError, match="waits for a batch while another loop begins"):

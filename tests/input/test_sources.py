@@ -14,6 +14,7 @@ import aioreplica as ar
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError
 from tests.input.sources import ONE_SHOT, RESTARTABLE, Watched, WatchedAsync, examples, split
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -320,8 +321,7 @@ async def test_a_source_that_never_yields_can_be_waited_for_with_a_timeout(
         loop = aiter(batches)
         for _ in range(2):
             waiting = asyncio.create_task(anext(loop))
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await idle()
             assert not waiting.done()
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

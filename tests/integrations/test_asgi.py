@@ -421,8 +421,17 @@ def test_a_service_runs_again_on_another_loop(tmp_path: Path) -> None:
         assert (await ask(service, "GET", "/readyz")).status == 200
         assert (await post(service, "/learn", example())).json()["number"] == number
         await until_learned(made[0][1])
-        follower = asyncio.create_task(ask(service, "GET", "/events", stalls=True))
-        await asyncio.sleep(0.05)
+        is_following = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            async def send_and_tell(message: Any) -> None:
+                await send(message)
+                is_following.set()
+
+            await service(scope, receive, send_and_tell)
+
+        follower = asyncio.create_task(ask(app, "GET", "/events", stalls=True))
+        await is_following.wait()
         assert not follower.done()
         service.close()
         events = events_of((await follower).body)

@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
 async def uvicorn_and_httpx() -> None:
     server = Server(uvicorn.Config(greeting_app(), port=PORT, log_config=None))
     running = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+    while not server.started:
         await asyncio.sleep(0.05)
     async with httpx.AsyncClient(base_url=f"http://localhost:{PORT}", verify=False) as client:
         answers = await asyncio.gather(*[client.get(f"/{number}") for number in range(2)])

@@ -111,7 +111,8 @@ async def cancelled_close(program: Counting) -> None:
     program.learner.step_fn = never
     program.learner.resume()
     closing = asyncio.create_task(program.learner.aclose())
-    await asyncio.sleep(0.02)
+    while program.learner.state != "closing":
+        await asyncio.sleep(0)
     closing.cancel()
     await asyncio.wait([closing])
 

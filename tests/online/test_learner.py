@@ -152,29 +152,31 @@ async def test_it_works_under_every_strategy(strategy: ar.Strategy) -> None:
     assert total.value == learner.snapshot()[total] == 28.0
 
 
-@pytest.mark.asyncio
-async def test_pausing_waits_for_the_step_and_keeps_taking_examples() -> None:
-    entered, go = asyncio.Event(), asyncio.Event()
+def test_pausing_waits_for_the_step_and_keeps_taking_examples() -> None:
+    async def main() -> None:
+        entered, go = asyncio.Event(), asyncio.Event()
 
-    async def step(ctx: ar.ReplicaContext, batch: Any) -> None:
-        entered.set()
-        await go.wait()
+        async def step(ctx: ar.ReplicaContext, batch: Any) -> None:
+            entered.set()
+            await go.wait()
 
-    async with Counting() as program:
-        learner = program.learner
-        learner.step_fn = step
-        first = await learner.submit(example(0))
-        await entered.wait()
-        pausing = asyncio.create_task(learner.pause())
-        await asyncio.sleep(0)
-        assert not pausing.done()
-        go.set()
-        await pausing
-        assert first.is_done
-        second = await learner.submit(example(1))
-        await asyncio.sleep(0.03)
-        assert (learner.state, second.is_done, learner.is_ready) == ("paused", False, True)
-    assert await second == 2  # closing learns what was taken
+        async with Counting() as program:
+            learner = program.learner
+            learner.step_fn = step
+            first = await learner.submit(example(0))
+            await entered.wait()
+            pausing = asyncio.create_task(learner.pause())
+            await asyncio.sleep(1.0)
+            assert not pausing.done()
+            go.set()
+            await pausing
+            assert first.is_done
+            second = await learner.submit(example(1))
+            await asyncio.sleep(1.0)
+            assert (learner.state, second.is_done, learner.is_ready) == ("paused", False, True)
+        assert await second == 2  # closing learns what was taken
+
+    art.run(main)
 
 
 @pytest.mark.asyncio
@@ -221,8 +223,8 @@ async def test_closing_that_is_cancelled_undoes_the_step_and_tells_the_tickets()
         await entered.wait()
         waiting = asyncio.create_task(learner.submit_many([example(1)] * 50))
         closing = asyncio.create_task(learner.aclose())
-        await asyncio.sleep(0.01)
-        assert learner.state == "closing"
+        while learner.state != "closing":
+            await asyncio.sleep(0)
         with pytest.raises(ContextError, match="is closed"):
             await learner.submit(example(3))
         closing.cancel()

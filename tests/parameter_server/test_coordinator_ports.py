@@ -242,7 +242,7 @@ async def test_done_raises_the_error_when_all_is_over(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="bad batch"):
         await bad.fetch()
     with pytest.raises(ValueError, match="bad batch"):  # noqa: PT012
-        while not cluster.coordinator.done():  # noqa: ASYNC110
+        while not cluster.coordinator.done():
             await asyncio.sleep(0)
     assert cluster.coordinator.done()
     await cluster.coordinator.join()

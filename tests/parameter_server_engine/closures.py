@@ -47,7 +47,7 @@ class FileGate:
     async def reached(self, num_closures: int = 1) -> list[int]:
         """Wait until so many closures have come in all."""
         async with asyncio.timeout(LIMIT_S):
-            while len(self.pids()) < num_closures:  # noqa: ASYNC110 (other processes do it)
+            while len(self.pids()) < num_closures:
                 await asyncio.sleep(PAUSE_S)
         return self.pids()
 

@@ -59,7 +59,7 @@ async def kill(pid: int) -> None:
     """End a process as the kernel does, and wait until it is gone."""
     os.kill(pid, signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
-        while is_alive(pid):  # noqa: ASYNC110 (the kernel tells no event)
+        while is_alive(pid):
             await asyncio.sleep(PAUSE_S)
 
 

@@ -19,7 +19,7 @@ def my_id() -> int:
     return me().replica_id_in_sync_group
 
 
-async def cycles(count: int = 20) -> None:
+async def cycles(count: int) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -38,7 +38,7 @@ class GatedOp:
 
     def __call__(self) -> str:
         self.started.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.ended += 1
         return "done"
 

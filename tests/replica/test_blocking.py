@@ -14,7 +14,8 @@ from aioreplica.errors import ContextError, MergeMismatchError, StallError
 from aioreplica.optimizers import Adam
 from aioreplica.replica import BlockingContext
 from tests.conftest import mirrored
-from tests.replica.gated import cycles, me, my_id, spawn
+from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import idle
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -256,7 +257,7 @@ async def test_large_gradients_are_applied_without_the_loop(compression: Any) ->
             applied.set()
 
         run = spawn(pair.run(step))
-        await cycles()
+        await idle()
         assert applied.wait(10)  # the event loop does nothing meanwhile
         await run
 
@@ -559,7 +560,7 @@ async def test_cancelling_wakes_parked_threads(gang: ar.MirroredStrategy) -> Non
 
     task = spawn(gang.run(step))
     await asyncio.to_thread(parked.wait, 10)
-    await cycles()
+    await idle()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -614,12 +615,14 @@ async def test_closing_the_strategy_ends_the_run() -> None:
 
 async def test_a_collective_has_a_timeout(pair: ar.MirroredStrategy) -> None:
     gate = threading.Event()
-    asyncio.get_running_loop().call_later(0.1, gate.set)
 
     def step() -> None:
-        if my_id() == 0:
-            assert gate.wait(10)
-        blocking().all_reduce("sum", 1, ar.CommunicationOptions(timeout_seconds=0.02))
+        try:
+            if my_id() == 0:
+                assert gate.wait(10)
+            blocking().all_reduce("sum", 1, ar.CommunicationOptions(timeout_seconds=0.02))
+        finally:
+            gate.set()  # by the one that has waited, when its run was ended
 
     with pytest.raises(StallError, match=r"all_reduce #1 .* found no partners for 0\.02 s"):
         await pair.run(step)
@@ -651,7 +654,7 @@ async def test_an_async_run_goes_on_beside_a_blocking_one(gang: ar.MirroredStrat
         return await me().all_reduce("sum", np.ones(2**20))
 
     held = spawn(gang.run(plain))
-    await cycles()
+    await idle()
     beside = await gang.run(awaiting)  # reductions do not queue behind the held threads
     gate.set()
 
@@ -670,7 +673,7 @@ async def test_a_queued_gang_can_be_cancelled(pair: ar.MirroredStrategy) -> None
     held = spawn(pair.run(first))
     await asyncio.to_thread(started.wait, 10)
     queued = spawn(pair.run(lambda: blocking().barrier()))
-    await cycles()
+    await idle()
     queued.cancel()
     with pytest.raises(asyncio.CancelledError):
         await queued

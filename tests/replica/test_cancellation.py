@@ -1,6 +1,7 @@
 """Cancelling a run: everything drains, nothing is left behind, the same cancellation goes on."""
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import aioreplica as ar
 from tests.replica.gated import GatedOp, cycles, me, my_id, spawn
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -80,7 +82,7 @@ async def test_every_replica_unwinds(gang: ar.MirroredStrategy) -> None:
             unwound.append(my_id())
 
     task = spawn(gang.run(step))
-    await cycles()
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -97,14 +99,14 @@ async def test_the_merge_task_is_cancelled_too(gang: ar.MirroredStrategy) -> Non
         try:
             await asyncio.Event().wait()
         finally:
-            await cycles(3)
+            await idle()
             story.append("unwound")
 
     async def step() -> None:
         await me().merge_call(merge)
 
     task = spawn(gang.run(step))
-    await cycles()
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -124,7 +126,7 @@ async def test_a_merge_cancelled_before_its_first_step_leaves_no_warning(
 
     async def step() -> None:
         if my_id() == gang.num_replicas_in_sync - 1:
-            await cycles(3)
+            await idle()
             closing.set()
         await me().merge_call(merge)
 
@@ -144,11 +146,14 @@ async def test_a_merge_cancelled_before_its_first_step_leaves_no_warning(
 @pytest.mark.asyncio
 async def test_asyncio_timeout_inside_a_task_group(strategy: ar.Strategy) -> None:
     async def step() -> None:
+        loop.call_soon(limit.reschedule, loop.time())
         await asyncio.Event().wait()
+
+    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
 
     async def child() -> str:
         try:
-            async with asyncio.timeout(0.001):
+            async with limit:
                 await strategy.run(step)
         except TimeoutError:
             return "timeout"
@@ -162,9 +167,10 @@ async def test_asyncio_timeout_inside_a_task_group(strategy: ar.Strategy) -> Non
 @pytest.mark.asyncio
 async def test_anyio_move_on_after(strategy: ar.Strategy) -> None:
     async def step() -> None:
+        asyncio.get_running_loop().call_soon(setattr, scope, "deadline", 0.0)
         await (me().barrier() if my_id() else asyncio.Event().wait())
 
-    with anyio.move_on_after(0.001) as scope:
+    with anyio.move_on_after(math.inf) as scope:
         await strategy.run(step)
 
     assert scope.cancelled_caught
@@ -185,9 +191,10 @@ async def test_an_anyio_scope_that_is_cancelled(strategy: ar.Strategy, in_flight
         if in_flight:
             assert await ar.run_on_host(op.started.wait, 10)
         else:
-            await cycles()
+            await idle()
         group.cancel_scope.cancel()
-        asyncio.get_running_loop().call_later(0.002, op.gate.set)
+        opener = spawn(idle())
+        opener.add_done_callback(lambda _: op.gate.set())
 
     assert op.ended == in_flight
     assert strategy.statistics().num_active == 0
@@ -199,7 +206,7 @@ async def test_a_failing_neighbour_in_a_task_group(strategy: ar.Strategy) -> Non
         await asyncio.Event().wait()
 
     async def neighbour() -> None:
-        await cycles()
+        await idle()
         raise ValueError("neighbour")
 
     async def both() -> None:
@@ -233,7 +240,7 @@ async def test_one_that_swallows_its_cancellation_is_stopped_by_the_next_await(
 ) -> None:
     story: list[str] = []
     task = spawn(strategy.run(swallow_once(lambda: me().barrier(), story)))
-    await cycles()
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -248,7 +255,7 @@ async def test_one_that_swallows_its_cancellation_is_cancelled_again(
 ) -> None:
     story: list[str] = []
     task = spawn(strategy.run(swallow_once(asyncio.Event().wait, story)))
-    await cycles()
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -260,9 +267,9 @@ async def test_one_that_swallows_its_cancellation_is_cancelled_again(
 async def test_a_second_cancellation_reaches_it_at_once(strategy: ar.Strategy) -> None:
     story: list[str] = []
     task = spawn(strategy.run(swallow_once(asyncio.Event().wait, story)))
-    await cycles()
+    await idle()
     task.cancel()
-    await cycles()
+    await idle()
     assert not task.done()
     task.cancel()
 
@@ -291,7 +298,7 @@ async def test_children_of_a_replica_wake_too(gang: ar.MirroredStrategy) -> None
             await asyncio.wait([waiting])
 
     task = spawn(gang.run(step))
-    await cycles()
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -10,7 +10,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
-from tests.sequencer import Sequencer
+from tests.sequencer import Sequencer, idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -233,8 +233,7 @@ async def test_giving_up_in_the_cycle_in_which_the_last_one_arrives(
             waiting.append(asyncio.get_running_loop().create_task(child()))
             await asyncio.gather(*waiting, return_exceptions=True)
             return
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await idle()
         waiting[0].cancel()
         await me().barrier()
 
@@ -249,15 +248,18 @@ async def test_giving_up_during_an_async_merge_is_a_mismatch(gang: ar.MirroredSt
     ended: list[str] = []
 
     async def merge(_strategy: ar.Strategy) -> None:
+        limit.reschedule(0.0)
         try:
             await asyncio.Event().wait()
         finally:
             ended.append("merge")
 
+    limit = asyncio.timeout(None)
+
     async def step() -> None:
         if my_id() == 1:
             with suppress(TimeoutError):
-                async with asyncio.timeout(0.01):
+                async with limit:
                     await me().merge_call(merge)
             return
         await me().merge_call(merge)
@@ -357,14 +359,12 @@ async def test_returning_while_a_child_task_waits_ends_the_run(
             await call
             return
         children.append(asyncio.get_running_loop().create_task(call))
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await idle()
 
     try:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await pair.run(step)
     except MergeMismatchError:
         pass
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await idle()
     assert [child.done() for child in children] == [True] * len(children)

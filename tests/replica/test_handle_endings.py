@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from tests.replica.gated import cycles, here, me, my_id, spawn
-from tests.sequencer import Sequencer
+from tests.replica.gated import here, me, my_id, spawn
+from tests.sequencer import Sequencer, idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -148,7 +148,7 @@ async def test_a_cancelled_await_can_be_repeated(pair: ar.MirroredStrategy) -> N
             return await handle
 
         task = spawn(wait())
-        await cycles(3)
+        await idle()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -173,8 +173,10 @@ async def test_a_local_timeout_gives_nothing_up(pair: ar.MirroredStrategy) -> No
         with anyio.move_on_after(0) as scope:
             await handle
         assert scope.cancelled_caught
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(handle, 0.001)
+        waiting = spawn(asyncio.wait_for(handle, 60))
+        await idle()
+        waiting.cancel()
+        await asyncio.wait([waiting])
         gave_up.set()
         return await handle
 
@@ -196,9 +198,9 @@ async def test_one_of_two_waiting_tasks_is_cancelled(pair: ar.MirroredStrategy) 
             return await handle
 
         tasks = [spawn(wait()), spawn(wait())]
-        await cycles(3)
+        await idle()
         tasks[0].cancel()
-        await cycles(3)
+        await idle()
         cancelled.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[0], asyncio.CancelledError)
@@ -222,7 +224,7 @@ async def test_a_replica_fails_with_handles_in_flight(
     async def step() -> None:
         handles = [me().start_all_reduce("sum", np.ones(size)) for _ in range(2)]
         if my_id() == 1:
-            await cycles(2)
+            await idle()
             raise ValueError("mine")
         try:
             if others == "awaiting":
@@ -281,14 +283,14 @@ async def test_a_child_task_left_behind_with_a_handle_ends(gang: ar.MirroredStra
 
     async def step() -> None:
         if my_id() == 1:
-            await cycles(5)
+            await idle()
             raise ValueError("mine")
         children.append(spawn(wait(me().start_all_reduce("sum", 1))))
         await asyncio.Event().wait()
 
     with pytest.raises(ValueError, match="mine"):
         await gang.run(step)
-    await cycles()
+    await idle()
 
     assert [child.done() for child in children] == [True] * len(children)
     assert all(child.cancelled() for child in children)
@@ -338,7 +340,7 @@ async def test_asyncio_says_nothing_of_a_failed_merge(strategy: ar.Strategy) -> 
 
     with pytest.raises(KeyError):
         await strategy.run(step)
-    await cycles(3)
+    await idle()
     gc.collect()
     assert said == []
 

@@ -18,6 +18,7 @@ import aioreplica.testing as art
 from aioreplica.errors import MergeMismatchError, StallError
 from tests.replica.gated import cycles, me, my_id
 from tests.replica.simulated import program, simulate
+from tests.sequencer import idle
 
 # ---- what a future has -------------------------------------------------------------------------
 
@@ -412,7 +413,7 @@ def test_the_arguments_are_let_go_in_the_run_once_it_is_done() -> None:
         await me().start_all_reduce("sum", value)
         del value
         await me().barrier()
-        await cycles(3)
+        await idle()
         gc.collect()
         return gone() is None
 

@@ -12,8 +12,8 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
-from tests.replica.gated import GatedOp, cycles, here, me, my_id, spawn
-from tests.sequencer import Sequencer
+from tests.replica.gated import GatedOp, here, me, my_id, spawn
+from tests.sequencer import Sequencer, idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -176,16 +176,18 @@ async def test_a_handle_says_whether_it_is_done(pair: ar.MirroredStrategy) -> No
 async def test_starting_does_not_wait_for_anybody(pair: ar.MirroredStrategy) -> None:
     """Replica 0 starts and goes on for long before replica 1 starts."""
     story: list[str] = []
+    is_further = asyncio.Event()
 
     async def step() -> int:
         if my_id():
-            await cycles()
+            await is_further.wait()
         handle = me().start_all_reduce("sum", 1)
         story.append(f"{my_id()} went on")
         if not my_id():
-            await cycles(5)
+            await idle()
             story.append("0 is further")
             assert not handle.done()
+            is_further.set()
         return await handle
 
     assert pair.local_results(await pair.run(step)) == (2, 2)
@@ -609,6 +611,6 @@ async def test_arguments_are_let_go_after_the_run(strategy: ar.Strategy) -> None
         await me().start_all_reduce("sum", mine)
 
     await strategy.run(step)
-    await cycles(3)
+    await idle()
 
     assert [ref() for ref in alive] == [None] * len(alive)

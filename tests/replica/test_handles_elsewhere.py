@@ -10,7 +10,8 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import MergeMismatchError, StallError
-from tests.replica.gated import cycles, me, my_id, spawn
+from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -24,7 +25,7 @@ async def test_a_clash_names_the_line_of_a_start_that_is_not_awaited(
 
     async def step() -> None:
         if my_id() == 1:
-            await cycles(3)
+            await idle()
             me().start_all_reduce("min", 1)
         else:
             sites.append(f"{__file__}:{inspect.currentframe().f_lineno + 1}")
@@ -54,7 +55,7 @@ async def test_a_circle_behind_a_handle_that_is_complete(triple: ar.MirroredStra
             await asyncio.gather(everybody, both)
             return await me().barrier()
         if my_id() == 2:
-            await cycles(5)
+            await idle()
         first = me().start_all_reduce("sum", 1)
         await me().barrier()
         if my_id() == 2:
@@ -78,11 +79,12 @@ async def test_a_child_task_that_waits_holds_up_nobody(
     async def step() -> Any:
         if my_id() == 0:
             child = spawn(wait(me().group([0, 1]).start_all_reduce("sum", 1)))
-            await cycles(0 if started_early else 10)
+            if not started_early:
+                await idle()
             everybody = await me().start_all_reduce("sum", 1)
             return [everybody, await child]
         if started_early:
-            await cycles(10)
+            await idle()
         everybody = await me().start_all_reduce("sum", 1)
         if my_id() == 1:
             return [everybody, await me().group([0, 1]).start_all_reduce("sum", 1)]

@@ -9,7 +9,8 @@ import pytest
 
 import aioreplica as ar
 from tests.conftest import mirrored
-from tests.replica.gated import cycles, me, my_id, spawn
+from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import idle
 
 
 class SlowLoop(asyncio.SelectorEventLoop):
@@ -87,7 +88,7 @@ def test_a_host_function_does_not_begin_after_its_run_was_cancelled() -> None:
             assert loop.posted.wait(10)  # while this holds up the loop
             with pytest.raises(asyncio.CancelledError):
                 await run
-            await cycles(40)
+            await idle()
 
     with asyncio.Runner(loop_factory=SlowLoop) as runner:
         runner.run(main())

@@ -14,6 +14,7 @@ import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
 from tests.replica.gated import GatedOp, cycles, me, my_id, spawn
 from tests.replica.simulated import simulate
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -37,15 +38,21 @@ def named(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 @pytest.mark.parametrize("who", [0, 1])
 async def test_a_started_op_is_named_and_waited_for(pair: ar.MirroredStrategy, who: int) -> None:
     op, children = GatedOp(), []
+    returns = asyncio.Event()
 
     async def step() -> None:
         if my_id() == who:
             children.append(named(run_op(op)))
             await asyncio.to_thread(op.started.wait, 10)
-            asyncio.get_running_loop().call_later(0.01, op.gate.set)
+            returns.set()
 
+    run = spawn(pair.run(step))
+    await returns.wait()
+    await idle()
+    assert not run.done()
+    op.gate.set()
     with pytest.raises(ContextError, match="unfinished") as caught:
-        await pair.run(step)
+        await run
 
     assert op.ended == 1
     text = str(caught.value)
@@ -60,6 +67,7 @@ async def test_a_queued_op_never_starts(gang: ar.MirroredStrategy) -> None:
     held: list[GatedOp] = []
     queued: list[GatedOp] = []
     children: list[asyncio.Task[Any]] = []
+    returns = asyncio.Event()
 
     async def step() -> None:
         first, second = GatedOp(), GatedOp()
@@ -69,11 +77,15 @@ async def test_a_queued_op_never_starts(gang: ar.MirroredStrategy) -> None:
         children.append(spawn(run_op(second)))
         await asyncio.to_thread(first.started.wait, 10)
         await me().barrier()
-        for op in held:
-            asyncio.get_running_loop().call_later(0.01, op.gate.set)
+        returns.set()
 
+    run = spawn(gang.run(step))
+    await returns.wait()
+    await idle()
+    for op in held:
+        op.gate.set()
     with pytest.raises(ContextError, match=r"GatedOp on cpu:\d.* and 1 more is unfinished"):
-        await gang.run(step)
+        await run
 
     assert [op.ended for op in held] == [1] * len(held)
     assert not any(op.started.is_set() for op in queued)
@@ -85,7 +97,7 @@ async def test_a_child_issues_nothing_more(pair: ar.MirroredStrategy) -> None:
     """A loop of ops in a child that keeps its context ends after the one that was in flight."""
     ops: list[int] = []
     children: list[asyncio.Task[None]] = []
-    gate = GatedOp()
+    gate, returns = GatedOp(), asyncio.Event()
 
     async def loop_of_ops() -> None:
         ctx = me()
@@ -97,10 +109,14 @@ async def test_a_child_issues_nothing_more(pair: ar.MirroredStrategy) -> None:
         if my_id():
             children.append(spawn(loop_of_ops()))
             await asyncio.to_thread(gate.started.wait, 10)
-            asyncio.get_running_loop().call_later(0.01, gate.gate.set)
+            returns.set()
 
+    run = spawn(pair.run(step))
+    await returns.wait()
+    await idle()
+    gate.gate.set()
     with pytest.raises(ContextError, match="unfinished"):
-        await pair.run(step)
+        await run
     await asyncio.wait(children)
     assert ops == []
     assert children[0].cancelled() or isinstance(children[0].exception(), ContextError)
@@ -117,16 +133,20 @@ def test_an_op_that_has_ended_in_time_is_no_error() -> None:
 
 @pytest.mark.asyncio
 async def test_the_op_of_another_replica_is_its_own_affair(pair: ar.MirroredStrategy) -> None:
-    op = GatedOp()
+    op, returns = GatedOp(), asyncio.Event()
 
     async def step() -> str:
         if my_id():
-            asyncio.get_running_loop().call_later(0.01, op.gate.set)
             return str(await run_op(op))
         await asyncio.to_thread(op.started.wait, 10)
+        returns.set()
         return "returned"
 
-    assert pair.local_results(await pair.run(step)) == ("returned", "done")
+    run = spawn(pair.run(step))
+    await returns.wait()
+    await idle()
+    op.gate.set()
+    assert pair.local_results(await run) == ("returned", "done")
 
 
 @pytest.mark.asyncio

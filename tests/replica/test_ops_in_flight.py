@@ -12,8 +12,9 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.errors import MergeMismatchError, StallError
+from tests.sequencer import idle
 
-LIMIT_S = 10
+LIMIT_S = 60
 
 
 class Gate:
@@ -50,8 +51,7 @@ async def cancel_later(task: asyncio.Task[Any], gate: Gate) -> None:
     """Cancel once the op has started, and see that the task goes on until the op has ended."""
     await gate.started.wait()
     task.cancel()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await idle()
     assert not task.done()
     gate.open()
     with pytest.raises(asyncio.CancelledError):
@@ -101,8 +101,7 @@ async def test_a_failed_run_waits_for_a_started_op_and_takes_queued_ones_back(
 
     task = asyncio.get_running_loop().create_task(solo.run(step))
     await gate.started.wait()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await idle()
     assert not task.done()
     gate.open()
 
@@ -143,20 +142,21 @@ async def test_an_anyio_scope_around_gathered_ops_is_left_after_them(
     gate = Gate()
     gates.append(gate)
 
-    async def main() -> None:
-        async def step() -> None:
-            run = me().run_on_device
-            await asyncio.gather(run(gate), run(gate))
+    async def step() -> None:
+        run = me().run_on_device
+        await asyncio.gather(run(gate), run(gate))
 
-        with anyio.CancelScope() as scope:
-            gate.loop.call_soon(lambda: None)
-            task = asyncio.get_running_loop().create_task(gate.started.wait())
-            task.add_done_callback(lambda _: scope.cancel())
-            gate.loop.call_later(0.01, gate.open)
-            await solo.run(step)
-        assert gate.num_ended == 1
+    async def cancel_and_open() -> None:
+        await gate.started.wait()
+        scope.cancel()
+        await idle()
+        gate.open()
 
-    await main()
+    opener = asyncio.get_running_loop().create_task(cancel_and_open())
+    with anyio.CancelScope() as scope:
+        await solo.run(step)
+    assert gate.num_ended == 1
+    await opener
 
 
 def test_ops_that_end_are_progress() -> None:
@@ -194,8 +194,7 @@ async def test_one_that_cancelled_itself_before_it_arrived_is_the_one_that_withd
             assert task is not None
             task.cancel()
         elif me().replica_id_in_sync_group == 2:
-            for _ in range(8):
-                await asyncio.sleep(0)
+            await asyncio.Event().wait()  # the last one never comes
         await me().barrier()
 
     with pytest.raises(MergeMismatchError, match="Replica 1 withdrew from barrier #1"):
@@ -221,8 +220,7 @@ async def test_a_task_that_is_about_to_call_is_not_blamed(pair: ar.MirroredStrat
             async with asyncio.TaskGroup() as group:
                 group.create_task(me().barrier())
         elif me().replica_id_in_sync_group == 0:
-            for _ in range(8):
-                await asyncio.sleep(0)
+            await idle()
 
     with pytest.raises(MergeMismatchError, match="Replica 0 returned while replica 1 waits"):
         await pair.run(step)
@@ -233,11 +231,12 @@ async def test_a_context_outside_runs_outlives_a_merge_that_was_given_up() -> No
     context: Any = ar.get_replica_context()
 
     async def forever(_strategy: ar.Strategy) -> None:
+        limit.reschedule(0.0)
         await asyncio.Event().wait()
 
     for _ in range(2):
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.001):
+            async with asyncio.timeout(None) as limit:
                 await context.merge_call(forever)
     assert await context.all_reduce("sum", 3) == 3
 
@@ -256,8 +255,7 @@ async def test_a_failure_is_mentioned_by_the_timeout_that_overtakes_it(
 
     task = asyncio.get_running_loop().create_task(solo.run(step))
     await gate.started.wait()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await idle()
     task.cancel()
     gate.open()
 
@@ -268,18 +266,18 @@ async def test_a_failure_is_mentioned_by_the_timeout_that_overtakes_it(
 
 @pytest.mark.asyncio
 async def test_the_default_strategy_is_never_closed() -> None:
-    entered = asyncio.Event()
+    entered, was_left = asyncio.Event(), asyncio.Event()
 
     async def step() -> int:
         entered.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await was_left.wait()
         return 7
 
     task = asyncio.get_running_loop().create_task(ar.get_strategy().run(step))
     await entered.wait()
     async with ar.get_strategy():
         pass
+    was_left.set()
 
     assert await task == 7
 

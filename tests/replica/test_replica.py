@@ -7,6 +7,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -105,8 +106,7 @@ async def test_a_cancelled_run_closes_what_was_not_awaited(strategy: ar.Strategy
         await kept
 
     task = asyncio.get_running_loop().create_task(strategy.run(step))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):

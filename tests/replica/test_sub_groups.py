@@ -13,8 +13,8 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
 from tests.conftest import mirrored
-from tests.replica.gated import cycles, me, my_id, spawn
-from tests.sequencer import Sequencer
+from tests.replica.gated import me, my_id, spawn
+from tests.sequencer import Sequencer, idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -615,7 +615,7 @@ async def test_who_is_no_member_may_return(triple: ar.MirroredStrategy) -> None:
     async def step() -> Any:
         if my_id() == 1:
             return "early"
-        await cycles()
+        await idle()
         return await me().group([0, 2]).all_reduce("sum", 1)
 
     assert triple.local_results(await triple.run(step)) == (2, "early", 2)
@@ -625,7 +625,7 @@ async def test_who_is_no_member_may_return(triple: ar.MirroredStrategy) -> None:
 async def test_a_member_that_fails(triple: ar.MirroredStrategy) -> None:
     async def step() -> None:
         if my_id() == 2:
-            await cycles(3)
+            await idle()
             raise KeyError("mine")
         await me().group([[0, 2], [1]][my_id()]).barrier()
         if my_id() == 1:
@@ -694,7 +694,7 @@ async def test_outer_cancellation_of_waiting_groups(quad: ar.MirroredStrategy) -
 
     task = spawn(quad.run(step))
     await waiting.wait()
-    await cycles()
+    await idle()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -14,8 +14,9 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
-from tests.replica.gated import GatedOp, cycles, me, my_id, spawn
+from tests.replica.gated import GatedOp, me, my_id, spawn
 from tests.replica.simulated import simulate
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -400,6 +401,6 @@ async def test_a_replica_that_fails_while_a_thread_starts(pair: ar.MirroredStrat
 
     with pytest.raises(ValueError, match="mine"):
         await pair.run(step)
-    await cycles()
+    await idle()
     assert [handle.cancelled() for handle in handles] == [True]
     assert [handle.done() for handle in handles] == [True]

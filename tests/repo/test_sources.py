@@ -169,22 +169,6 @@ def undocumented_members(cls: type) -> list[str]:
     ]
 
 
-VIRTUAL_TIME = {"tests/contracts/test_distributed_arguments.py", "tests/fuzz/play.py"}
-"""Programs that sleep in simulated threads, where it takes no time."""
-
-
-def test_no_test_sleeps() -> None:
-    sleepy = [
-        f"{named(path)}:{node.lineno}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        if named(path) not in VIRTUAL_TIME
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "time.sleep"
-    ]
-
-    assert sleepy == []
-
-
 @pytest.mark.parametrize("command", FRONT_DOOR)
 @pytest.mark.parametrize("file", ["README.md", ".ci/run"])
 def test_front_door_commands_are_the_ones_that_ci_runs(file: str, command: str) -> None:

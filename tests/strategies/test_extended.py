@@ -9,6 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
+from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -160,8 +161,7 @@ async def test_a_cancellation_leaves_the_variable_as_it_was(gang: ar.MirroredStr
             await asyncio.Event().wait()
 
     task = asyncio.get_running_loop().create_task(gang.extended.update(variable, update))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await idle()
     task.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -133,5 +133,5 @@ async def test_strategies_opened_and_closed_leave_no_thread() -> None:
         await once()
     for thread in threading.enumerate():
         if thread.name.startswith("aioreplica cpu"):
-            thread.join(5)
+            thread.join(60)
     assert threading.active_count() <= before

@@ -17,6 +17,7 @@ from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError
 from aioreplica.values import CAN_COUNT_REFERENCES
 from tests.conftest import mirrored
+from tests.sequencer import idle
 
 BOUND = [lambda: ar.OneDeviceStrategy("cpu:0"), lambda: mirrored(2)]
 no_task_left = pytest.mark.usefixtures("no_task_left")
@@ -199,11 +200,6 @@ async def hold(gate: Gate) -> None:
     await (me().barrier() if me().replica_id_in_sync_group else me().run_on_device(gate))
 
 
-async def cycles(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.asyncio
 @no_task_left
 async def test_aclose_ends_a_run_in_progress() -> None:
@@ -211,7 +207,7 @@ async def test_aclose_ends_a_run_in_progress() -> None:
     run = asyncio.get_running_loop().create_task(strategy.run(hold, (gate,)))
     assert await ar.run_on_host(gate.started.wait, 10)
     closing = asyncio.get_running_loop().create_task(strategy.aclose())
-    await cycles()
+    await idle()
     assert not closing.done()
     gate.gate.set()
     await closing
@@ -230,7 +226,7 @@ async def test_two_tasks_may_close_it_at_once() -> None:
     run = loop.create_task(strategy.run(hold, (gate,)))
     assert await ar.run_on_host(gate.started.wait, 10)
     closing = [loop.create_task(strategy.aclose()) for _ in range(2)]
-    await cycles()
+    await idle()
     gate.gate.set()
     await asyncio.wait([run])
 
@@ -247,10 +243,10 @@ async def test_while_it_closes_it_takes_no_new_run() -> None:
     run = loop.create_task(strategy.run(hold, (gate,)))
     assert await ar.run_on_host(gate.started.wait, 10)
     closing = loop.create_task(strategy.aclose())
-    await cycles()
+    await idle()
     try:
         with pytest.raises(ContextError, match="clos"):
-            await strategy.run(cycles)
+            await strategy.run(idle)
     finally:
         gate.gate.set()
         await asyncio.wait([run, closing])
@@ -264,9 +260,9 @@ async def test_a_cancelled_aclose_still_waits_for_the_runs() -> None:
     run = loop.create_task(strategy.run(hold, (gate,)))
     assert await ar.run_on_host(gate.started.wait, 10)
     closing = loop.create_task(strategy.aclose())
-    await cycles()
+    await idle()
     closing.cancel()
-    await cycles()
+    await idle()
     assert not closing.done()
     gate.gate.set()
     await asyncio.wait([run, closing])

@@ -14,6 +14,7 @@ import aioreplica as ar
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, LoopMismatchError, WorkerLostError
 from tests.conftest import mirrored
+from tests.sequencer import idle
 from tests.strategies.workers import strategies
 
 BOUND = [lambda: ar.OneDeviceStrategy("cpu:0"), lambda: mirrored(2)]
@@ -130,7 +131,7 @@ def test_a_run_that_the_dead_loop_left_does_not_hold_up_aclose() -> None:
 
     async def main() -> None:
         left.append(asyncio.ensure_future(strategy.run(step)))
-        await asyncio.sleep(0.01)
+        await idle()
 
     left: list[asyncio.Future[Any]] = []
     first = asyncio.new_event_loop()
@@ -138,7 +139,7 @@ def test_a_run_that_the_dead_loop_left_does_not_hold_up_aclose() -> None:
     tasks = asyncio.all_tasks(first)
     first.close()
 
-    asyncio.run(asyncio.wait_for(strategy.aclose(), 5))
+    asyncio.run(asyncio.wait_for(strategy.aclose(), 60))
     assert strategy.statistics().num_active == 0
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -218,7 +219,7 @@ async def test_aclose_ends_every_wait() -> None:
         with pytest.raises(
             ContextError, match=rf"'{name}' has seen 0 writes, and the wait for 2 was ended"
         ):
-            await asyncio.wait_for(wait, 5)
+            await asyncio.wait_for(wait, 60)
     assert "0 waiting" in repr(strategy.store)
 
 
@@ -284,7 +285,7 @@ async def test_a_closed_strategy_refuses(what: str) -> None:
     strategy, variable, _ = await closed_with_a_variable()
 
     with pytest.raises(ContextError, match="closed"):
-        await asyncio.wait_for(REFUSED[what](strategy, variable), 5)
+        await asyncio.wait_for(REFUSED[what](strategy, variable), 60)
     assert strategy.statistics().state == "closed"
 
 
@@ -296,7 +297,7 @@ async def test_a_closed_strategy_still(what: str) -> None:
     with strategy.scope():
         result = WORKS[what](strategy, variable)
         if hasattr(result, "__await__"):
-            result = await asyncio.wait_for(result, 5)
+            result = await asyncio.wait_for(result, 60)
 
     assert result is not False
     assert snapshot[variable] == 2.0

@@ -13,6 +13,7 @@ import aioreplica as ar
 from aioreplica.cluster import ClusterResolver, LocalCommunicator
 from aioreplica.errors import ContextError, MergeMismatchError, OutOfSyncError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.sequencer import idle
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -537,8 +538,7 @@ async def test_a_cancelled_wait_for_other_workers_loses_no_batch() -> None:
             loop = aiter(batches)
             if rank_of(strategy):
                 waiting = asyncio.create_task(anext(loop))
-                for _ in range(30):
-                    await asyncio.sleep(0)
+                await idle()
                 waiting.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await waiting

@@ -18,6 +18,7 @@ from aioreplica.errors import (
     WorkerLostError,
 )
 from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.sequencer import idle
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -275,9 +276,10 @@ async def test_a_run_cancelled_while_its_collective_crosses_workers_leaves_the_o
     async def program(strategy: Strategy) -> Any:
         if rank_of(strategy):
             run = asyncio.create_task(strategy.run(step))
-            for _ in range(50):
-                await asyncio.sleep(0)
-            run.cancel()  # its frame is out, the other one is not
+            await idle()
+            assert strategy.workers is not None
+            assert strategy.workers.last is not None
+            run.cancel()  # it has begun, and the other worker has not
             with pytest.raises(asyncio.CancelledError):
                 await run
             come.set()

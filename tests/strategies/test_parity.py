@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import anyio
@@ -52,7 +53,8 @@ async def program(make: Callable[[], ar.Strategy]) -> dict[str, Any]:
         if me().replica_id_in_sync_group:
             await me().barrier()
 
-    async def endless() -> None:
+    async def endless(end: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_soon(end)
         await asyncio.Event().wait()
 
     report: dict[str, Any] = {}
@@ -65,12 +67,12 @@ async def program(make: Callable[[], ar.Strategy]) -> dict[str, Any]:
         except MergeMismatchError as error:
             report["mismatch"] = error.reason
         try:
-            async with asyncio.timeout(0.001):
-                await strategy.run(endless)
+            async with asyncio.timeout(60) as limit:
+                await strategy.run(endless, (partial(limit.reschedule, 0.0),))
         except TimeoutError:
             report["timeout"] = True
-        with anyio.move_on_after(0.001) as scope:
-            await strategy.run(endless)
+        with anyio.move_on_after(60) as scope:
+            await strategy.run(endless, (partial(setattr, scope, "deadline", 0.0),))
         report["scope"] = scope.cancelled_caught
         report["weight"] = weight.value.tolist()
     return report
@@ -160,7 +162,8 @@ async def test_requests_share_a_strategy() -> None:
         await me().run_on_device(int)
         return await me().all_reduce("sum", x)
 
-    async def endless() -> None:
+    async def endless(end: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_soon(end)
         await asyncio.Event().wait()
 
     async def handler(request: Request) -> JSONResponse:

@@ -12,6 +12,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import MergeMismatchError, StallError
 from aioreplica.telemetry import CollectiveRecord, MergeRecord, Recorder, source_line
+from tests.sequencer import idle
 
 
 def record_here(recorder: Recorder, sequence: int) -> int:
@@ -317,8 +318,7 @@ async def test_times_are_those_of_arrival_and_merge(pair: ar.MirroredStrategy) -
 
     async def step() -> None:
         if me().replica_id_in_sync_group == 1:
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await idle()
             times["late"] = loop.time()
         else:
             times["early"] = loop.time()

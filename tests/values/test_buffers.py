@@ -304,11 +304,11 @@ async def test_a_started_op_holds_its_arguments(pair: ar.Strategy) -> None:
 
     def read(array: Any) -> Any:
         is_started.set()
-        assert may_read.wait(5)
+        assert may_read.wait(60)
         return array.tolist()
 
     task = asyncio.create_task(run_on_host(read, variable.value))
-    while not is_started.is_set():  # noqa: ASYNC110 - the other thread has no loop to wake
+    while not is_started.is_set():
         await asyncio.sleep(0)
     for number in (2.0, 3.0, 4.0):
         await variable.assign(np.full(SIZE, number))

@@ -176,7 +176,7 @@ async def read_during_steps(
 
     def reader() -> None:
         try:
-            may_start.wait(5)
+            may_start.wait(60)
             while not has_stopped.is_set():
                 read()
                 reads.append(len(reads))
@@ -187,7 +187,7 @@ async def read_during_steps(
     thread.start()
     step = 0
     try:
-        may_start.wait(5)
+        may_start.wait(60)
         while not errors and (step < num_steps or len(reads) < num_reads):
             await model.write(KINDS[step % len(KINDS)], float(step % 7))
             step += 1

@@ -137,7 +137,7 @@ def test_a_program_ends_although_an_op_runs_and_nothing_was_closed(
             strategy = ar.OneDeviceStrategy("cpu:0")
             loop = asyncio.new_event_loop()
             task = loop.create_task(strategy.run(start_long_op))
-            loop.call_later(2.5, loop.stop)
+            loop.add_signal_handler(signal.SIGUSR1, loop.stop)
             loop.run_forever()
             tell("ending", time.monotonic())
             sys.exit(3)
@@ -145,6 +145,7 @@ def test_a_program_ends_although_an_op_runs_and_nothing_was_closed(
     )
     assert line_of(program)[0] == "running"
     left = family(program)
+    program.send_signal(signal.SIGUSR1)
     began_s = float(line_of(program)[1])
 
     program.wait(LIMIT_S)
