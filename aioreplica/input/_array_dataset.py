@@ -302,7 +302,7 @@ class ArrayRows(Rows):
     def read(self, picked: Picked) -> Any:
         """Return views of a slice, copies of anything else."""
         chosen = [array[picked] for array in self._arrays]
-        if type(picked) is slice and (self._is_mapped or "torch" in sys.modules):
+        if type(picked) is slice and (self._is_mapped or _is_torch_loaded()):
             chosen = [array.copy() for array in chosen]
         return unflatten(self._spec, chosen)
 
@@ -327,7 +327,10 @@ class TableRows(Rows):
         """Return a dict of arrays."""
         rows: Any = picked if isinstance(picked, slice) else picked.tolist()
         columns = self._table[rows]
-        return {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
+        batch = {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
+        if _is_torch_loaded():  # a column may be a view of the table's memory, even of a file's
+            batch = {name: column.copy() for name, column in batch.items()}
+        return batch
 
 
 def rows_of(arrays: Any) -> Rows:

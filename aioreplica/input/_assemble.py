@@ -10,14 +10,61 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from ..devices import CompletionQueue, device, lane_table, run_on_lane
+from ..devices import (
+    INLINE_BYTES,
+    CompletionQueue,
+    device,
+    lane_table,
+    run_on_host,
+    run_on_lane,
+)
 from ..devices.backends import Backend, find_backends
-from ..tree import TreeSpec, unflatten
+from ..tree import TreeSpec, flatten, unflatten
 from ..values import new_per_replica
 from ._batches import Array, BatchReader, cut_leaves, spec_of, split_sizes
+from ._columns import columns_of
 from ._options import InputOptions
 from ._read_ahead import ReadAhead
 from ._source import Item, Pass, Source, Start
+
+# ---- batches that a step may write into ------------------------------------------------------
+
+
+def _detached(source: Source, what: str) -> Source:
+    """Return a source of copies, if the batches of `source` are the user's own arrays.
+
+    A step that wrote into them would change the next epoch. Always, and not only where torch is
+    loaded: below `INLINE_BYTES` a copy costs less than the wait for a batch.
+    """
+    if not source.is_kept:
+        return source
+    found, _ = flatten(columns_of(source.like()))
+    num_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in found)
+    is_inline = source.is_inline and num_bytes < INLINE_BYTES
+
+    def read(start: Start) -> Pass:
+        return _copies(source.read(start), BatchReader(what, source.label), is_inline=is_inline)
+
+    return replace(source, read=read, is_inline=is_inline, is_kept=False)
+
+
+async def _copies(
+    items: Pass, reader: BatchReader, *, is_inline: bool
+) -> AsyncGenerator[Item, None]:
+    """Copy each batch, a large one on a thread unless nothing reads ahead."""
+    async with aclosing(items):
+        async for item in items:
+            arrays, spec = reader.read(item.value)
+            if is_inline or sum(array.nbytes for array in arrays) < INLINE_BYTES:
+                copies = _copy_all(arrays)
+            else:
+                copies = await run_on_host(_copy_all, arrays)
+            yield item._replace(value=unflatten(spec, copies))
+
+
+def _copy_all(arrays: list[Array]) -> list[Array]:
+    return [array.copy(order="K") for array in arrays]
+
 
 # ---- one global batch for all replicas -------------------------------------------------------
 
@@ -62,6 +109,7 @@ def split_source(
 
     How, is asked at the beginning of each pass: workers may be fewer by then.
     """
+    source = _detached(source, "global batch")
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
@@ -110,6 +158,7 @@ def dealt_source(
     source: Source, options: InputOptions, joiner: Joiner, num_replicas: int
 ) -> Source:
     """Return a source that gives each replica one batch of `source` per step."""
+    source = _detached(source, "batch")
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
@@ -156,6 +205,7 @@ def zipped_source(
         joiner: Makes the batches.
         device_names: Where each source is read, if it lives on a device; else empty.
     """
+    sources = [_detached(source, "batch") for source in sources]
     is_inline = all(source.is_inline for source in sources) and not joiner.places
     label = sources[0].label
 

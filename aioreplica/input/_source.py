@@ -74,6 +74,7 @@ class Source:
         like: Gives an item like the first one if that costs nothing, else None.
         aclose: Closes an iterator that was given but never used; idempotent.
         is_inline: Whether an item takes microseconds and no wait: reading ahead gains nothing.
+        is_kept: Whether its items are the user's own objects, which every pass gives again.
         counts_examples: Whether offsets count examples; if not, they count items.
         check_start: Raises or warns if a pass cannot begin there rightly; called where a state is
             loaded.
@@ -87,5 +88,6 @@ class Source:
     like: Callable[[], Any] = lambda: None
     aclose: Callable[[], Awaitable[None]] = _nothing_to_close
     is_inline: bool = False
+    is_kept: bool = False
     counts_examples: bool = False
     check_start: Callable[[Start], None] = lambda start: None

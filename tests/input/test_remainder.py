@@ -1,5 +1,6 @@
 """Batches that cannot be shared out evenly: weighed, dropped or refused."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,10 @@ async def test_parts_are_views_and_keep_their_flags(pair: ar.MirroredStrategy) -
     fresh, frozen = np.arange(4), np.arange(4)
     frozen.flags.writeable = False
 
-    async with pair.distribute_dataset([(fresh, frozen)]) as batches:
+    def read() -> Iterator[Any]:
+        yield fresh, frozen
+
+    async with pair.distribute_dataset(read) as batches:
         async for left, right in batches:
             assert all(np.shares_memory(part, fresh) for part in left.values)
             assert all(part.flags.writeable for part in left.values)
