@@ -110,7 +110,7 @@ class ArrayDataset:
             epoch: Its number, from 0.
             start: Examples at its beginning to leave out.
         """
-        cut = _Cut(self, epoch, start)
+        cut = _Cut(self, Start(epoch, start))
         while (picked := cut.next_rows()) is not None:
             yield self._rows.read(picked)
 
@@ -151,7 +151,7 @@ def array_source(dataset: ArrayDataset) -> Source:
                 f"{label} cannot go on after example {start.offset}: it has only "
                 f"{dataset.num_examples}. Load the state of this dataset."
             )
-        return rest(_Cut(dataset, start.epoch, start.offset))
+        return rest(_Cut(dataset, start))
 
     def identity() -> tuple[Any, ...]:
         order = dataset._order_name
@@ -179,17 +179,18 @@ class _Cut:
 
     __slots__ = ("_batch_size", "_end", "_order", "offset")
 
-    def __init__(self, dataset: ArrayDataset, epoch: int, start: int) -> None:
-        self.offset = start
+    def __init__(self, dataset: ArrayDataset, start: Start) -> None:
+        self.offset = start.offset
         self._batch_size = dataset._batch_size
         self._end = dataset.num_examples
         if dataset._drop_remainder:
-            self._end -= (self._end - start) % self._batch_size
+            self._end -= (self._end - start.offset) % self._batch_size
         self._order = (
             KeyedPermutation(
                 dataset.num_examples,
                 seed=dataset._seed,
-                epoch=epoch if dataset._reshuffles else 0,
+                epoch=start.epoch if dataset._reshuffles else 0,
+                version=start.version,
             )
             if dataset._shuffle
             else None

@@ -212,7 +212,8 @@ def zipped_source(
     def read(start: Start) -> Pass:
         passes: list[Pass] = []
         for number, source in enumerate(sources):
-            place = Start(start.epoch, source.offset_after(start.offset), may_be_over=True)
+            offset = source.offset_after(start.offset)
+            place = replace(start, offset=offset, own_state=None, may_be_over=True)
             items = source.read(place)
             if device_names:
                 items = _on_device(items, device_names[number])

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
+VERSION = 2  # of states; with 1, small datasets too were shuffled without a list
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,14 @@ class Start:
         offset: How much of the pass is done, in the source's own units (examples or items).
         own_state: The source's own state at that place, if it keeps one.
         may_be_over: Whether the pass may end before the offset: other sources were longer.
+        version: That of the state which is resumed, and so of the shuffled orders.
     """
 
     epoch: int = 0
     offset: int = 0
     own_state: Any = None
     may_be_over: bool = False
+    version: int = VERSION
 
 
 @final
