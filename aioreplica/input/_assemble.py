@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -113,7 +114,7 @@ def split_source(
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
-        split = _split(source.read(start), sharing_now(), joiner, source.label)
+        split = _split(source.read(start), sharing_now(), joiner, source.label, start)
         return split if is_inline else _ahead(split, options, source.label)
 
     def num_batches() -> int | None:
@@ -132,23 +133,41 @@ def split_source(
 
 
 async def _split(
-    items: Pass, sharing: Sharing, joiner: Joiner, label: str
+    items: Pass, sharing: Sharing, joiner: Joiner, label: str, start: Start
 ) -> AsyncGenerator[Item, None]:
-    """Split each global batch that is not left out."""
+    """Split each global batch that is not left out.
+
+    A warning says, once in a pass, that a batch was left out whole. Not for a short one at the
+    end, which "drop" is for, unless nothing else came.
+    """
     reader = BatchReader("global batch", label)
+    left_out, may_warn, has_given = "", True, start.offset > 0
     async with aclosing(items):
         async for item in items:
+            if left_out and may_warn:  # it was not the last
+                may_warn = False
+                warnings.warn(left_out, UserWarning, stacklevel=2)
             arrays, spec = reader.read(item.value)
             joiner.see(arrays, spec)
-            sizes = sharing.sizes(arrays[0].shape[0], reader)
+            num_examples = arrays[0].shape[0]
+            sizes = sharing.sizes(num_examples, reader)
             if sizes is None:
+                if num_examples:
+                    left_out = (
+                        f"{reader.name} was left out: {num_examples} examples are too few for "
+                        f"{sharing.num_parts} equal parts, and remainder='drop'. Make batches "
+                        "larger, or use remainder='weight'."
+                    )
                 continue
             parts = cut_leaves(arrays, sizes)
             if len(sharing.local) != len(parts):
                 parts = [parts[i] for i in sharing.local]
             if joiner.places:
                 parts = await joiner.place(parts)
+            has_given = True
             yield Item(joiner.join(parts, spec), item.offset, item.own_state)
+    if left_out and may_warn and not has_given:
+        warnings.warn(left_out, UserWarning, stacklevel=2)
 
 
 # ---- one batch for each replica --------------------------------------------------------------
@@ -162,7 +181,8 @@ def dealt_source(
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
-        row = Row(num_replicas, options.remainder, joiner, source.label)
+        is_whole = not start.offset
+        row = Row(num_replicas, options.remainder, joiner, source.label, is_whole=is_whole)
         dealt = _deal(source.read(start), row)
         return dealt if is_inline else _ahead(dealt, options, source.label)
 
@@ -186,6 +206,7 @@ async def _deal(items: Pass, row: Row) -> AsyncGenerator[Item, None]:
                 row.add(item)
                 last = item or last
             if last is None or row.is_the_end:
+                row.warn_of_nothing()
                 return
             value = await row.take()
             if value is not None:
@@ -218,7 +239,7 @@ def zipped_source(
             if device_names:
                 items = _on_device(items, device_names[number])
             passes.append(items if is_inline else _ahead(items, options, label))
-        row = Row(len(sources), options.remainder, joiner, label)
+        row = Row(len(sources), options.remainder, joiner, label, is_whole=not start.offset)
         return _Zip(passes, row, start.offset)
 
     def num_batches() -> int | None:
@@ -275,6 +296,7 @@ class _Zip:
             while not row.is_complete:
                 row.add(await anext(self._passes[row.length], None))
             if row.is_the_end:
+                row.warn_of_nothing()
                 break
             value = await row.take()
             self._offset += 1
@@ -328,13 +350,17 @@ class Row:
         remainder: What becomes of a step in which replicas get different numbers of examples.
         joiner: Makes the batch.
         label: Names the source in errors.
+        is_whole: Whether the pass begins at its beginning.
     """
 
-    def __init__(self, num_replicas: int, remainder: str, joiner: Joiner, label: str) -> None:
+    def __init__(
+        self, num_replicas: int, remainder: str, joiner: Joiner, label: str, *, is_whole: bool
+    ) -> None:
         self._num_replicas = num_replicas
         self._remainder = remainder
         self._joiner = joiner
         self._label = label
+        self._is_whole = is_whole
         self._reader = BatchReader("batch", label)
         self._parts: list[list[Array] | None] = []
         self._like: list[list[Array] | None] = [None] * num_replicas
@@ -382,6 +408,17 @@ class Row:
         """Whether no replica has got a batch, or not all of them where parts must be equal."""
         is_missing = [part is None for part in self._parts]
         return any(is_missing) if self._remainder == "drop" else all(is_missing)
+
+    def warn_of_nothing(self) -> None:
+        """Warn if there were batches, and a whole pass has given no step: for "drop" only."""
+        if self._is_whole and self._spec is not None and not self._num_steps:
+            warnings.warn(
+                f"{self._label} gave no step: there was no batch with examples for each of "
+                f"{self._num_replicas} replicas, and remainder='drop'. Give each replica one, or "
+                "use remainder='weight'.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _filled(self) -> list[list[Array]]:
         """Return the parts, empty arrays in place of what is missing."""
