@@ -81,10 +81,10 @@ def _require_same_outside(arrays: Sequence[Any], axes: tuple[int, ...]) -> None:
         if _left(array, axes) != _left(first, axes):
             shown = axes[0] if len(axes) == 1 else axes
             raise ValueError(
-                f"Replica {i} has a component of shape {tuple(array.shape)}, but replica 0 one of "
-                f"{tuple(first.shape)}: sizes may differ only along what is reduced, axis {shown}. "
-                "Reduce over the axis of different sizes too (parts of an uneven batch: axis 0), "
-                "or gather the parts first."
+                f"The shapes of the components differ outside axis {shown}: replica 0 has "
+                f"{tuple(first.shape)}, replica {i} has {tuple(array.shape)}. Reduce over the "
+                "axis of different sizes too (parts of an uneven batch: axis 0), or gather the "
+                "parts along it first."
             )
 
 
