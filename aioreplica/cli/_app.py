@@ -12,8 +12,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("._doctor", "._devices", "._trace", "._top", "._ckpt", "._bench")
-"""The modules of the commands, in the order in which help lists them."""
+from .. import __version__
+
+SUMMARY = "Look at what aioreplica does and has saved."
+COMMANDS = {
+    "doctor": "Tell what is installed, what is missing, and what the missing part would bring.",
+    "devices": "List the devices of this machine, and the backends that hold arrays on them.",
+    "trace": "Sum a trace up: steps, what took the time, how busy each replica and device was.",
+    "top": "Watch the replicas and devices of a running process.",
+    "ckpt": "Look at checkpoints.",
+    "bench": "Run one of the project's benchmarks, or list them.",
+}
+"""The commands in the order in which help lists them; the module of each is `_` and its name."""
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
 
@@ -26,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: At the end, with the exit status; at once if typer or rich is missing, unless
-            the command is `doctor`, which needs neither. Ctrl-C gives 130.
+            it is `doctor` or help that is asked for, which need neither. Ctrl-C gives 130.
     """
     try:
         _run(sys.argv[1:] if arguments is None else list(arguments))
@@ -35,28 +45,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(given: list[str]) -> None:
+    is_script = Path(sys.argv[0]).stem == "aioreplica"
+    program = "aioreplica" if is_script else "python -m aioreplica"
     try:
         import rich  # noqa: F401 - typer and the commands print with it
         import typer
     except ImportError as missing:
-        if given == ["doctor"]:
-            import_module("._doctor", __package__).doctor()
-            raise SystemExit(0) from None
-        raise SystemExit(
-            f"The command line needs {missing.name}. Install it with: pip install 'aioreplica[cli]'"
-        ) from missing
+        _run_bare(given, program, missing)
+        return
     app = typer.Typer(
         name="aioreplica",
-        help="Look at what aioreplica does and has saved.",
+        help=SUMMARY,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options(typer))
     for name in COMMANDS:
-        import_module(name, __package__).add_to(app)
-    is_script = Path(sys.argv[0]).stem == "aioreplica"
-    app(args=given, prog_name="aioreplica" if is_script else "python -m aioreplica")
+        import_module(f"._{name}", __package__).add_to(app)
+    app(args=given, prog_name=program)
+
+
+def _run_bare(given: list[str], program: str, missing: ImportError) -> None:
+    """Do without typer and rich: help, the version, and the command that needs neither.
+
+    Raises:
+        SystemExit: At the end, with 0, or with what is missing.
+    """
+    cure = f"The command line needs {missing.name}. Install it with: pip install 'aioreplica[cli]'"
+    command = given[0] if given and given[0] in COMMANDS else ""
+    if given == ["doctor"]:
+        import_module("._doctor", __package__).doctor()
+        raise SystemExit(0) from None
+    if given == ["--version"]:
+        lines = [f"aioreplica {__version__}"]
+    elif command and "--help" in given:
+        lines = [f"Usage: {program} {command}", "", COMMANDS[command]]
+        lines += [] if command == "doctor" else ["", cure]
+    elif given in ([], ["--help"]):
+        lines = [f"Usage: {program} COMMAND [ARGS]...", "", SUMMARY, "", "Commands:"]
+        lines += [f"  {name:<8} {summary}" for name, summary in COMMANDS.items()]
+        lines += ["", cure, "Only doctor works without it."]
+    else:
+        raise SystemExit(cure) from missing
+    sys.stdout.write("\n".join([*lines, ""]))
+    raise SystemExit(0) from None
 
 
 def _options(typer: Any) -> Any:  # Any: typer need not be installed where types are checked
@@ -64,8 +97,6 @@ def _options(typer: Any) -> Any:  # Any: typer need not be installed where types
 
     def show_version(wanted: bool) -> None:
         if wanted:
-            from .. import __version__
-
             typer.echo(f"aioreplica {__version__}")
             raise typer.Exit
 

@@ -26,7 +26,8 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int,
         number of elements; a component without elements contributes nothing.
 
     Raises:
-        ValueError: If an axis is out of range, or nothing is left to take MEAN, MIN or MAX of.
+        ValueError: If an axis is out of range, sizes along other axes differ, or nothing is left to
+            take MEAN, MIN or MAX of.
 
     Shapes:
         values[i]: any, equal for all i outside `axis`.
@@ -46,6 +47,7 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int,
                     f"axis={axis!r} does not fit a component of shape {tuple(array.shape)}: use "
                     f"axes from {-array.ndim} to {array.ndim - 1}."
                 )
+    _require_same_outside(arrays, axes)
     counts = [_num_reduced(array, axes) for array in arrays]
     if op is not ReduceOp.SUM and sum(counts) == 0:
         raise ValueError(
@@ -66,6 +68,30 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int,
     if type(result) is np.ndarray:
         result.flags.writeable = False
     return _unwrap(result)
+
+
+def _require_same_outside(arrays: Sequence[Any], axes: tuple[int, ...]) -> None:
+    """Refuse components that NumPy would broadcast against each other, or complain of.
+
+    Raises:
+        ValueError: If sizes along an axis that stays differ.
+    """
+    first = arrays[0]
+    for i, array in enumerate(arrays):
+        if _left(array, axes) != _left(first, axes):
+            shown = axes[0] if len(axes) == 1 else axes
+            raise ValueError(
+                f"The shapes of the components differ outside axis {shown}: replica 0 has "
+                f"{tuple(first.shape)}, replica {i} has {tuple(array.shape)}. Reduce over the "
+                "axis of different sizes too (parts of an uneven batch: axis 0), or gather the "
+                "parts along it first."
+            )
+
+
+def _left(array: Any, axes: tuple[int, ...]) -> list[int]:
+    """Return the sizes along the axes that are not reduced."""
+    reduced = {axis % array.ndim for axis in axes}
+    return [size for axis, size in enumerate(array.shape) if axis not in reduced]
 
 
 def _sum_dtype(op: ReduceOp, array: Any, xp: Any) -> Any:

@@ -31,16 +31,21 @@ class LogicalDevices:
 
     def split(self, kind: str, count: int, processes: Sequence[bool] = ()) -> None:
         """Set how many logical devices of `kind` there are, and which of them are processes."""
+        chosen = (i for i, is_process in enumerate(processes) if is_process)
+        names = frozenset(f"{kind}:{i}" for i in chosen)
         if self.frozen:
+            if (self._count(kind), self.process_names) == (count, names):
+                return
+            options = f", processes={list(processes)}" if any(processes) else ""
             raise DeviceError(
-                f"Cannot split {kind!r} into {count} logical devices: the device list is in use. "
-                "Call ar.set_logical_devices at program start, before any strategy or "
-                "ar.list_devices.",
+                f"Cannot split {kind!r} into {count} logical devices: the device list is in use, "
+                f"with {self._count(kind)}, {len(self.process_names)} of them in worker "
+                f"processes. Call ar.set_logical_devices({kind!r}, {count}{options}) at program "
+                "start, before any strategy or ar.list_devices; in a notebook, restart the kernel.",
                 device=kind,
             )
         self._counts[kind] = count
-        chosen = (i for i, is_process in enumerate(processes) if is_process)
-        self.process_names = frozenset(f"{kind}:{i}" for i in chosen)
+        self.process_names = names
 
     def has(self, device: Device) -> bool:
         """Tell whether there is such a device, and freeze the list."""
@@ -78,8 +83,8 @@ def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[boo
             length.
         TypeError: If `processes` is neither a bool nor a sequence of them.
         ImportError: If `processes` needs a package that is not installed.
-        DeviceError: If a strategy or `list_devices` has looked at the devices already, the system
-            has no such processes, or one that was started imports this program.
+        DeviceError: If a strategy or `list_devices` has looked at the devices already and they are
+            others, the system has no such processes, or one that was started imports this program.
 
     Source:
         tf.config.set_logical_device_configuration.
@@ -173,8 +178,12 @@ def list_devices(kind: str | None = None) -> tuple[Device, ...]:
     return _logical_devices().devices(kind)
 
 
-def require_device(name: Device | str) -> Device:
+def require_device(name: Device | str, asked: Iterable[Device | str] = ()) -> Device:
     """Return the device called `name`, which must exist in this process.
+
+    Args:
+        name: Of the device.
+        asked: All that were asked for, for the count in the error.
 
     Raises:
         DeviceError: If there is no such device; the text lists those there are.
@@ -185,7 +194,9 @@ def require_device(name: Device | str) -> Device:
         return device
     hint = ""
     if device.kind == "cpu":
-        hint = f" Call ar.set_logical_devices('cpu', {device.index + 1}) at program start for more."
+        wanted = [device, *map(Device, asked)]
+        count = 1 + max(each.index for each in wanted if each.kind == "cpu")
+        hint = f" Call ar.set_logical_devices('cpu', {count}) at program start for more."
     names = ", ".join(str(known) for known in list_devices())
     raise DeviceError(
         f"Unknown device {device}: this process has {names}.{hint}", device=str(device)

@@ -110,7 +110,7 @@ class ArrayDataset:
             epoch: Its number, from 0.
             start: Examples at its beginning to leave out.
         """
-        cut = _Cut(self, epoch, start)
+        cut = _Cut(self, Start(epoch, start))
         while (picked := cut.next_rows()) is not None:
             yield self._rows.read(picked)
 
@@ -151,7 +151,7 @@ def array_source(dataset: ArrayDataset) -> Source:
                 f"{label} cannot go on after example {start.offset}: it has only "
                 f"{dataset.num_examples}. Load the state of this dataset."
             )
-        return rest(_Cut(dataset, start.epoch, start.offset))
+        return rest(_Cut(dataset, start))
 
     def identity() -> tuple[Any, ...]:
         order = dataset._order_name
@@ -179,17 +179,18 @@ class _Cut:
 
     __slots__ = ("_batch_size", "_end", "_order", "offset")
 
-    def __init__(self, dataset: ArrayDataset, epoch: int, start: int) -> None:
-        self.offset = start
+    def __init__(self, dataset: ArrayDataset, start: Start) -> None:
+        self.offset = start.offset
         self._batch_size = dataset._batch_size
         self._end = dataset.num_examples
         if dataset._drop_remainder:
-            self._end -= (self._end - start) % self._batch_size
+            self._end -= (self._end - start.offset) % self._batch_size
         self._order = (
             KeyedPermutation(
                 dataset.num_examples,
                 seed=dataset._seed,
-                epoch=epoch if dataset._reshuffles else 0,
+                epoch=start.epoch if dataset._reshuffles else 0,
+                version=start.version,
             )
             if dataset._shuffle
             else None
@@ -302,7 +303,7 @@ class ArrayRows(Rows):
     def read(self, picked: Picked) -> Any:
         """Return views of a slice, copies of anything else."""
         chosen = [array[picked] for array in self._arrays]
-        if type(picked) is slice and (self._is_mapped or "torch" in sys.modules):
+        if type(picked) is slice and (self._is_mapped or _is_torch_loaded()):
             chosen = [array.copy() for array in chosen]
         return unflatten(self._spec, chosen)
 
@@ -327,7 +328,10 @@ class TableRows(Rows):
         """Return a dict of arrays."""
         rows: Any = picked if isinstance(picked, slice) else picked.tolist()
         columns = self._table[rows]
-        return {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
+        batch = {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
+        if _is_torch_loaded():  # a column may be a view of the table's memory, even of a file's
+            batch = {name: column.copy() for name, column in batch.items()}
+        return batch
 
 
 def rows_of(arrays: Any) -> Rows:

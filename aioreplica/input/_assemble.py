@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -10,14 +11,61 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from ..devices import CompletionQueue, device, lane_table, run_on_lane
+from ..devices import (
+    INLINE_BYTES,
+    CompletionQueue,
+    device,
+    lane_table,
+    run_on_host,
+    run_on_lane,
+)
 from ..devices.backends import Backend, find_backends
-from ..tree import TreeSpec, unflatten
+from ..tree import TreeSpec, flatten, unflatten
 from ..values import new_per_replica
 from ._batches import Array, BatchReader, cut_leaves, spec_of, split_sizes
+from ._columns import columns_of
 from ._options import InputOptions
 from ._read_ahead import ReadAhead
 from ._source import Item, Pass, Source, Start
+
+# ---- batches that a step may write into ------------------------------------------------------
+
+
+def _detached(source: Source, what: str) -> Source:
+    """Return a source of copies, if the batches of `source` are the user's own arrays.
+
+    A step that wrote into them would change the next epoch. Always, and not only where torch is
+    loaded: below `INLINE_BYTES` a copy costs less than the wait for a batch.
+    """
+    if not source.is_kept:
+        return source
+    found, _ = flatten(columns_of(source.like()))
+    num_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in found)
+    is_inline = source.is_inline and num_bytes < INLINE_BYTES
+
+    def read(start: Start) -> Pass:
+        return _copies(source.read(start), BatchReader(what, source.label), is_inline=is_inline)
+
+    return replace(source, read=read, is_inline=is_inline, is_kept=False)
+
+
+async def _copies(
+    items: Pass, reader: BatchReader, *, is_inline: bool
+) -> AsyncGenerator[Item, None]:
+    """Copy each batch, a large one on a thread unless nothing reads ahead."""
+    async with aclosing(items):
+        async for item in items:
+            arrays, spec = reader.read(item.value)
+            if is_inline or sum(array.nbytes for array in arrays) < INLINE_BYTES:
+                copies = _copy_all(arrays)
+            else:
+                copies = await run_on_host(_copy_all, arrays)
+            yield item._replace(value=unflatten(spec, copies))
+
+
+def _copy_all(arrays: list[Array]) -> list[Array]:
+    return [array.copy(order="K") for array in arrays]
+
 
 # ---- one global batch for all replicas -------------------------------------------------------
 
@@ -62,10 +110,11 @@ def split_source(
 
     How, is asked at the beginning of each pass: workers may be fewer by then.
     """
+    source = _detached(source, "global batch")
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
-        split = _split(source.read(start), sharing_now(), joiner, source.label)
+        split = _split(source.read(start), sharing_now(), joiner, source.label, start)
         return split if is_inline else _ahead(split, options, source.label)
 
     def num_batches() -> int | None:
@@ -84,23 +133,41 @@ def split_source(
 
 
 async def _split(
-    items: Pass, sharing: Sharing, joiner: Joiner, label: str
+    items: Pass, sharing: Sharing, joiner: Joiner, label: str, start: Start
 ) -> AsyncGenerator[Item, None]:
-    """Split each global batch that is not left out."""
+    """Split each global batch that is not left out.
+
+    A warning says, once in a pass, that a batch was left out whole. Not for a short one at the
+    end, which "drop" is for, unless nothing else came.
+    """
     reader = BatchReader("global batch", label)
+    left_out, may_warn, has_given = "", True, start.offset > 0
     async with aclosing(items):
         async for item in items:
+            if left_out and may_warn:  # it was not the last
+                may_warn = False
+                warnings.warn(left_out, UserWarning, stacklevel=2)
             arrays, spec = reader.read(item.value)
             joiner.see(arrays, spec)
-            sizes = sharing.sizes(arrays[0].shape[0], reader)
+            num_examples = arrays[0].shape[0]
+            sizes = sharing.sizes(num_examples, reader)
             if sizes is None:
+                if num_examples:
+                    left_out = (
+                        f"{reader.name} was left out: {num_examples} examples are too few for "
+                        f"{sharing.num_parts} equal parts, and remainder='drop'. Make batches "
+                        "larger, or use remainder='weight'."
+                    )
                 continue
             parts = cut_leaves(arrays, sizes)
             if len(sharing.local) != len(parts):
                 parts = [parts[i] for i in sharing.local]
             if joiner.places:
                 parts = await joiner.place(parts)
+            has_given = True
             yield Item(joiner.join(parts, spec), item.offset, item.own_state)
+    if left_out and may_warn and not has_given:
+        warnings.warn(left_out, UserWarning, stacklevel=2)
 
 
 # ---- one batch for each replica --------------------------------------------------------------
@@ -110,10 +177,12 @@ def dealt_source(
     source: Source, options: InputOptions, joiner: Joiner, num_replicas: int
 ) -> Source:
     """Return a source that gives each replica one batch of `source` per step."""
+    source = _detached(source, "batch")
     is_inline = source.is_inline and not joiner.places
 
     def read(start: Start) -> Pass:
-        row = Row(num_replicas, options.remainder, joiner, source.label)
+        is_whole = not start.offset
+        row = Row(num_replicas, options.remainder, joiner, source.label, is_whole=is_whole)
         dealt = _deal(source.read(start), row)
         return dealt if is_inline else _ahead(dealt, options, source.label)
 
@@ -137,6 +206,7 @@ async def _deal(items: Pass, row: Row) -> AsyncGenerator[Item, None]:
                 row.add(item)
                 last = item or last
             if last is None or row.is_the_end:
+                row.warn_of_nothing()
                 return
             value = await row.take()
             if value is not None:
@@ -156,18 +226,20 @@ def zipped_source(
         joiner: Makes the batches.
         device_names: Where each source is read, if it lives on a device; else empty.
     """
+    sources = [_detached(source, "batch") for source in sources]
     is_inline = all(source.is_inline for source in sources) and not joiner.places
     label = sources[0].label
 
     def read(start: Start) -> Pass:
         passes: list[Pass] = []
         for number, source in enumerate(sources):
-            place = Start(start.epoch, source.offset_after(start.offset), may_be_over=True)
+            offset = source.offset_after(start.offset)
+            place = replace(start, offset=offset, own_state=None, may_be_over=True)
             items = source.read(place)
             if device_names:
                 items = _on_device(items, device_names[number])
             passes.append(items if is_inline else _ahead(items, options, label))
-        row = Row(len(sources), options.remainder, joiner, label)
+        row = Row(len(sources), options.remainder, joiner, label, is_whole=not start.offset)
         return _Zip(passes, row, start.offset)
 
     def num_batches() -> int | None:
@@ -224,6 +296,7 @@ class _Zip:
             while not row.is_complete:
                 row.add(await anext(self._passes[row.length], None))
             if row.is_the_end:
+                row.warn_of_nothing()
                 break
             value = await row.take()
             self._offset += 1
@@ -277,13 +350,17 @@ class Row:
         remainder: What becomes of a step in which replicas get different numbers of examples.
         joiner: Makes the batch.
         label: Names the source in errors.
+        is_whole: Whether the pass begins at its beginning.
     """
 
-    def __init__(self, num_replicas: int, remainder: str, joiner: Joiner, label: str) -> None:
+    def __init__(
+        self, num_replicas: int, remainder: str, joiner: Joiner, label: str, *, is_whole: bool
+    ) -> None:
         self._num_replicas = num_replicas
         self._remainder = remainder
         self._joiner = joiner
         self._label = label
+        self._is_whole = is_whole
         self._reader = BatchReader("batch", label)
         self._parts: list[list[Array] | None] = []
         self._like: list[list[Array] | None] = [None] * num_replicas
@@ -331,6 +408,17 @@ class Row:
         """Whether no replica has got a batch, or not all of them where parts must be equal."""
         is_missing = [part is None for part in self._parts]
         return any(is_missing) if self._remainder == "drop" else all(is_missing)
+
+    def warn_of_nothing(self) -> None:
+        """Warn if there were batches, and a whole pass has given no step: for "drop" only."""
+        if self._is_whole and self._spec is not None and not self._num_steps:
+            warnings.warn(
+                f"{self._label} gave no step: there was no batch with examples for each of "
+                f"{self._num_replicas} replicas, and remainder='drop'. Give each replica one, or "
+                "use remainder='weight'.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _filled(self) -> list[list[Array]]:
         """Return the parts, empty arrays in place of what is missing."""

@@ -14,9 +14,8 @@ from ..tree import unflatten
 from ._batches import BatchReader, spec_of
 from ._counts import count_or_none
 from ._epoch import Epoch, GoOn, OpenLoops
-from ._source import Item, Source, Start
+from ._source import VERSION, Item, Source, Start
 
-VERSION = 1
 NUMBERS = ("version", "epoch", "position", "pipelines", "fingerprint")
 
 
@@ -143,7 +142,7 @@ class DistributedDataset:
         if is_inline and not start.offset:  # what lies in memory ends where it says
             epoch.num_batches = self._source.num_items()
         self._newest, self._place = epoch, start
-        self._next_start = Start(start.epoch + 1)
+        self._next_start = Start(start.epoch + 1, version=start.version)
         self._open_loops.add(epoch)
         return epoch
 
@@ -151,12 +150,12 @@ class DistributedDataset:
         """Move the place behind a batch that a loop is about to get, or behind the end."""
         if epoch is not self._newest:
             return
-        number = self._next_start.epoch - 1
+        number, version = self._next_start.epoch - 1, self._next_start.version
         if item is not None:
             self._num_delivered += 1
-            self._place = Start(number, item.offset, item.own_state)
+            self._place = Start(number, item.offset, item.own_state, version=version)
         elif epoch.is_exhausted:  # not closed or failed: then the rest is still to come
-            self._place = Start(number + 1)
+            self._place = Start(number + 1, version=version)
 
     def reopened(self, epoch: Epoch) -> None:
         """Count an epoch as open again: batches were put back after its source had ended."""
@@ -443,7 +442,7 @@ def _fingerprint_of(identity: tuple[Any, ...]) -> int:
 def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, Any]:
     """Return a place as plain data."""
     state: dict[str, Any] = {
-        "version": VERSION,
+        "version": place.version,
         "epoch": place.epoch,
         "position": place.offset,
         "pipelines": num_pipelines,
@@ -463,10 +462,10 @@ def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) 
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes what state_dict returned, got {state!r}.")
-    if state.get("version") != VERSION:
+    if state.get("version") not in range(1, VERSION + 1):
         raise ValueError(
             f"The state of {label} has version {state.get('version')!r}, but this release reads "
-            f"version {VERSION}. Load it with the release that saved it."
+            f"versions 1 to {VERSION}. Load it with the release that saved it."
         )
     found = {}
     for name in NUMBERS:
@@ -489,4 +488,4 @@ def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) 
             f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of; "
             "with one dataset per replica, the batch size must be the same too."
         )
-    return Start(found["epoch"], found["position"], state.get("source"))
+    return Start(found["epoch"], found["position"], state.get("source"), version=found["version"])

@@ -107,6 +107,7 @@ def _sequence_source(batches: Sequence[Any]) -> Source:
         num_items=lambda: len(batches),
         like=lambda: batches[0] if batches else None,
         is_inline=True,
+        is_kept=True,
     )
 
 

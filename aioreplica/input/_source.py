@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
+VERSION = 2  # of states; with 1, small datasets too were shuffled without a list
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,14 @@ class Start:
         offset: How much of the pass is done, in the source's own units (examples or items).
         own_state: The source's own state at that place, if it keeps one.
         may_be_over: Whether the pass may end before the offset: other sources were longer.
+        version: That of the state which is resumed, and so of the shuffled orders.
     """
 
     epoch: int = 0
     offset: int = 0
     own_state: Any = None
     may_be_over: bool = False
+    version: int = VERSION
 
 
 @final
@@ -74,6 +78,7 @@ class Source:
         like: Gives an item like the first one if that costs nothing, else None.
         aclose: Closes an iterator that was given but never used; idempotent.
         is_inline: Whether an item takes microseconds and no wait: reading ahead gains nothing.
+        is_kept: Whether its items are the user's own objects, which every pass gives again.
         counts_examples: Whether offsets count examples; if not, they count items.
         check_start: Raises or warns if a pass cannot begin there rightly; called where a state is
             loaded.
@@ -87,5 +92,6 @@ class Source:
     like: Callable[[], Any] = lambda: None
     aclose: Callable[[], Awaitable[None]] = _nothing_to_close
     is_inline: bool = False
+    is_kept: bool = False
     counts_examples: bool = False
     check_start: Callable[[Start], None] = lambda start: None

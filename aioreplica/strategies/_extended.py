@@ -393,7 +393,7 @@ def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:
             f"{_NON_SLOT} runs on devices, got a {type(devices).__name__}. Pass what "
             "extended.non_slot_devices(var_list) gave, or one device."
         )
-    chosen = tuple(require_device(device) for device in devices)
+    chosen = tuple(require_device(device, devices) for device in devices)
     strangers = [str(device) for device in chosen if device not in known]
     names = ", ".join(map(str, chosen)) or "no device"
     if strangers or not chosen or len(set(chosen)) != len(chosen):

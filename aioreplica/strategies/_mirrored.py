@@ -131,7 +131,8 @@ def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[D
             f"{name} takes a list of devices, got {devices!r}. Write [{str(devices)!r}], "
             "or use OneDeviceStrategy."
         )
-    chosen = tuple(require_device(device) for device in devices)
+    asked = tuple(devices)
+    chosen = tuple(require_device(device, asked) for device in asked)
     if not chosen:
         raise ValueError(f"{name} needs at least one device, got none.")
     seen: set[Device] = set()
@@ -140,7 +141,7 @@ def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[D
             names = ", ".join(map(str, chosen))
             raise ValueError(
                 f"{name} got device {device} twice ({names}). Use each device once; "
-                "ar.set_logical_devices('cpu', n) makes more of them."
+                f"ar.set_logical_devices('cpu', {len(chosen)}) at program start makes as many."
             )
         seen.add(device)
     return chosen

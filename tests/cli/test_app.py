@@ -78,7 +78,44 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, pack
     monkeypatch.setitem(sys.modules, package, None)
 
     with pytest.raises(SystemExit, match=rf"needs {package}.*aioreplica\[cli\]"):
-        main(["--help"])
+        main(["devices"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands_without_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    whole = " ".join(ended(capsys, "--help")[1].replace("│", "").split())
+    monkeypatch.setitem(sys.modules, "typer", None)
+
+    code, out, _ = ended(capsys, *arguments)
+
+    assert code == 0
+    assert "pip install 'aioreplica[cli]'" in out
+    for name, summary in _app.COMMANDS.items():
+        assert f"{name} {summary}" in whole
+        assert f"  {name:<8} {summary}\n" in out
+
+
+@pytest.mark.parametrize("command", _app.COMMANDS)
+def test_so_does_the_help_of_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+
+    code, out, _ = ended(capsys, command, "--help")
+
+    assert code == 0
+    assert _app.COMMANDS[command] in out
+    assert ("pip install" in out) == (command != "doctor")
+
+
+def test_the_version_needs_no_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+
+    assert ended(capsys, "--version") == (0, f"aioreplica {aioreplica.__version__}\n", "")
 
 
 def test_devices_are_listed_with_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,3 +114,21 @@ def test_inputs_are_left_alone() -> None:
         reduce_over_axis(op, parts, 0)
 
     assert all(np.array_equal(part, copy) for part, copy in zip(parts, copies, strict=True))
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 0)])
+def test_parts_that_differ_along_another_axis_are_refused(
+    op: ReduceOp, sizes: tuple[int, ...]
+) -> None:
+    """NumPy would broadcast a part of one row to the others and count it twice."""
+    parts = [np.ones((size, 3)) for size in sizes]
+    other = next(i for i, size in enumerate(sizes) if size != sizes[0])
+
+    text = (
+        rf"differ outside axis -?1: replica 0 has \({sizes[0]}, 3\), replica {other} has "
+        rf"\({sizes[other]}, 3\)\. Reduce .* axis 0"
+    )
+    for axis in (1, -1, (1,)):
+        with pytest.raises(ValueError, match=text):
+            reduce_over_axis(op, parts, axis)

@@ -32,9 +32,43 @@ def test_an_unknown_kind_is_a_value_error(kind: str) -> None:
 def test_splitting_after_the_first_use_is_a_device_error() -> None:
     before = ar.list_devices()
 
-    with pytest.raises(DeviceError, match="program start"):
+    with pytest.raises(DeviceError, match=r"in use, with 8.*'cpu', 4\) at program start"):
         ar.set_logical_devices("cpu", 4)
+    with pytest.raises(DeviceError, match=r"'cpu', 2, processes=\[True, False\]\)"):
+        ar.set_logical_devices("cpu", 2, processes=[True, False])
     assert ar.list_devices() == before
+
+
+def test_saying_the_same_again_is_no_error() -> None:
+    """A cell of a notebook is run again."""
+    ar.set_logical_devices("cpu", 8)
+    ar.set_logical_devices("CPU", 8, processes=[False] * 8)
+    with pytest.raises(DeviceError, match="0 of them in worker processes"):
+        ar.set_logical_devices("cpu", 8, processes=[True] * 8)
+
+    devices = LogicalDevices()
+    devices.split("cpu", 2, [False, True])
+    devices.devices(None)
+    devices.split("cpu", 2, [False, True])
+    for processes in ([], [True, False], [True, True]):
+        with pytest.raises(DeviceError, match="with 2, 1 of them in worker processes"):
+            devices.split("cpu", 2, processes)
+    assert devices.process_names == {"cpu:1"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ar.MirroredStrategy([f"cpu:{i}" for i in range(12)]),
+        lambda: ar.MirroredStrategy(["cpu:0", "cpu:11"]),
+        lambda: ar.MirroredStrategy(["cpu:9", ar.Device("cpu:11"), "cuda:99"]),
+        lambda: ar.CentralStorageStrategy(["cpu:11", "cpu:8"]),
+        lambda: ar.OneDeviceStrategy("cpu:11"),
+    ],
+)
+def test_the_error_names_the_count_that_all_devices_need(make: Callable[[], Any]) -> None:
+    with pytest.raises(DeviceError, match=r"ar\.set_logical_devices\('cpu', 12\)"):
+        make()
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])

@@ -1,5 +1,6 @@
 """Batches that cannot be shared out evenly: weighed, dropped or refused."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ async def test_drop_gives_equal_parts_only(triple: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore:Global batch 0 .* of 2> was left out")  # as it should
 @pytest.mark.parametrize(
     "dataset",
     [
@@ -126,10 +128,8 @@ async def test_error_refuses_what_is_uneven(triple: ar.MirroredStrategy) -> None
 async def test_a_batch_smaller_than_the_replicas_leaves_some_empty(
     triple: ar.MirroredStrategy,
 ) -> None:
-    for remainder, expected in (("weight", [[1, 1, 0]]), ("drop", [])):
-        options = ar.InputOptions(remainder=remainder)
-        async with triple.distribute_dataset([np.ones((2, 4))], options) as batches:
-            assert [sizes(batch) async for batch in batches] == expected
+    async with triple.distribute_dataset([np.ones((2, 4))]) as batches:
+        assert [sizes(batch) async for batch in batches] == [[1, 1, 0]]
     options = ar.InputOptions(remainder="error")
     async with triple.distribute_dataset([np.ones((2, 4))], options) as batches:
         with pytest.raises(ValueError, match="has 2 examples"):
@@ -137,11 +137,65 @@ async def test_a_batch_smaller_than_the_replicas_leaves_some_empty(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("buffer", [0, 1])
+@pytest.mark.parametrize("dataset", [[np.ones((2, 4))], ar.ArrayDataset(np.arange(5), 2)])
+async def test_a_loop_that_gets_nothing_is_told_of_it(
+    triple: ar.MirroredStrategy, dataset: Any, buffer: int
+) -> None:
+    options = ar.InputOptions(remainder="drop", per_replica_buffer_size=buffer)
+    async with triple.distribute_dataset(dataset, options) as batches:
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="Global batch 0.*2 examples.*3 equal") as told:
+                assert [batch async for batch in batches] == []
+            assert len(told) == 1
+
+
+@pytest.mark.asyncio
+async def test_so_is_one_that_gets_some_batches(triple: ar.MirroredStrategy) -> None:
+    data = [np.ones(size) for size in (3, 2, 1, 3)]
+    async with triple.distribute_dataset(data, ar.InputOptions(remainder="drop")) as batches:
+        with pytest.warns(UserWarning, match="Global batch 1 .*left out.*remainder='weight'"):
+            assert [sizes(batch) async for batch in batches] == [[1, 1, 1]] * 2
+        batches.load_state_dict({**batches.state_dict(), "epoch": 0, "position": 3})
+        assert [sizes(batch) async for batch in batches] == [[1, 1, 1]]
+
+
+@pytest.mark.asyncio
+async def test_a_short_last_batch_is_left_out_without_a_word(triple: ar.MirroredStrategy) -> None:
+    """Warnings are errors here. Nor is there one if a loop goes on before that batch."""
+    dataset = ar.ArrayDataset(np.arange(8), 3)
+    async with triple.distribute_dataset(dataset, ar.InputOptions(remainder="drop")) as batches:
+        assert len([batch async for batch in batches]) == 2
+        batches.load_state_dict({**batches.state_dict(), "epoch": 0, "position": 6})
+        assert [batch async for batch in batches] == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+async def test_a_loop_over_whole_batches_is_told_too(pair: ar.MirroredStrategy, mode: str) -> None:
+    options = ar.InputOptions(
+        remainder="drop",
+        fetch_to_device=False,
+        replication_mode=mode,  # type: ignore[arg-type]
+    )
+
+    def make(context: ar.InputContext) -> list[Any]:
+        return [] if context.input_pipeline_id else [np.ones(2)]
+
+    async with pair.distribute_datasets_from_function(make, options) as batches:
+        with pytest.warns(UserWarning, match="gave no step.*each of 2 replicas"):
+            assert [batch async for batch in batches] == []
+
+
+@pytest.mark.asyncio
 async def test_parts_are_views_and_keep_their_flags(pair: ar.MirroredStrategy) -> None:
     fresh, frozen = np.arange(4), np.arange(4)
     frozen.flags.writeable = False
 
-    async with pair.distribute_dataset([(fresh, frozen)]) as batches:
+    def read() -> Iterator[Any]:
+        yield fresh, frozen
+
+    async with pair.distribute_dataset(read) as batches:
         async for left, right in batches:
             assert all(np.shares_memory(part, fresh) for part in left.values)
             assert all(part.flags.writeable for part in left.values)

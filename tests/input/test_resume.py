@@ -10,6 +10,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
+from aioreplica.input import KeyedPermutation
 from tests.conftest import mirrored
 from tests.input.sources import RESTARTABLE, Watched
 from tests.replica.gated import me, my_id, spawn
@@ -173,7 +174,7 @@ async def test_a_state_is_a_few_integers(pair: ar.MirroredStrategy) -> None:
 
     assert all(type(value) is int for value in state.values())
     assert {name: state[name] for name in ("version", "epoch", "position", "pipelines")} == {
-        "version": 1,
+        "version": 2,
         "epoch": 0,
         "position": 4,
         "pipelines": 1,
@@ -248,6 +249,56 @@ async def test_a_state_may_come_back_as_numpy_integers(
         assert {type(number) for number in batches.state_dict().values()} == {int}
 
 
+OLD_STATE = {
+    "version": 1,
+    "epoch": 0,
+    "position": 4,
+    "pipelines": 1,
+    "fingerprint": 150809284613347,
+}
+
+
+@pytest.mark.asyncio
+async def test_a_state_of_the_first_version_keeps_its_order(pair: ar.MirroredStrategy) -> None:
+    """What was delivered before, 2, 8, 3 and 5, does not come again; nor later epochs' orders."""
+    dataset = ar.ArrayDataset(np.arange(9), 4, shuffle=True, seed=5)
+    async with pair.distribute_dataset(dataset) as batches:
+        batches.load_state_dict(OLD_STATE)
+        assert batches.state_dict() == OLD_STATE
+        assert await numbers_in(batches) == [0, 4, 6, 1, 7]
+        state = batches.state_dict()
+        assert await numbers_in(batches) == [1, 0, 5, 8, 4, 6, 2, 7, 3]
+        loop = aiter(batches)
+        await anext(loop)
+        assert batches.state_dict() == {**OLD_STATE, "epoch": 2}
+
+    assert state == {**OLD_STATE, "epoch": 1, "position": 0}
+    async with pair.distribute_dataset(dataset) as batches:
+        batches.load_state_dict(state)
+        assert await numbers_in(batches) == [1, 0, 5, 8, 4, 6, 2, 7, 3]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+async def test_so_does_one_of_whole_batches(pair: ar.MirroredStrategy, mode: str) -> None:
+    options = ar.InputOptions(fetch_to_device=False, replication_mode=mode)  # type: ignore[arg-type]
+
+    def make(_: ar.InputContext) -> ar.ArrayDataset:
+        return ar.ArrayDataset(np.arange(9), 1, shuffle=True, seed=5)
+
+    async with pair.distribute_datasets_from_function(make, options) as batches:
+        batches.load_state_dict({**batches.state_dict(), "version": 1, "position": 4})
+        left = await numbers_in(batches)
+
+    order = KeyedPermutation(9, seed=5, epoch=0, version=1)(np.arange(4, 9)).tolist()
+    assert left == (order if mode == "PER_WORKER" else np.repeat(order, 2).tolist())
+
+
+async def numbers_in(batches: ar.DistributedDataset) -> list[int]:
+    """Return the examples of one epoch."""
+    return [int(n) async for batch in batches for part in batch.values for n in part]
+
+
 # ---- states that do not fit -------------------------------------------------------------------
 
 
@@ -262,7 +313,9 @@ def state_of(dataset: Any, **changes: Any) -> dict[str, Any]:
         (None, TypeError, "what state_dict returned"),
         ([1], TypeError, "what state_dict returned"),
         ({}, ValueError, "version None"),
-        (state_of(shuffled(), version=2), ValueError, "version 2.*reads version 1"),
+        (state_of(shuffled(), version=0), ValueError, "version 0.*reads versions 1 to 2"),
+        (state_of(shuffled(), version=3), ValueError, "version 3.*reads versions 1 to 2"),
+        (state_of(shuffled(), version=1.0), ValueError, "version=1.0"),
         (state_of(shuffled(), epoch=-1), ValueError, "epoch=-1"),
         (state_of(shuffled(), position="4"), ValueError, "position='4'"),
         (state_of(shuffled(), position=np.ones(2, int)), ValueError, "position=array"),

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.devices import lane_table
+from aioreplica.devices import INLINE_BYTES, lane_table
 from aioreplica.errors import ContextError
+from aioreplica.input import num_examples
 from tests.input.sources import ONE_SHOT, RESTARTABLE, Watched, WatchedAsync, examples, split
 from tests.sequencer import idle
 
@@ -125,6 +126,67 @@ class WatchedThreads:
         for _ in range(50):
             self.idents.add(threading.get_ident())
             yield np.ones(2)
+
+
+LISTS_AS_SOURCES: dict[str, Any] = {
+    "list": lambda data: data,
+    "tuple": tuple,
+    "prefetched": lambda data: ar.Dataset(data).prefetch(1),
+    "columns picked by map": lambda data: ar.Dataset(data).map(lambda batch: batch[:, :1]),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", LISTS_AS_SOURCES.values(), ids=LISTS_AS_SOURCES)
+async def test_a_step_that_writes_into_its_batch_does_not_change_a_list(
+    strategy: ar.Strategy, make: Any
+) -> None:
+    data = [np.full((8, 2), number, float) for number in range(3)]
+
+    async def step(x: Any) -> None:
+        x += 1
+
+    async with strategy.distribute_dataset(make(data)) as batches:
+        async for batch in batches:
+            await strategy.run(step, args=(batch,))
+
+    assert [array.sum() for array in data] == [0, 16, 32]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+async def test_nor_does_one_that_gets_whole_batches(pair: ar.MirroredStrategy, mode: str) -> None:
+    data = [np.zeros(2) for _ in range(4)]
+    options = ar.InputOptions(fetch_to_device=False, replication_mode=mode)  # type: ignore[arg-type]
+
+    async def step(x: Any) -> None:
+        x += 1
+
+    async with pair.distribute_datasets_from_function(lambda _: data, options) as batches:
+        async for batch in batches:
+            await pair.run(step, args=(batch,))
+
+    assert not np.any(data)
+
+
+@pytest.mark.asyncio
+async def test_large_batches_of_a_list_are_copied_on_a_thread(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def watched(arrays: list[Any]) -> list[Any]:
+        seen.append(threading.current_thread().name)
+        return [array.copy() for array in arrays]
+
+    monkeypatch.setattr("aioreplica.input._assemble._copy_all", watched)
+    here = threading.current_thread().name
+    for num_bytes in (INLINE_BYTES, INLINE_BYTES - 8):
+        async with pair.distribute_dataset([np.zeros(num_bytes // 8)]) as batches:
+            assert [num_examples(batch) async for batch in batches] == [num_bytes // 8]
+
+    assert seen[0] != here
+    assert seen[1] == here
 
 
 @pytest.mark.asyncio

@@ -165,6 +165,47 @@ async def test_tensors_of_a_batch_do_not_write_into_the_dataset(
     assert mine.sum() == rows * 4
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [np.ones, torch.ones], ids=["arrays", "tensors"])
+async def test_tensors_of_a_batch_do_not_write_into_a_list(
+    pair: ar.MirroredStrategy, make: Any
+) -> None:
+    mine = [make((4, 2)), make((4, 2))]
+
+    async def step(x: Any) -> None:
+        torch.as_tensor(x).div_(255)
+
+    async with pair.distribute_dataset(mine) as batches:
+        async for batch in batches:
+            await pair.run(step, args=(batch,))
+
+    assert all(item.sum() == 8 for item in mine)
+
+
+class ViewsOfItself:
+    """A table whose columns are views of its own memory, as those of Arrow files are."""
+
+    column_names = ("x",)
+
+    def __init__(self) -> None:
+        self.memory = np.ones(6)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, rows: Any) -> dict[str, Any]:
+        return {"x": self.memory[rows]}
+
+
+def test_tensors_of_a_batch_do_not_write_into_a_table() -> None:
+    table = ViewsOfItself()
+
+    for batch in ar.ArrayDataset(table, 4):
+        torch.from_numpy(batch["x"]).zero_()
+
+    assert table.memory.sum() == 6
+
+
 def test_tensors_of_batches_by_hand_do_not_either() -> None:
     mine = torch.ones(6)
 
