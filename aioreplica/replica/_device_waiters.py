@@ -47,7 +47,9 @@ class ThreadWaiter(Waiter):
                 raise asyncio.CancelledError
             decided = point.rendezvous.arrive(replica_id, call, now_s)
             is_complete = type(decided) is Generation and not decided.missing
-            if not is_complete:
+            # The event loop reads the array in what crosses workers, so it is what lets go.
+            must_wait = not is_complete or call.group.across is not None
+            if must_wait:
                 point.parked[replica_id] = self._gate
         if type(decided) is not Generation:
             point.post(point.run.abort_mismatch, decided)
@@ -55,12 +57,13 @@ class ThreadWaiter(Waiter):
             raise asyncio.CancelledError
         if is_complete:
             point.merge(decided)
-            if decided.is_merged:
-                return decided.take(call.position)
-            with lock:
-                must_wait = not decided.is_merged and not point.is_aborted
-                if must_wait:
-                    point.parked[replica_id] = self._gate
+            if not must_wait:
+                if decided.is_merged:
+                    return decided.take(call.position)
+                with lock:
+                    must_wait = not decided.is_merged and not point.is_aborted
+                    if must_wait:
+                        point.parked[replica_id] = self._gate
             if must_wait:
                 self._wait_for(decided, None, call)
         else:

@@ -172,6 +172,9 @@ class Handle(Awaitable[Any]):
             ended = point.wait_for_started(replica, generation, blocks=blocks)
             try:
                 yield from generation.new_watcher(point.loop)
+            except asyncio.CancelledError:
+                yield from generation.unread().__await__()
+                raise
             finally:
                 ended()
         elif point.is_solo:

@@ -467,6 +467,12 @@ class Generation:
             if future is not None:
                 future.cancel()
 
+    async def unread(self) -> None:
+        """Wait until nothing reads the replicas' own arrays, through every cancellation."""
+        reading = None if self.pending is None else self.pending.reading()
+        if reading is not None:
+            await reading.over()
+
     def take(self, position: int) -> Any:
         """Take a member's part out, so that its memory is free as soon as the replica lets go.
 

@@ -38,7 +38,7 @@ from ..devices import (
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
 from ._failure import RunControl, add_note_once, error_of
-from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, SyncGroup
+from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
@@ -340,22 +340,22 @@ class MeetingPoint:
         return None
 
     def cancel(self) -> None:
-        """Wake all who wait; child tasks of replicas may be among them."""
+        """Wake all who wait, once their arrays are not read; child tasks may be among them."""
         if self.lock is None:
-            for generation in (*self.rendezvous.open_generations(), *self.merging):
+            for generation in self.rendezvous.open_generations():
                 generation.give_up()
                 if generation.timer is not None:
                     generation.timer.cancel()
         reading = None
         for generation, has_begun in tuple(self.merging.items()):
-            pending = generation.pending
+            pending, own = generation.pending, None
             if pending is not None and pending.task is not None and has_begun:
                 pending.task.cancel()  # one that has not begun sees that the run is aborted
-                reading = pending.reading() or reading
-        if reading is None or is_interrupted():
-            self.wake_threads()
-        else:
-            reading.when_over(self.wake_threads)
+                own = pending.reading()
+            reading = own or reading
+            if self.lock is None:
+                _once_over(own, generation.give_up)
+        _once_over(reading, self.wake_threads)
         for cancel in tuple(self.host_calls):
             cancel()
 
@@ -398,6 +398,13 @@ class MeetingPoint:
         with self.lock or NO_LOCK:
             self.rendezvous.forget()
         self.unseen.clear()
+
+
+def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
+    if reading is None or is_interrupted():
+        fn()
+    else:
+        reading.when_over(fn)
 
 
 class Waiter(ABC):
@@ -517,9 +524,7 @@ class TaskWaiter(Waiter):
             await waiter
         except asyncio.CancelledError:
             point.withdrew(replica, generation)
-            reading = None if generation.pending is None else generation.pending.reading()
-            if reading is not None:
-                await reading.over()
+            await generation.unread()
             if point.loop is None:  # no run waits for the merge to end
                 await point.run.restart_outside()
             raise

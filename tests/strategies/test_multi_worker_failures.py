@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.collectives import Ahead
 from aioreplica.errors import (
     ContextError,
     MergeMismatchError,
@@ -337,69 +336,6 @@ async def test_a_run_cancelled_as_its_merge_begins_leaves_nothing(
         return strategy.local_results(await strategy.run(meet))[0]
 
     assert await on_workers(2, 1, program) == [2.0, 2.0]
-
-
-@pytest.mark.parametrize("is_read", [False, True], ids=["waits", "is read"])
-@pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
-async def test_what_a_cancelled_step_writes_does_not_reach_the_others(
-    is_plain: bool, is_read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single replica's array is lent: it is copied, or not written before it was sent."""
-    cancelled = asyncio.Event()
-    mine = np.ones(50_000)
-    if is_read:
-        monkeypatch.setattr(Ahead, "give_back", lambda _self: False)
-
-    async def step(value: Any) -> Any:
-        try:
-            return await me().all_reduce("sum", value)
-        finally:
-            value[:] = -5.0
-
-    def plain_step(value: Any) -> Any:
-        try:
-            return me().blocking.all_reduce("sum", value)
-        finally:
-            value[:] = -5.0
-
-    plain_step.__qualname__ = step.__qualname__
-
-    async def program(strategy: Strategy) -> Any:
-        fn = plain_step if is_plain else step
-        await strategy.run(meet)
-        if not rank_of(strategy):
-            await cancelled.wait()
-            return strategy.local_results(await strategy.run(fn, (np.ones(50_000),)))[0]
-        entered = entering(strategy, monkeypatch)
-        run = asyncio.create_task(strategy.run(fn, (mine,)))
-        await entered.wait()
-        run.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        if is_read:
-            assert mine[0] == 1.0
-        cancelled.set()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        assert mine[0] == -5.0
-        return None
-
-    results = await outcomes(strategies(2, 1), [program] * 2)
-    assert np.unique(results[0]).tolist() == [2.0]
-
-
-def entering(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Return an event that is set when the next operation of this worker begins."""
-    entered, workers = asyncio.Event(), strategy.workers
-    assert workers is not None
-    before = workers.before
-
-    def enter() -> Any:
-        entered.set()
-        return before()
-
-    monkeypatch.setattr(workers, "before", enter)
-    return entered
 
 
 async def test_a_merge_function_that_fails_on_one_worker_ends_the_run_on_all() -> None:
