@@ -8,6 +8,7 @@ from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
 from ._place import DIFFERENTIATING as DIFFERENTIATING
 from ._place import INLINE_STEP as INLINE_STEP
+from ._place import LOOP as LOOP
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
 from ._place import Carrier as Carrier
@@ -27,6 +28,7 @@ __all__ = [
     "DEVICE",
     "DIFFERENTIATING",
     "INLINE_STEP",
+    "LOOP",
     "OVERRIDES",
     "PLACE",
     "REGISTRY",

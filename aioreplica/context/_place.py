@@ -166,6 +166,10 @@ CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
 """Name of the outside call that runs here (see device_loop)."""
 
 
+LOOP: ContextVar[Callable[[], None] | None] = ContextVar("aioreplica_loop", default=None)
+"""Called after a write of all replicas by a step of a device loop (see device_loop)."""
+
+
 INLINE_STEP: ContextVar[int | None] = ContextVar("aioreplica_inline_step", default=None)
 """How many bytes an optimizer's step may read and write on the event loop; None for as many as are
 done soonest there. A service that answers meanwhile sets fewer."""

@@ -27,7 +27,7 @@ from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
 from ..input import DistributedIterator, SourceLane, close_iterator
 from ..values import DistributedValues, PerReplica, split_per_replica
 from ._infeed import Infeed, Mark
-from ._outputs import MultiStepContext
+from ._outputs import MultiStepContext, steps_taken
 from ._static_shapes import StaticShapes
 
 GIVE_UP_S = 0.25
@@ -214,9 +214,10 @@ class Feeder(ABC):
         if self._infeed.num_put < self._num_wanted:
             self._infeed.end()
 
-    def _take_complete(self) -> list[Reading]:
+    def _take_complete(self, num_complete: int | None = None) -> list[Reading]:
         """Remove from the unfinished elements those whose steps are complete on all replicas."""
-        num_complete = min(context.steps_run for context in self._contexts)
+        if num_complete is None:
+            num_complete = min(context.steps_run for context in self._contexts)
         count = num_complete - self._num_complete
         self._num_complete = num_complete
         return [self._unfinished.popleft() for _ in range(count)]
@@ -293,7 +294,7 @@ class ThreadFeeder(Feeder):
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
         with self._lock:
-            self._take_complete()
+            self._take_complete(steps_taken(self._contexts))
             rest = self._unfinished
             told = rest.popleft() if rest and self._was_told(rest[0]) else None
             self._kept.unrun.extendleft(reversed(rest))
@@ -401,7 +402,7 @@ class TaskFeeder(Feeder):
 
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
-        self._report()
+        self._report(steps_taken(self._contexts))
         rest, self._unfinished = self._unfinished, deque()
         told = rest[0] if rest and self._was_told(rest[0]) else None
         if told is not None:
@@ -418,9 +419,9 @@ class TaskFeeder(Feeder):
         items = [r for r in rest if r is not Mark.END and type(r) is not Raised]
         self._batches.put_back(items, errors[0] if errors else None)
 
-    def _report(self) -> None:
+    def _report(self, num_complete: int | None = None) -> None:
         """Tell a distributed dataset whose steps are complete."""
-        complete = self._take_complete()
+        complete = self._take_complete(num_complete)
         if self._batches is not None:
             for item in complete:
                 self._batches.delivered(item)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..context import LOOP
 from ..replica import ReplicaContext
 from ._infeed import Infeed
 from ._outputs import MultiStepContext
@@ -29,6 +30,7 @@ def run_loop(
     """
     replica_id = replica.replica_id_in_sync_group
     blocking = replica.blocking
+    LOOP.set(context._has_written)  # in the context variables of this op
     for step in range(num_steps):
         if infeed.is_empty(replica_id):
             with blocking.waiting(f"the infeed for step {step}"):

@@ -70,7 +70,7 @@ class ThreadWaiter(Waiter):
             own = call.collective.options(call.argument)
             timeout_s = decided.group.timeout_s if own is None else own.timeout_seconds
             self._wait_for(decided, timeout_s, call)
-        if point.is_aborted:
+        if point.is_aborted and not decided.is_merged:  # else what was written is kept: finish
             raise asyncio.CancelledError
         return decided.take(call.position)
 

@@ -18,6 +18,7 @@ from ..device_loop import (
     new_feeder,
     open_iterator,
     run_loop,
+    steps_taken,
 )
 from ..values import split_per_replica
 from ._combine import reduce_tree
@@ -126,7 +127,7 @@ async def run_steps(
         feeder.settle()
         for context in contexts:
             context.close(num_steps)
-        num_run = min(context.steps_run for context in contexts)
+        num_run = steps_taken(contexts)
         lifecycle.give_back_steps(step + num_run, step + num_steps)
         strategy.events.add("loop", "end", step, value=num_run)
     if gate.is_closed:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from ..context import LOOP
 from ..devices import running_loop
 from ..errors import ContextError
 from ..telemetry import Observers
@@ -133,12 +134,15 @@ class VariableStore:
         self,
         changes: Mapping[V, Components],
         bases: Mapping[V, Components] | None = None,
+        *,
+        is_local: bool = False,
     ) -> int:
         """Publish new components of several variables as one write; from any thread.
 
         Args:
             changes: Read-only arrays, one per replica, of the variable's shape and dtype.
             bases: What the new components were computed from.
+            is_local: Whether one replica writes its own component, without the others.
 
         Returns:
             The number of the write; 0, with nothing changed, if a variable is not at its base
@@ -154,6 +158,9 @@ class VariableStore:
                     number, components, old.number, old.components, old.num_writes + 1
                 )
             self.version = number
+        tell_loop = LOOP.get()
+        if tell_loop is not None and not is_local:
+            tell_loop()
         if self._waiters:
             self._wake()
         tell = self._observers.write_published

@@ -104,5 +104,5 @@ class SyncOnReadVariable(Variable):
             old = self.components
             new = list(old)
             new[replica_id] = self.combined(verb, old[replica_id], array)
-            if self.store.write({self: tuple(new)}, {self: old}):
+            if self.store.write({self: tuple(new)}, {self: old}, is_local=True):
                 return Done(new[replica_id])

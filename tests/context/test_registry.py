@@ -79,3 +79,16 @@ def test_a_fork_frees_a_lock_that_a_lost_thread_held() -> None:
     assert registry.once("quick", lambda: "quick") == "quick"
     leave.set()
     holder.join()
+
+
+def test_an_entry_can_be_replaced_and_put_back() -> None:
+    registry = Registry()
+    real = registry.once("a", object)
+    stand_in = object()
+
+    assert registry.replace("a", stand_in) is real
+    assert registry.once("a", object) is stand_in
+    assert registry.replace("a", None, make=lambda: 1) is stand_in
+    assert registry.once("a", object) == 1
+    assert registry.replace("a", None) == 1
+    assert registry.once("a", lambda: 2) == 2

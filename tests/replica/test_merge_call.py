@@ -198,15 +198,24 @@ async def test_keyword_arguments_are_merged_alike(gang: ar.MirroredStrategy) -> 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("args", "kwargs"),
-    [(((1,), (1, 2)), ({}, {})), (((), ()), ({"a": 1}, {"b": 1})), (((), ()), ({}, {"b": 1}))],
-    ids=["positional", "names", "some"],
+    [
+        (((1,), (1, 2)), ({}, {})),
+        (((), ()), ({"a": 1}, {"b": 1})),
+        (((), ()), ({}, {"b": 1})),
+        (((1,), (1,)), ({}, {"b": 1})),
+        (((1,), (1,)), ({"b": 1}, {})),
+    ],
+    ids=["positional", "names", "some", "one more", "one less"],
 )
 async def test_different_argument_lists_are_a_mismatch(
     gang: ar.MirroredStrategy, args: tuple[Any, Any], kwargs: tuple[Any, Any]
 ) -> None:
+    def merge(*_args: object, **_kwargs: object) -> None:
+        """Be one function for all replicas."""
+
     async def step() -> None:
         odd = my_id() == 1
-        await me().merge_call(lambda *_args, **_kwargs: None, args[odd], kwargs[odd])
+        await me().merge_call(merge, args[odd], kwargs[odd])
 
     with pytest.raises(MergeMismatchError, match="arguments"):
         await gang.run(step)

@@ -315,3 +315,15 @@ async def test_a_plain_variable_is_not_written_under_another_strategy(
     with solo.scope(), pytest.raises(ContextError, match="'w'"):
         await variable.assign(2.0)
     assert variable.value == 1.0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", [-1, 256, 10**30])
+async def test_an_int_that_does_not_fit_is_refused(value: int) -> None:
+    variable = ar.Variable(np.uint8([1, 2]).sum(dtype=np.uint8))
+
+    with pytest.raises(ValueError, match="holds 0 to 255"):
+        await variable.assign(value)
+
+    assert variable.value == 3
+    assert await variable.assign(255) == 255

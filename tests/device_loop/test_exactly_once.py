@@ -1,0 +1,150 @@
+"""A failed or cancelled loop that is continued: each element is in the weights once, in order."""
+
+import asyncio
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+import aioreplica.testing as art
+
+NUM_STEPS = 5
+POINTS = ("start", "reduced", "applied", "end")  # of the step whose update is between the two
+At = tuple[int, int, str]
+
+
+class FaultError(Exception):
+    """Raised by a step on purpose."""
+
+
+class Training:
+    """A loop whose step calls `at(point)` at each of its points."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.strategy = ar.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        with self.strategy.scope():
+            self.weight = ar.Variable(np.float64(0.0))
+            self.optimizer = ar.optimizers.SGD(0.5, momentum=0.5)
+        data = ar.ArrayDataset(
+            np.arange(1.0, 1 + num_replicas * NUM_STEPS) ** 2, batch_size=num_replicas
+        )
+        self.batches = self.strategy.distribute_dataset(data)
+        self.iterator = aiter(self.batches)
+        self.at: Callable[[At], None] = lambda _at: None
+
+    def step(self, ctx: ar.MultiStepContext, x: np.ndarray) -> None:
+        replica = ar.get_replica_context()
+        assert replica is not None
+        blocking, me = replica.blocking, replica.replica_id_in_sync_group
+        number = round(float(x[0]) ** 0.5 - 1) // self.num_replicas
+        self.at((me, number, "start"))
+        gradient = blocking.all_reduce("sum", x[0] + self.weight.value)
+        self.at((me, number, "reduced"))
+        self.optimizer.blocking.apply_gradients([(gradient, self.weight)])
+        self.at((me, number, "applied"))
+        blocking.all_reduce("mean", x[0])
+        self.at((me, number, "end"))
+
+    def require_agreement(self) -> None:
+        """Check that weights, iterations and the state of the dataset are of the same step."""
+        done = int(self.optimizer.iterations.value)
+        place = self.batches.state_dict()
+        read = place["position"] + place["epoch"] * NUM_STEPS * self.num_replicas
+        assert read == done * self.num_replicas
+        assert self.weight.value == expected(self.num_replicas)[done]
+
+    async def finish(self) -> None:
+        """Run what is left; by then every element was applied once."""
+        while (await self.strategy.run_steps(self.step, self.iterator, 2)).steps_run:
+            self.require_agreement()
+        self.require_agreement()
+        assert self.optimizer.iterations.value == NUM_STEPS
+        await self.batches.aclose()
+        await self.strategy.aclose()
+
+
+def expected(num_replicas: int) -> list[float]:
+    """Compute the weights after 0, 1, ... steps without the library."""
+    elements = np.arange(1.0, 1 + num_replicas * NUM_STEPS) ** 2
+    weights, velocity = [0.0], 0.0
+    for step in range(NUM_STEPS):
+        parts = elements[step * num_replicas : (step + 1) * num_replicas]
+        gradient = float(sum(x + weights[-1] for x in parts)) * num_replicas  # each brings the sum
+        velocity = 0.5 * velocity + gradient
+        weights.append(weights[-1] - 0.5 * velocity)
+    return weights
+
+
+async def fail(num_replicas: int, *where: At) -> None:
+    """Let replicas raise at these points, one loop after the other; continue each time."""
+    training = Training(num_replicas)
+    left = set(where)
+
+    def at(here: At) -> None:
+        if here in left:
+            left.remove(here)
+            raise FaultError(here)
+
+    training.at = at
+    while left:
+        with pytest.raises(FaultError):
+            await training.strategy.run_steps(training.step, training.iterator, NUM_STEPS)
+        training.require_agreement()
+    await training.finish()
+
+
+async def cancel(num_replicas: int, where: At) -> None:
+    """Cancel the loop when a replica comes to a point, from the event loop; continue."""
+    training = Training(num_replicas)
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(
+        training.strategy.run_steps(training.step, training.iterator, NUM_STEPS)
+    )
+    is_there = asyncio.Event()
+
+    def at(here: At) -> None:
+        if here == where:
+            loop.call_soon_threadsafe(is_there.set)
+
+    training.at = at
+    await is_there.wait()
+    task.cancel()
+    await asyncio.wait([task])  # the last steps may have ended before
+    training.require_agreement()
+    await training.finish()
+
+
+def places(num_replicas: int) -> list[At]:
+    return list(product(range(num_replicas), (1, NUM_STEPS - 1), POINTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_loop_that_failed_anywhere_goes_on_exactly_once(num_replicas: int) -> None:
+    for where in places(num_replicas):
+        art.explore(lambda where=where: fail(num_replicas, where), schedules=5).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_loop_that_was_cancelled_anywhere_goes_on_exactly_once(num_replicas: int) -> None:
+    for where in places(num_replicas):
+        art.explore(lambda where=where: cancel(num_replicas, where), schedules=5).check()
+
+
+def test_a_loop_that_fails_again_and_again_goes_on_exactly_once() -> None:
+    """Behind the update of a step its element is used up, before it the next loop gets it."""
+    again = [(1, 1, "start"), (0, 1, "applied"), (1, 2, "reduced"), (1, 2, "end")]
+    art.explore(lambda: fail(2, *again), schedules=20).check()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_on_real_threads_too(num_replicas: int) -> None:
+    for where in places(num_replicas):
+        await fail(num_replicas, where)
+        await cancel(num_replicas, where)
