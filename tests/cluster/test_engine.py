@@ -102,13 +102,19 @@ async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in()
     await asyncio.gather(first.aclose(), third.aclose())
 
 
-async def test_a_stall_names_who_did_not_come() -> None:
-    first, second, third = group = ThreadCommunicator.group(3, timeout=0.05)
-    calls = [first.all_reduce(1), third.all_reduce(1)]
-    for result in await asyncio.gather(*calls, return_exceptions=True):
+async def test_a_stall_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, wires = [0.0], Wires(3)
+    monkeypatch.setattr(_engine, "monotonic", lambda: now[0])
+    first, second, third = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+    calls = asyncio.gather(first.all_reduce(1), third.all_reduce(1), return_exceptions=True)
+    await until(lambda: min(wires.num_looks[::2]) > 0)  # both calls have begun
+    now[0] = 1.0
+    await until(lambda: min(wires.num_looks[::2]) > 5)  # both have said that they wait, and heard
+    now[0] = 100.0
+    for result in await calls:
         assert isinstance(result, StallError)
-        assert (result.ranks, result.timeout_s) == ((1,), 0.05)
-        assert "Worker 1 did not come to all_reduce #0 within 0.05 s" in str(result)
+        assert (result.ranks, result.timeout_s) == ((1,), 60.0)
+        assert "Worker 1 did not come to all_reduce #0 within 60 s" in str(result)
     with pytest.raises(StallError, match="Worker 1"):
         await second.all_reduce(1)
     await asyncio.gather(*(each.aclose() for each in group))
