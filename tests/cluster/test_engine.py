@@ -160,7 +160,7 @@ async def test_the_same_split_twice_makes_two_groups() -> None:
     assert [int(n) for n in await asyncio.gather(waits, second[1].all_reduce(3))] == [6, 6]
     with pytest.raises(WorkerLostError, match="Worker 1 has closed the communicator"):
         await first[0].all_reduce(1)
-    await asyncio.gather(*(each.aclose() for each in group))
+    await asyncio.gather(*(each.aclose() for each in (*group, *first, *second)))
 
 
 async def test_a_split_ends_with_its_group_and_cannot_shrink() -> None:

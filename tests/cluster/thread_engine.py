@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -114,12 +115,10 @@ class ThreadEngine(Messages, Engine):
     Args:
         wires: What it shares with the others.
         rank: Of this worker.
-        lane: Stopped when the engine is given back.
     """
 
-    def __init__(self, wires: Wires, rank: int, lane: Lane) -> None:
+    def __init__(self, wires: Wires, rank: int) -> None:
         super().__init__(wires, rank, len(wires.notes), "")
-        self._lane = lane
 
     def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
         return Messages(self._wires, ranks.index(self.rank), len(ranks), name)
@@ -145,7 +144,7 @@ class ThreadEngine(Messages, Engine):
             self._wires.changed.notify_all()
 
     def close(self) -> None:
-        self._lane.stop()
+        """What others wait for is on the wires already."""
 
 
 @final
@@ -159,7 +158,9 @@ class ThreadCommunicator(EngineCommunicator):
         wires = Wires(size) if wires is None else wires
         ranks = tuple(range(size))
         lanes = [Lane(f"worker:{rank}", nice=0) for rank in ranks]
-        links = [Link(ThreadEngine(wires, rank, lanes[rank]), lanes[rank]) for rank in ranks]
+        links = [Link(ThreadEngine(wires, rank), lanes[rank]) for rank in ranks]
+        for link in links:
+            weakref.finalize(link, link.lane.stop).atexit = False
         return tuple(ThreadCommunicator(link, ranks, timeout) for link in links)
 
     async def _shrink(self) -> Communicator:
