@@ -196,6 +196,8 @@ class _Group:
             lane_names = tuple(self.lane_names[rank] for rank in ranks)
             group = _Group(outer, lane_names, self.timeout, self._family)
             self._subgroups[key] = group
+        if len(group.members) == group.size - 1:  # this worker is the last to ask for it
+            del self._subgroups[key]
         return group
 
     def expect(self, number: int) -> None:
@@ -239,6 +241,8 @@ class _Group:
         for meeting in tuple(self._meetings.values()):
             for call in meeting.calls.values():
                 self._check_left(call)
+        if len(self._left) == self.size and self is not self._family[0]:
+            self._family.remove(self)  # a split that is over: the group may make many
 
     def end(self, failure: Failure) -> None:
         """Let every call of every member fail, and those of all groups of the same workers."""

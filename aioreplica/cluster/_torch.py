@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -89,7 +90,9 @@ class TorchCommunicator(EngineCommunicator):
         except BaseException:
             lane.stop()
             raise
-        return cls(Link(engine, lane), tuple(range(engine.size)), timeout)
+        link = Link(engine, lane)
+        weakref.finalize(link, lane.stop).atexit = False  # splits may be closed after the group
+        return cls(link, tuple(range(engine.size)), timeout)
 
     async def _shrink(self) -> Communicator:
         raise ContextError(

@@ -168,7 +168,8 @@ class Engine:
             if problem:
                 raise JournalError(f"Dead letters were not written down: {problem}")
             await self.saving.finish(self.learned_number, self.version)
-            if self.settings.publish_to is not None:
+            if publishing is not None and self.settings.publish_to is not None:
+                await _end_task(publishing)  # else its older version may be the last to be written
                 await self._write_snapshot(self.settings.publish_to)
 
     def _end(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -145,6 +147,23 @@ async def reconnecting(c: Communicator, argument: str) -> Any:
     await c.aclose()
     async with await connect(timeout=TIMEOUT_S) as second:
         return int(await second.all_reduce(1))
+
+
+async def often(c: Communicator, argument: str) -> Any:
+    """Return how many threads of the engine are left after five connections."""
+    await c.barrier()
+    await c.aclose()
+    for _ in range(4):
+        async with await connect(timeout=TIMEOUT_S) as again:
+            await again.all_reduce(1)
+        del again
+    end, names = time.monotonic() + TIMEOUT_S, ("aioreplica torch", "aioreplica mpi")
+    while (left := sum(t.name.startswith(names) for t in threading.enumerate())) > 2:
+        if time.monotonic() > end:
+            break
+        gc.collect()
+        await asyncio.sleep(0.01)
+    return left
 
 
 async def waiting(c: Communicator, argument: str) -> Any:

@@ -176,6 +176,12 @@ def test_a_second_connection(launch: Launcher) -> None:
 
 
 @both
+def test_connections_that_are_closed_and_dropped_leave_no_thread(launch: Launcher) -> None:
+    """Those that are left: of the first, which the program holds, and of the newest."""
+    assert max(results_of(launch(2, "often"), 2)) <= 2
+
+
+@both
 def test_a_fork(launch: Launcher) -> None:
     for text in results_of(launch(2, "forked"), 2):
         assert "forked from it. Fork before connecting" in text

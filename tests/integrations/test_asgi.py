@@ -353,6 +353,20 @@ async def test_followers_see_changes_and_go_when_they_or_the_service_want(served
 
 
 @pytest.mark.asyncio
+async def test_the_end_of_the_lifespan_ends_followers_and_readiness(
+    pair: ar.MirroredStrategy,
+) -> None:
+    follower = Follower()
+    async with serving(pair) as (service, _):
+        following = asyncio.create_task(follower.follow(service))
+        await until(lambda: follower.body)
+        assert (await ask(service, "GET", "/readyz")).json() == {"status": "ok"}
+    async with asyncio.timeout(60):
+        await following
+    assert (await ask(service, "GET", "/readyz")).json() == {"status": "closing"}
+
+
+@pytest.mark.asyncio
 async def test_followers_are_few_and_one_that_does_not_read_is_dropped(
     pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -345,6 +345,27 @@ async def test_a_commit_that_fails_may_have_kept_the_example(
 
 
 @pytest.mark.asyncio
+async def test_after_a_write_that_could_not_be_undone_the_file_says_what_there_is(
+    folder: Path,
+) -> None:
+    """Neither COMMIT nor ROLLBACK comes through: the connection is still in its transaction."""
+    failing = Failing()
+    journal = Journal(folder / "journal.db", connect=failing.connect)
+    async with Counting(folder, journal=journal) as program:
+        learner = program.learner
+        await learner.submit(example(0))
+        failing.fails_at = lambda statement: statement in {"COMMIT", "ROLLBACK"}
+        with pytest.raises(JournalError, match="disk I/O error"):
+            await learner.submit(example(1), key="k")
+        failing.fails_at = lambda _statement: False
+        assert rows(folder) == [1]
+        again = await learner.submit(example(1), key="k")
+        assert (again.number, again.is_duplicate) == (2, False)
+        assert rows(folder) == [1, 2]
+    assert program.learned() == [1, 1]
+
+
+@pytest.mark.asyncio
 async def test_no_checkpoint_leaves_a_dead_letter_behind(folder: Path) -> None:
     failing = Failing()
     journal = Journal(folder / "journal.db", connect=failing.connect)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica import testing as art
 from aioreplica.errors import ContextError, JournalError
-from aioreplica.online import Journal
+from aioreplica.online import Journal, SnapshotReader
 
 from .program import RAISES, Counting, example
 from .test_journal import cancelled_close
@@ -132,3 +133,79 @@ async def test_a_link_to_a_journal_is_the_same_journal(folder: Path) -> None:
         with pytest.raises(JournalError, match="is in use"):
             async with Counting(folder, checkpoints=None, journal=Journal(link)):
                 pass
+
+
+@pytest.mark.parametrize("is_opened_again", [False, True])
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_a_retry_of_the_newest_example_is_told_what_became_of_it(
+    folder: Path, is_opened_again: bool, has_checkpoints: bool
+) -> None:
+    """Nothing newer comes: the request that is sent again is what wakes an idle learner."""
+
+    async def main() -> None:
+        options = {} if has_checkpoints else {"checkpoints": None}
+        async with Counting(folder, **options) as program:
+            for i in range(2):
+                await (await program.learner.submit(example(i), key=f"key {i}"))
+            if not is_opened_again:
+                await retry(program, 1)
+        if is_opened_again:
+            async with Counting(folder, **options) as program:
+                await retry(program, 1)
+        assert program.learned() == [1, 1]
+
+    async def retry(program: Counting, i: int) -> None:
+        again = await program.learner.submit(example(i), key=f"key {i}")
+        assert (again.number, again.is_duplicate) == (i + 1, True)
+        async with asyncio.timeout(60):
+            assert await again == program.learner.version
+
+    art.run(main)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+@pytest.mark.parametrize("remedy", ["none", "discard", "retry"])
+async def test_no_number_is_used_twice_whatever_became_of_the_newest_example(
+    folder: Path, remedy: str, has_checkpoints: bool
+) -> None:
+    """The newest is a dead letter; "retry" takes its example again, under a newer number."""
+    options = {} if has_checkpoints else {"checkpoints": None}
+    async with Counting(folder, **options) as program:
+        await (await program.learner.submit(example(0)))
+        poisoned = await program.learner.submit(example(1, RAISES))
+        await asyncio.wait([asyncio.ensure_future(poisoned.saved())])
+        with pytest.raises(ar.errors.PoisonedExampleError):
+            await poisoned
+        newest = 2
+        if remedy == "discard":
+            await program.learner.discard(2)
+        elif remedy == "retry":
+            again = await program.learner.retry(2)
+            with pytest.raises(ar.errors.PoisonedExampleError):
+                await again
+            newest = 3
+            await program.learner.discard(3)
+    for number in (newest + 1, newest + 2):
+        async with Counting(folder, **options) as program:
+            dead = [letter.number for letter in await program.learner.dead_letters()]
+            assert dead == ([2] if remedy == "none" else [])
+            assert (await program.learner.submit(example(number))).number == number
+
+
+@pytest.mark.slow
+def test_readers_get_the_last_version_of_a_learner_that_closes_at_once(folder: Path) -> None:
+    """The write that follows a step in the background may never have begun."""
+
+    async def main() -> None:
+        path = folder / "published"
+        path.unlink(missing_ok=True)
+        options = {"journal": None, "checkpoints": None, "publish_to": path, "max_delay_s": 0.0}
+        async with Counting(**options) as program:
+            for i in range(2):
+                await (await program.learner.submit(example(i)))
+        with SnapshotReader(path) as reader:
+            assert reader.read().version == program.learner.version == 2
+            assert np.array_equal(reader.read()["counts"], program.counts.value)
+
+    art.explore(main, schedules=30).check()

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from aioreplica.errors import CheckpointError
 from aioreplica.online import PublishedSnapshot, SnapshotReader, publish_snapshot
 from aioreplica.online import _published as published
+from tests.growth import assert_nothing_grows
 
 from .program import Counting, example
 
@@ -119,6 +120,17 @@ def test_a_snapshot_that_is_held_stays_as_it_is(folder: Path) -> None:
         path.unlink()
         assert np.array_equal(first["w"], np.arange(1000.0))
     assert np.array_equal(first["w"], np.arange(1000.0))
+
+
+@pytest.mark.asyncio
+async def test_a_reader_holds_one_version_however_many_it_has_read(folder: Path) -> None:
+    with SnapshotReader(folder / "model") as reader:
+
+        async def read(number: int) -> None:
+            publish_snapshot(folder / "model", number, {"w": np.ones(3)})
+            assert reader.read().version == number
+
+        await assert_nothing_grows(read, folder)
 
 
 def test_a_damaged_file_is_refused_at_every_byte(folder: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import apsw
 import pytest
 
 import aioreplica as ar
@@ -24,8 +25,6 @@ from aioreplica.online import Journal
 from tests.checkpoint.simulated_files import ROOT, SimulatedFiles, SimulatedStorage, subsets
 
 from .program import Counting, example
-
-apsw = pytest.importorskip("apsw")
 
 NUM_EXAMPLES = 8
 CRASHES = 250

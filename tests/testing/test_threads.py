@@ -535,3 +535,34 @@ def test_a_reentrant_lock_that_a_program_made_serves_after_it() -> None:
         thread.join(10)
 
     assert entered == [True, True]
+
+
+def test_a_reentrant_lock_is_released_by_whoever_holds_it() -> None:
+    """As a real one; who does not is refused, and the lock stays where it is."""
+
+    async def program() -> None:
+        order: list[str] = []
+        lock, held = threading.RLock(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                held.set()
+                let_go.wait()
+                order.append("held to the end")
+
+        def meddle() -> None:
+            held.wait()
+            with pytest.raises(RuntimeError, match="cannot release un-acquired lock"):
+                lock.release()
+            order.append("refused")
+            let_go.set()
+
+        let_go = threading.Event()
+        with pytest.raises(RuntimeError, match="cannot release un-acquired lock"):
+            lock.release()
+        await asyncio.gather(asyncio.to_thread(hold), asyncio.to_thread(meddle))
+        assert order == ["refused", "held to the end"]
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+    art.explore(program, schedules=20).check()

@@ -58,7 +58,6 @@ class Link:
         self._forks.results.add(self.results)
         self._public_announced: set[int] = set()
         self._publications = publications()
-        self.reader = self._publications.new_reader()
         context = _Context(f"aioreplica {device_name}")
         setup = Setup(device_name, len(list_devices("cpu")), _log_levels())
         self.socket, theirs = socket.socketpair()
@@ -75,6 +74,7 @@ class Link:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
             theirs.close()
+        self.reader = self._publications.new_reader()
         self.process = context.made[0]
         self._end = select.poll()
         self._end.register(self.process.sentinel)

@@ -5,9 +5,11 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -19,7 +21,9 @@ from aioreplica import testing as art
 from aioreplica.context import REGISTRY
 from aioreplica.devices import lane_table
 from aioreplica.devices.processes._context_variables import VarName, VarNames
+from aioreplica.devices.processes._link import Link
 from aioreplica.errors import ContextError, DeviceError, WorkerLostError
+from tests.growth import assert_nothing_grows
 
 MiB = 1024 * 1024
 kept: list[Any] = []
@@ -250,6 +254,23 @@ async def test_results_that_are_kept_here_are_not_written_again(
     assert [float(array.mean()) for array in more] == [9.0] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_ops_and_versions_of_variables_use_the_same_memory_again(
+    on_process: ar.OneDeviceStrategy, tmp_path: Path
+) -> None:
+    with on_process.scope():
+        v = ar.Variable(np.zeros(MiB), name="large")
+
+    async def send(number: int) -> None:
+        await v.assign(np.full(MiB, float(number)))
+        array = np.full(4 * MiB, float(number))
+        result = await run_op(on_process, lambda array: array + v.value[0], array)
+        assert result[0] == 2 * number
+
+    await assert_nothing_grows(send, tmp_path, times=20)
+
+
 @pytest.mark.asyncio
 async def test_a_value_is_published_once_for_each_version(
     on_process: ar.OneDeviceStrategy,
@@ -349,6 +370,43 @@ async def test_a_worker_that_dies_is_a_device_error_and_the_next_op_has_another(
     now = worker_statistics()
     assert (now.pid != first, now.deaths >= 1) == (True, True)
     assert now.memory_bytes is None or now.memory_bytes > MiB
+
+
+@pytest.mark.asyncio
+async def test_an_op_that_runs_when_the_program_ends_is_ended(
+    on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor of its worker is waited for at exit, whether anyone awaits the op or not."""
+    await run_op(on_process, os.getpid)
+    program_exit = REGISTRY.once("program_exit", object)
+    with monkeypatch.context() as patch:
+        patch.setattr(program_exit, "has_begun", True)
+        with pytest.raises(DeviceError, match="ran op 'sleep': killed by SIGKILL"):
+            await run_op(on_process, time.sleep, 60)
+
+
+def test_ctrl_c_is_kept_from_a_worker_until_it_ignores_it(
+    devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process inherits the signals that are masked in the thread that starts it."""
+    masks = []
+
+    class Executor:
+        def __init__(self, *_args: Any, **_options: Any) -> None:
+            pass
+
+        def submit(self, _fn: Any) -> Any:
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            raise OSError("no process for you")
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    num_open = len([*Path("/proc/self/fd").iterdir()])
+    monkeypatch.setattr("aioreplica.devices.processes._link.ProcessPoolExecutor", Executor)
+    with pytest.raises(OSError, match="for you"):
+        Link(devices[0])
+    assert masks == [before | {signal.SIGINT}]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert len([*Path("/proc/self/fd").iterdir()]) == num_open
 
 
 @pytest.mark.xslow

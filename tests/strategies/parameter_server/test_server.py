@@ -65,6 +65,16 @@ def test_a_push_that_comes_again_is_dropped() -> None:
     assert (report.pushes, report.dropped, report.retries) == (3, 2, 1)
 
 
+def test_new_settings_of_an_optimizer_leave_its_slots() -> None:
+    server, plain, velocity = new_server(), 0.0, 0.0
+    for number, rate in enumerate((0.1, 0.2)):
+        learn(server, ar.optimizers.SGD(rate, momentum=0.5))
+        server.push(Stamp(0, number, 0), [gradient(0, 1.0, number)])
+        velocity = 0.5 * velocity + 1.0
+        plain -= rate * velocity
+    np.testing.assert_allclose(value_of(server), plain)
+
+
 def test_what_is_over_pushes_nothing_any_more() -> None:
     server = new_server()
     server.push(Stamp(0, 4, 0), [add(0)])

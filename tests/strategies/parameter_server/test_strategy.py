@@ -6,8 +6,8 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from anyio import WouldBlock
 
 import aioreplica as ar
+import aioreplica.testing as art
 from aioreplica.cluster import LocalClosureEngine, current_worker_index
 from aioreplica.errors import (
     ClosureCancelledError,
@@ -223,6 +224,110 @@ async def test_a_closure_that_takes_too_long() -> None:
         with pytest.raises(StallError, match=r"has not ended within 0\.01 s"):
             await coordinator.join()
         gate.set()
+
+
+gates: dict[int, asyncio.Event] = {}
+began: list[int] = []
+
+
+async def wait_for_own_gate(number: int) -> None:
+    began.append(number)
+    await gates.setdefault(number, asyncio.Event()).wait()
+
+
+async def note_begun(number: int) -> None:
+    began.append(number)
+
+
+async def ignore_all_until_gate_0() -> None:
+    """Hang as a worker does whose thread never comes back."""
+    while not gates.setdefault(0, asyncio.Event()).is_set():
+        with suppress(asyncio.CancelledError):
+            await gates[0].wait()
+
+
+@pytest.fixture
+def no_gates() -> Iterator[None]:
+    gates.clear()
+    began.clear()
+    yield
+    gates.clear()
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_a_worker_that_hangs_is_restarted_and_its_place_is_taken() -> None:
+    async def main() -> None:
+        async with opened(1) as (_, coordinator):
+            await coordinator.schedule(ignore_all_until_gate_0, timeout_s=1.0)
+            with pytest.raises(StallError, match=r"has not answered for 27 s.*is restarted"):
+                await coordinator.join()
+            await coordinator.schedule(note_begun, (1,))
+            await coordinator.join()
+            gates[0].set()
+        assert began == [1]
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_what_was_sent_before_an_error_takes_no_worker_after_it() -> None:
+    async def main() -> None:
+        async with opened(1) as (_, coordinator):
+            coordinator.schedule_nowait(fail, (ValueError,))
+            coordinator.schedule_nowait(wait_for_own_gate, (1,))  # begins when the first has failed
+            for number in (2, 3):
+                coordinator.schedule_nowait(note_begun, (number,))
+            with pytest.raises(ValueError, match="no"):
+                await coordinator.join()
+            await coordinator.schedule(note_begun, (4,))
+            gates[1].set()
+            await coordinator.join()
+        assert began == [1, 4]
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_room_that_is_given_to_a_cancelled_schedule_goes_to_the_next() -> None:
+    """The wait is cancelled in the very step in which a closure ends and makes room for it."""
+
+    async def main() -> None:
+        async with (
+            ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
+            ar.ClusterCoordinator(strategy, queue_size=1) as coordinator,
+        ):
+            for number in range(17):  # 16 under way, and one in the queue
+                coordinator.schedule_nowait(wait_for_own_gate, (number,))
+            first, second = (
+                asyncio.ensure_future(coordinator.schedule(note_begun, (number,)))
+                for number in (100, 101)
+            )
+            runner = coordinator._runner
+            await until(lambda: len(runner.room) == 2 and 0 in gates)
+            [waits, _], pump = runner.room, runner.pump
+
+            def pump_and_cancel() -> None:
+                pump()
+                if waits.done() and not waits.cancelled():
+                    first.cancel()
+
+            runner.pump = pump_and_cancel  # type: ignore[method-assign]
+            gates[0].set()
+            await second
+            assert first.cancelled()
+            assert began[:2] == [0, 1]
+            assert 2 not in began  # no other closure has ended meanwhile
+            for number in range(1, 17):
+                gates.setdefault(number, asyncio.Event()).set()
+            await coordinator.join()
+        assert began[-1] == 101
+
+    art.run(main)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - virtual time
+        await asyncio.sleep(0.001)
 
 
 def note_submitted(engine: LocalClosureEngine) -> list[int]:

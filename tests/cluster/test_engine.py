@@ -1,0 +1,197 @@
+"""Communicators over an engine: the contract, and groups that end, between threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioreplica.cluster import _engine
+from aioreplica.cluster._engine import NOTE_BYTES, Note
+from aioreplica.errors import ContextError, StallError, WorkerLostError
+from tests.cluster.communicator_contract import (
+    CHECKS,
+    an_abandoned_call_goes_on,
+    reduces_in_rank_order,
+)
+from tests.cluster.thread_engine import ThreadCommunicator, Wires
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+
+Work = Callable[[ThreadCommunicator], Awaitable[Any]]
+
+
+async def by_all(size: int, work: Work, *, timeout: float | None = 60.0) -> list[Any]:
+    async def worker(c: ThreadCommunicator) -> Any:
+        try:
+            return await work(c)
+        finally:
+            await c.aclose()
+
+    group = ThreadCommunicator.group(size, timeout=timeout)
+    return await asyncio.gather(*map(worker, group), return_exceptions=True)
+
+
+async def until_it_ends(c: ThreadCommunicator) -> None:
+    while True:
+        await c.barrier()
+
+
+def checked(check: Work) -> Any:
+    is_slow = check in (reduces_in_rank_order, an_abandoned_call_goes_on)
+    return pytest.param(check, id=check.__name__, marks=[pytest.mark.slow] * is_slow)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():  # noqa: ASYNC110 - what a thread has come to
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", [checked(check) for check in CHECKS])
+async def test_contract(check: Work, size: int) -> None:
+    for result in await by_all(size, check):
+        if result is not None:
+            raise result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_long_arrays_that_cannot_be_cut_evenly_are_reduced_to_the_last_number(
+    size: int,
+) -> None:
+    async def work(c: ThreadCommunicator) -> None:
+        for rest in range(size):
+            numbers = np.arange(90_000 + rest, dtype=np.int64)
+            total = await c.all_reduce(numbers * (c.rank + 1))
+            assert (total == numbers * (size * (size + 1) // 2)).all()
+
+    assert await by_all(size, work) == [None] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+async def test_a_worker_that_closes_is_named_to_those_whose_next_call_it_does_not_make(
+    size: int,
+) -> None:
+    async def work(c: ThreadCommunicator) -> Any:
+        await c.barrier()
+        if c.rank == 1:
+            return "left"
+        return await c.all_reduce(1)
+
+    left, *errors = sorted(await by_all(size, work), key=lambda each: each != "left")
+    assert left == "left"
+    for error in errors:
+        assert isinstance(error, WorkerLostError)
+        assert error.ranks == (1,)
+        assert "Worker 1 has closed the communicator before all_reduce #1" in str(error)
+
+
+async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in() -> None:
+    wires = Wires(3)
+    first, second, third = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+    mine, theirs = first.broadcast(7, root=0), second.broadcast(0, root=0)
+    assert await theirs == 7
+    await second.aclose()
+    looks = wires.num_looks[0]
+    await until(lambda: wires.num_looks[0] > looks + 2)  # it has read that worker 1 has left
+    assert await asyncio.gather(mine, third.broadcast(0, root=0)) == [7, 7]
+    await asyncio.gather(first.aclose(), third.aclose())
+
+
+async def test_a_stall_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, wires = [0.0], Wires(3)
+    monkeypatch.setattr(_engine, "monotonic", lambda: now[0])
+    first, second, third = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+    calls = asyncio.gather(first.all_reduce(1), third.all_reduce(1), return_exceptions=True)
+    await until(lambda: min(wires.num_looks[::2]) > 0)  # both calls have begun
+    now[0] = 1.0
+    await until(lambda: min(wires.num_looks[::2]) > 5)  # both have said that they wait, and heard
+    now[0] = 100.0
+    for result in await calls:
+        assert isinstance(result, StallError)
+        assert (result.ranks, result.timeout_s) == ((1,), 60.0)
+        assert "Worker 1 did not come to all_reduce #0 within 60 s" in str(result)
+    with pytest.raises(StallError, match="Worker 1"):
+        await second.all_reduce(1)
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_an_abort_reaches_those_that_wait_and_those_that_come_later() -> None:
+    async def work(c: ThreadCommunicator) -> str:
+        if c.rank == 1:
+            await c.barrier()  # the others may still be in it when they are told
+            c.abort("the disk is full")
+        with pytest.raises(WorkerLostError, match="Worker 1 ended the group: the disk is full"):
+            await until_it_ends(c)
+        with pytest.raises(WorkerLostError, match="disk"):
+            c.barrier()
+        return "told"
+
+    assert await by_all(3, work) == ["told"] * 3
+
+
+async def test_an_error_on_the_lane_ends_the_group_and_says_whose_it_was() -> None:
+    def agrees(rows: Any) -> bool:
+        raise ZeroDivisionError("while looking")
+
+    async def work(c: ThreadCommunicator) -> None:
+        await c.all_gather_then_reduce([1], agrees, [np.ones(3)], "sum")
+
+    for error in await by_all(2, work):
+        assert isinstance(error, WorkerLostError)
+        assert "failed in agreement #0: ZeroDivisionError('while looking')" in str(error)
+
+
+async def test_the_same_split_twice_makes_two_groups() -> None:
+    """What is said of one, that a worker has left it, is not said of the other."""
+    wires = Wires(2)
+    group = ThreadCommunicator.group(2, timeout=60.0, wires=wires)
+    first, second = [c.split([0, 1]) for c in group], [c.split([0, 1]) for c in group]
+    assert [int(n) for n in await asyncio.gather(*(c.all_reduce(1) for c in first))] == [2, 2]
+    assert [int(n) for n in await asyncio.gather(*(c.all_reduce(2) for c in second))] == [4, 4]
+    await first[1].aclose()
+    waits = second[0].all_reduce(3)
+    looks = wires.num_looks[0]
+    await until(lambda: wires.num_looks[0] > looks + 2)  # it has read that worker 1 has left
+    assert [int(n) for n in await asyncio.gather(waits, second[1].all_reduce(3))] == [6, 6]
+    with pytest.raises(WorkerLostError, match="Worker 1 has closed the communicator"):
+        await first[0].all_reduce(1)
+    await asyncio.gather(*(each.aclose() for each in (*group, *first, *second)))
+
+
+async def test_a_split_ends_with_its_group_and_cannot_shrink() -> None:
+    first, second = group = ThreadCommunicator.group(2, timeout=60.0)
+    pair = first.split([0, 1])
+    with pytest.raises(ContextError, match="split"):
+        await pair.shrink()
+    second.abort("enough")
+    with pytest.raises(WorkerLostError, match="enough"):
+        await pair.barrier()
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_a_worker_that_closes_while_its_lane_waits_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own call was abandoned, and the one it waits for never comes: no close waits for that."""
+    monkeypatch.setattr(_engine, "CLOSE_S", 0.01)
+    first, second = ThreadCommunicator.group(2)
+    first.barrier().cancel()
+    await first.aclose()
+    with pytest.raises(WorkerLostError, match="Worker 0 closed the communicator"):
+        await second.barrier()
+    await second.aclose()
+
+
+async def test_notes_of_any_length_fit() -> None:
+    long = Note("ended", 3, "/0,1.0", 7, "ü" * 3000, tuple(range(900)), 2.5)
+    assert len(long.encode()) <= NOTE_BYTES
+    short = Note.decode(long.encode())
+    assert (short.kind, short.rank, short.group, short.number) == ("ended", 3, "/0,1.0", 7)
+    assert long.text.startswith(short.text)
+    assert short.text
+    assert short.ranks == tuple(range(len(short.ranks)))
