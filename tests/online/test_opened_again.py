@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -132,3 +134,30 @@ async def test_a_link_to_a_journal_is_the_same_journal(folder: Path) -> None:
         with pytest.raises(JournalError, match="is in use"):
             async with Counting(folder, checkpoints=None, journal=Journal(link)):
                 pass
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+@pytest.mark.parametrize("is_closing", [False, True], ids=["open", "closing"])
+def test_ctrl_c_saves_and_closes_the_journal_in_good_order(folder: Path, is_closing: bool) -> None:
+    async def main() -> None:
+        async with Counting(folder) as program:
+            learner = program.learner
+            for i in range(3):
+                await (await learner.submit(example(i)))
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+            if not is_closing:
+                await asyncio.Event().wait()
+
+    async def again() -> None:
+        async with Counting(folder) as program:
+            assert program.learner.state == "running"
+            assert program.learned() == [1, 1, 1]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(folder.glob("journal.db-wal"))  # SQLite removes it when the file is closed
+    asyncio.run(again())
