@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = export_lazily(
             "device_op",
             "list_devices",
             "run_on_host",
+            "set_lane_options",
             "set_logical_devices",
         ),
         "input": (

@@ -24,6 +24,7 @@ from .devices import device as device
 from .devices import device_op as device_op
 from .devices import list_devices as list_devices
 from .devices import run_on_host as run_on_host
+from .devices import set_lane_options as set_lane_options
 from .devices import set_logical_devices as set_logical_devices
 from .input import ArrayDataset as ArrayDataset
 from .input import Dataset as Dataset

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar, final
 
-from ..devices import CompletionQueue, lane_table, run_on_lane, wait_shielded
+from ..devices import CompletionQueue, lane_table, run_on_lane, wait_until_done
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool 
         Exception: What the first one raises that was not just stopped.
 
     Cancellation:
-        Sets `stop`, waits until all have ended, then goes on.
+        Sets `stop`, waits until all have ended, then goes on; at Ctrl-C too.
     """
     table = lane_table()
     table.acquire((LANE,))
@@ -60,7 +60,7 @@ async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool 
             if not shielded:
                 stop.is_set = True
 
-        await wait_shielded(waiter.done, lambda: _follow(waiter), on_cancel)
+        await wait_until_done(waiter, on_cancel, through_interrupt=True)
         if cancelled and not shielded:
             raise cancelled[0]
         results = waiter.result()
@@ -81,14 +81,3 @@ def _guarded(fn: Callable[[], T], stop: Stop) -> T:
     except BaseException:
         stop.is_set = True
         raise
-
-
-def _follow(waiter: asyncio.Future[list[T | BaseException]]) -> asyncio.Future[None]:
-    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake(_done: object) -> None:
-        if not future.done():
-            future.set_result(None)
-
-    waiter.add_done_callback(wake)
-    return future

@@ -180,10 +180,12 @@ class CheckpointManager:
         Raises:
             CheckpointError: If the state could not be saved.
             SystemExit: After SIGTERM, once the state is saved.
-            Exception: What `work` raises; nothing is saved then.
+            Exception: What `work` raises; nothing is saved then, also if it was being stopped.
 
         Cancellation:
-            Saves, then goes on. A second cancellation waits for that, too.
+            Saves, then goes on; a second cancellation waits for that, too. Ctrl-C under
+            `asyncio.run` is a cancellation: the state is saved, then KeyboardInterrupt raised.
+            What goes wrong with the save is raised instead.
         """
         require_outside_steps("CheckpointManager.save_on_cancel")
         write = self._write_in_turn if is_first(state) else write_nothing
@@ -376,12 +378,12 @@ class CheckpointManager:
         """
         try:
             if self._background is not None:
-                await self._background.ended()
+                await self._background.ended(through_interrupt=True)
         finally:
             lock, self._lock = self._lock, None
             if lock is not None:
                 lock.close()
-        self._raise_failure()
+            self._raise_failure()  # of more weight than a cancellation
 
     async def __aenter__(self) -> Self:
         return self

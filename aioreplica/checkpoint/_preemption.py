@@ -31,7 +31,8 @@ async def run_and_save(
     """Run `work` to its end; when the caller is cancelled or told to stop, save first.
 
     `work` is a task of its own, so a cancellation does not reach into a step: it ends, and the next
-    one is held back while the state is read. Then `work` is cancelled where it waits.
+    one is held back while the state is read. Then `work` is cancelled where it waits. If it was
+    failing by then, the state may hold a part of a step: the error is raised, nothing is saved.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Future[None] = loop.create_future()
@@ -40,28 +41,37 @@ async def run_and_save(
         if not told.done():
             told.set_result(None)
 
+    if exit_on_sigterm:
+        try:
+            loop.add_signal_handler(signal.SIGTERM, wake)
+        except BaseException:  # not the main thread, or Windows: nothing has begun
+            work.close()
+            raise
     training = OwnedTask(work, "training")
     training.when_done(wake)
-    if exit_on_sigterm:
-        loop.add_signal_handler(signal.SIGTERM, wake)
     stop = partial(_save_and_stop, training, state, step, write, grace_s)
     try:
         try:
             await told
         except asyncio.CancelledError:
-            saving = OwnedTask(stop(), "save on cancel")
-            await saving.ended()
-            await saving  # what went wrong with it
+            await _whole(stop(), "save on cancel")
             raise
         if training.is_done:
             return await training
-        saving = OwnedTask(stop(), "save on SIGTERM")
-        await saving.ended()
-        await saving
+        await _whole(stop(), "save on SIGTERM")
         raise SystemExit(EXIT_CODE)
     finally:
         if exit_on_sigterm:
             loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _whole(work: Coroutine[Any, Any, None], name: str) -> None:
+    """Wait for `work` through cancellations and interrupts; its error comes before them."""
+    task = OwnedTask(work, name)
+    try:
+        await task.ended(through_interrupt=True)
+    finally:
+        await task  # it has ended
 
 
 async def _save_and_stop(
@@ -71,18 +81,26 @@ async def _save_and_stop(
     write: Callable[[int, Cut], Awaitable[None]],
     grace_s: float,
 ) -> None:
-    number, cut = 0, None
+    grace = asyncio.timeout(grace_s)
+    taken: tuple[int, Cut] | None = None
+    failure: BaseException | None = None
     try:
-        async with asyncio.timeout(grace_s), between_steps(read_state(state).gates):
-            cut = look(read_state(state))
-            cut.check()
-            number = step()
+        async with grace, between_steps(read_state(state).gates):
+            taken = step(), look(read_state(state))
+            taken[1].check()
             training.cancel()
-    except TimeoutError:
+    except Exception as error:  # noqa: BLE001 - raised below, once the work has ended
         training.cancel()
-    await training.ended()
-    if cut is None:
-        raise CheckpointNotCommittedError(
-            f"Nothing was saved: a step did not end within {grace_s} s. Give a longer grace_s."
-        )
-    await write(number, cut)
+        failure = error
+        if isinstance(error, TimeoutError) and grace.expired():
+            failure = CheckpointNotCommittedError(
+                f"Nothing was saved: a step did not end within {grace_s} s. Give a longer grace_s."
+            )
+    await training.ended(through_interrupt=True)
+    task = training.task
+    if not task.cancelled():
+        failure = task.exception() or failure
+    if failure is not None:
+        raise failure
+    assert taken is not None  # or there is a failure
+    await write(*taken)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
-from ..devices import list_devices
+from ..devices import lane_table, list_devices
 from ..devices.backends import find_backends
 from ._rows import print_rows
 
@@ -85,6 +85,17 @@ def _machine() -> Iterator[Row]:
     yield "devices", ", ".join(map(str, list_devices()))
     settings = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
     yield "thread settings", ", ".join(settings) or "none"
+    yield "BLAS while a strategy is open", _blas_setting()
+
+
+def _blas_setting() -> str:
+    """Describe what open strategies do to the BLAS threads of the process."""
+    threads, way_out = lane_table().blas_threads, "ar.set_lane_options(blas_threads=None)"
+    if threads is None:
+        return "left alone (blas_threads=None)"
+    if threads == "auto":
+        return f"cores divided over its CPU devices, for the whole process; else {way_out}"
+    return f"{threads} threads, for the whole process (blas_threads={threads})"
 
 
 def _num_cores() -> int:

@@ -24,6 +24,7 @@ from ._logical import set_logical_devices as set_logical_devices
 from ._loop import is_interrupted as is_interrupted
 from ._loop import running_loop as running_loop
 from ._loop import wait_shielded as wait_shielded
+from ._loop import wait_until_done as wait_until_done
 from ._op import Op as Op
 from ._op import OpTracker as OpTracker
 from ._op import UnfinishedOp as UnfinishedOp
@@ -75,6 +76,7 @@ __all__ = [
     "set_logical_devices",
     "submit_gang",
     "wait_shielded",
+    "wait_until_done",
 ]
 
 export_public(__name__, __all__, globals())

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import final
+from typing import Literal, TypeAlias, final
 
 from threadpoolctl import ThreadpoolController
+
+BlasThreads: TypeAlias = int | Literal["auto"] | None
+"""How many threads BLAS has while a strategy is open, see `set_lane_options`."""
 
 
 def num_cores() -> int:
@@ -18,20 +21,26 @@ def num_cores() -> int:
 
 @final
 class BlasBudget:
-    """Divides the cores' BLAS threads over the CPU lanes in use, and restores them after.
+    """Limits BLAS threads while CPU lanes are in use, and restores their number after.
 
     The limit is process-wide: BLAS libraries have no per-thread setting that holds everywhere.
+
+    Args:
+        threads: See `set_lane_options`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: BlasThreads = "auto") -> None:
+        self._threads = threads
         self._num_lanes = 0
         self._restore: Callable[[], None] | None = None
 
     @property
     def threads_per_lane(self) -> int | None:
-        """BLAS threads an op may use, or None while no CPU lane is in use."""
-        if self._num_lanes == 0:
+        """BLAS threads an op may use; None without a limit, or while no CPU lane is in use."""
+        if self._num_lanes == 0 or self._threads is None:
             return None
+        if self._threads != "auto":
+            return self._threads
         return max(1, num_cores() // self._num_lanes)
 
     def set_num_lanes(self, num_lanes: int) -> None:
@@ -48,6 +57,6 @@ class BlasBudget:
             self._restore = None
         if budget is not None:
             blas = ThreadpoolController().select(user_api="blas")
-            found = [library["num_threads"] for library in blas.info()]
-            limits = blas.limit(limits=min([budget, *found]))  # never above the user's own limit
-            self._restore = limits.restore_original_limits
+            if self._threads == "auto":  # never above the user's own limit
+                budget = min([budget, *(library["num_threads"] for library in blas.info())])
+            self._restore = blas.limit(limits=budget).restore_original_limits

@@ -12,7 +12,7 @@ from typing import final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._cores import BlasBudget, num_cores
+from ._cores import BlasBudget, BlasThreads, num_cores
 from ._gate import Gate
 from ._lane import Lane, LaneStatistics, LaneWorker, served_lane
 from ._logical import is_process_device
@@ -39,6 +39,7 @@ class LaneTable:
         self.background = False
         self.num_streams = 1
         self.num_collective_streams = _default_collective_streams()
+        self.blas_threads: BlasThreads = "auto"
         self._reset()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -49,7 +50,7 @@ class LaneTable:
         self._lock = threading.RLock()
         self._lanes: dict[str, Lane] = {}
         self._users: dict[str, int] = {}
-        self._blas = BlasBudget()
+        self._blas = BlasBudget(self.blas_threads)
 
     def lane(self, name: str, *, num_streams: int | None = None) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
@@ -83,7 +84,7 @@ class LaneTable:
         return Gate(loop)
 
     def acquire(self, names: tuple[str, ...]) -> None:
-        """Count one more user of each lane, and budget BLAS threads over the CPU ones."""
+        """Count one more user of each lane, and limit BLAS threads while CPU ones are used."""
         with self._lock:
             for name in names:
                 self._users[name] = self._users.get(name, 0) + 1
@@ -104,9 +105,14 @@ class LaneTable:
             self._budget()
 
     def configure(
-        self, num_streams: int, nice: int, background: bool, num_collective_streams: int | None
+        self,
+        num_streams: int,
+        nice: int,
+        background: bool,
+        num_collective_streams: int | None,
+        blas_threads: BlasThreads,
     ) -> None:
-        """Set options of lanes made from now on."""
+        """Set options of lanes made from now on; BLAS threads at once."""
         with self._lock:
             if self._lanes:
                 used = ", ".join(sorted(self._lanes))
@@ -118,6 +124,10 @@ class LaneTable:
             self.nice = nice
             self.background = background
             self.num_collective_streams = num_collective_streams or _default_collective_streams()
+            self.blas_threads = blas_threads
+            self._blas.set_num_lanes(0)
+            self._blas = BlasBudget(blas_threads)
+            self._budget()
 
     def statistics(self) -> dict[str, LaneStatistics]:
         """Return the statistics of every lane, by device name."""
@@ -196,6 +206,7 @@ def set_lane_options(
     nice: int = 5,
     background: bool = False,
     num_collective_streams: int | None = None,
+    blas_threads: BlasThreads = "auto",
 ) -> None:
     """Set how lanes are made, before the first op.
 
@@ -209,9 +220,16 @@ def set_lane_options(
             write files, and that of functions without a device, keep `nice` only.
         num_collective_streams: Threads that reduce large arrays; None takes one per core, at most
             4. Results do not depend on it.
+        blas_threads: How many threads BLAS libraries (NumPy's too) have while a strategy with CPU
+            devices is open. That is a setting of the whole process, handlers and other threads
+            included: there is none for single threads. "auto" divides the cores over the CPU
+            devices of open strategies, within a limit that was set before; a number is taken as it
+            is; None leaves BLAS alone. Restored when the last strategy is closed. It holds in the
+            worker processes of devices too.
 
     Raises:
-        ValueError: If a number of streams is below 1 or `nice` is not between 0 and 19.
+        ValueError: If a number of streams or threads is below 1 or `nice` is not between 0 and 19.
+        TypeError: If `blas_threads` is something else.
         DeviceError: If lanes exist already.
     """
     if num_streams < 1:
@@ -222,4 +240,9 @@ def set_lane_options(
         raise ValueError(
             f"num_collective_streams must be at least 1, got {num_collective_streams}."
         )
-    lane_table().configure(num_streams, nice, background, num_collective_streams)
+    if isinstance(blas_threads, int) and not isinstance(blas_threads, bool):
+        if blas_threads < 1:
+            raise ValueError(f"blas_threads must be at least 1, got {blas_threads}.")
+    elif blas_threads not in ("auto", None):
+        raise TypeError(f'blas_threads must be an int, "auto" or None, got {blas_threads!r}.')
+    lane_table().configure(num_streams, nice, background, num_collective_streams, blas_threads)

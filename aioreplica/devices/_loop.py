@@ -7,6 +7,7 @@ import signal
 import sys
 from asyncio import runners
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 
@@ -59,6 +60,8 @@ async def wait_shielded(
     is_done: Callable[[], bool],
     new_waiter: Callable[[], asyncio.Future[None]],
     on_cancel: Callable[[asyncio.CancelledError], None] | None = None,
+    *,
+    through_interrupt: bool = False,
 ) -> bool:
     """Wait until `is_done()`, through every cancellation, without spinning.
 
@@ -66,9 +69,12 @@ async def wait_shielded(
         is_done: Called before each wait.
         new_waiter: Gives a fresh future that is resolved when `is_done` may have become true.
         on_cancel: Called with each further cancellation.
+        through_interrupt: Whether to wait although the interpreter is being interrupted: for what
+            writes files. A second Ctrl-C is raised by asyncio itself.
 
     Returns:
-        False if the interpreter is being interrupted: the caller must stop waiting.
+        False if the interpreter is being interrupted: the caller must stop waiting, and does not
+        have what it waited for.
 
     Cancellation:
         Swallowed: the caller is unwinding already and raises again afterwards. An anyio scope
@@ -76,7 +82,7 @@ async def wait_shielded(
     """
     with anyio.CancelScope(shield=True):
         while not is_done():
-            if is_interrupted():
+            if not through_interrupt and is_interrupted():
                 return False
             try:
                 await new_waiter()
@@ -84,3 +90,27 @@ async def wait_shielded(
                 if on_cancel is not None:
                     on_cancel(cancelled)
     return True
+
+
+async def wait_until_done(
+    future: asyncio.Future[Any],
+    on_cancel: Callable[[asyncio.CancelledError], None] | None = None,
+    *,
+    through_interrupt: bool = False,
+) -> bool:
+    """Wait until a future is done, as `wait_shielded` does; what it raises is not raised here."""
+    return await wait_shielded(
+        future.done, lambda: new_waiter(future), on_cancel, through_interrupt=through_interrupt
+    )
+
+
+def new_waiter(future: asyncio.Future[Any]) -> asyncio.Future[None]:
+    """Make a future that is resolved when another one is done, and can be cancelled without it."""
+    waiter: asyncio.Future[None] = future.get_loop().create_future()
+
+    def wake(_future: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    future.add_done_callback(wake)
+    return waiter

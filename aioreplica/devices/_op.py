@@ -78,7 +78,8 @@ class Op(asyncio.Future[T]):
 
     Cancellation:
         A queued op is withdrawn at once. A started one is waited for, then the cancellation goes
-        on; only an interrupt of the interpreter abandons it to its daemon thread.
+        on; only an interrupt of the interpreter abandons it to its daemon thread, unless it
+        `writes_files`.
     """
 
     __slots__ = (
@@ -98,6 +99,7 @@ class Op(asyncio.Future[T]):
     )
 
     # Seldom set, so these are no slots: each of those costs every op its initialisation.
+    writes_files = False  # set by those who made it
     _error: BaseException | None = None
     _was_withdrawn = False
     _cancel_when_done = False
@@ -267,7 +269,9 @@ class Op(asyncio.Future[T]):
         """
         if self.done():
             return False
-        if self._was_withdrawn or self.withdraw() or self._is_awaited or is_interrupted():
+        if self._was_withdrawn or self.withdraw() or self._is_awaited:
+            return asyncio.Future.cancel(self, msg)
+        if is_interrupted() and not self.writes_files:
             return asyncio.Future.cancel(self, msg)
         self._cancel_when_done = True
         return True
@@ -298,7 +302,9 @@ class Op(asyncio.Future[T]):
             asyncio.Future.cancel(self)
         if self._was_withdrawn or self.withdraw() or self.is_done:
             return
-        if not await wait_shielded(lambda: self.is_done, self._new_drained):
+        if not await wait_shielded(
+            lambda: self.is_done, self._new_drained, through_interrupt=self.writes_files
+        ):
             replica = PLACE.get().replica
             if replica is not None:
                 replica.op_abandoned()

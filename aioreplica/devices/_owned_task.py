@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar, final
 
-from ._loop import wait_shielded
+from ._loop import new_waiter, wait_until_done
 
 T = TypeVar("T")
 
@@ -63,10 +63,14 @@ class OwnedTask(Generic[T]):
     async def done_or_cancelled(self) -> None:
         """Wait until the task has ended; cancelling the wait leaves the task alone."""
         if not self._task.done():
-            await self._new_waiter()
+            await new_waiter(self._task)
 
-    async def ended(self) -> bool:
+    async def ended(self, *, through_interrupt: bool = False) -> bool:
         """Wait until the task has ended; its exception is not raised.
+
+        Args:
+            through_interrupt: Whether to wait although the interpreter is being interrupted: for a
+                task that ends with files written.
 
         Returns:
             False if the interpreter is being interrupted, so the task was left to the loop's end.
@@ -75,7 +79,9 @@ class OwnedTask(Generic[T]):
             Raised again once the task has ended.
         """
         cancelled: list[asyncio.CancelledError] = []
-        has_ended = await wait_shielded(self._task.done, self._new_waiter, cancelled.append)
+        has_ended = await wait_until_done(
+            self._task, cancelled.append, through_interrupt=through_interrupt
+        )
         if has_ended and not self._task.cancelled():
             self._task.exception()  # looked at, so asyncio does not report it as forgotten
         if cancelled:
@@ -88,13 +94,3 @@ class OwnedTask(Generic[T]):
 
     def __repr__(self) -> str:
         return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"
-
-    def _new_waiter(self) -> asyncio.Future[None]:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake(_task: asyncio.Task[T]) -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        self._task.add_done_callback(wake)
-        return waiter

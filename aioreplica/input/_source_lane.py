@@ -24,12 +24,14 @@ class SourceLane:
 
     Args:
         kind: What its lane is called, before a number.
+        writes_files: Whether a call that has begun is waited for in an interrupt, too.
     """
 
-    __slots__ = ("_kind", "_lane", "_port")
+    __slots__ = ("_kind", "_lane", "_port", "_writes_files")
 
-    def __init__(self, kind: str = "input") -> None:
+    def __init__(self, kind: str = "input", *, writes_files: bool = False) -> None:
         self._kind = kind
+        self._writes_files = writes_files
         self._lane: Lane | None = None
         self._port: CompletionQueue | None = None
 
@@ -46,7 +48,10 @@ class SourceLane:
             name = f"{self._kind}:{number}"
             lane_table().acquire((name,))
             self._lane = lane_table().lane(name, num_streams=1)
-        return run_on_lane(self._lane, self._port, fn, args, {})
+        op = run_on_lane(self._lane, self._port, fn, args, {})
+        if self._writes_files:
+            op.writes_files = True
+        return op
 
     def close(self) -> None:
         """End the thread, and see it gone unless it is busy; idempotent."""

@@ -138,7 +138,7 @@ class Engine:
             await main.done_or_cancelled()
         except asyncio.CancelledError:
             main.cancel()
-            await main.ended()
+            await main.ended(through_interrupt=True)
             raise
         finally:
             self._main = None
@@ -456,4 +456,4 @@ def _not_undone(cause: BaseException) -> ContextError:
 
 async def _end_task(task: OwnedTask[None]) -> None:
     task.cancel()
-    await task.ended()
+    await task.ended(through_interrupt=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from ..devices import wait_shielded
+from ..devices import wait_until_done
 from ..input import SourceLane
 from ._arguments import checked_seconds
 from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Row
@@ -70,7 +70,7 @@ class OpenJournal:
     def __init__(self, journal: Journal) -> None:
         self._path = journal.path
         self._file = journal.file()
-        self._lane = SourceLane("journal")
+        self._lane = SourceLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
         self._opened_at = 0.0
 
@@ -128,19 +128,8 @@ class OpenJournal:
         clock_s = None if self._facts is None else self.clock_s
         op = self._lane.run(self._file.close, clock_s)
         op.put()
-
-        def waiter() -> asyncio.Future[None]:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-            def wake(_op: object) -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            op.add_done_callback(wake)
-            return future
-
         try:
-            if await wait_shielded(op.done, waiter):
-                op.result()
+            await wait_until_done(op, through_interrupt=True)
+            op.result()
         finally:
             self._lane.close()

@@ -211,7 +211,7 @@ class Saving:
         task = self._task
         if task is not None:
             task.cancel()
-            await task.ended()
+            await task.ended(through_interrupt=True)
 
 
 def _refuse(waiters: list[asyncio.Future[int]], why: object) -> None:

@@ -236,9 +236,7 @@ class SimLaneTable:
             if lane is not None:
                 lane.stop()
 
-    def configure(
-        self, num_streams: int, nice: int, background: bool, num_collective_streams: int | None
-    ) -> None:
+    def configure(self, *options: object) -> None:
         """Refuse: options of real lanes have no meaning here."""
         raise DeviceError("Lane options cannot be set inside a simulated run.")
 

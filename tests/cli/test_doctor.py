@@ -4,11 +4,13 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from threadpoolctl import threadpool_info
 
 from aioreplica.cli import _doctor, main
+from aioreplica.devices import lane_table
 
 SETTINGS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))
 EXTRAS = set(SETTINGS["project"]["optional-dependencies"]) - _doctor.FOR_DEVELOPERS
@@ -36,6 +38,20 @@ def test_it_tells_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["here"]["devices"] == [", ".join(f"cpu:{i}" for i in range(8))]
     assert found["backends"]["numpy"][-1] == "ok"
     assert all(int(row[1]) >= 1 for row in found["BLAS"].values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"), [("auto", "divided over"), (None, "left alone"), (3, "3 threads")]
+)
+def test_it_tells_what_open_strategies_do_to_blas(
+    setting: Any,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lane_table(), "blas_threads", setting)
+
+    assert said in answers(capsys)["here"]["BLAS while a strategy is open"][0]
 
 
 def test_every_extra_of_the_package_says_what_it_brings() -> None:

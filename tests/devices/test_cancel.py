@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import signal
+import sys
+import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -339,3 +342,48 @@ def test_nothing_is_interrupted_in_ordinary_code() -> None:
     assert not is_interrupted()
     assert not asyncio.run(main())
     assert not anyio.run(main)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+@pytest.mark.parametrize("writes_files", [False, True])
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_an_interrupt_leaves_an_op_alone_unless_it_writes_files(
+    lane: Lane, writes_files: bool, is_gathered: bool
+) -> None:
+    def on_loop(fn: Callable[[], object]) -> None:
+        done = threading.Event()
+        loop.call_soon_threadsafe(fn)
+        loop.call_soon_threadsafe(done.set)
+        assert done.wait(30)
+
+    def work() -> None:
+        loop.call_soon_threadsafe(signal.raise_signal, signal.SIGINT)
+        if writes_files:
+            on_loop(lambda: None)
+            on_loop(lambda: None)  # the task that awaits the op has seen its cancellation
+        else:
+            assert left.wait(30)
+        ended.set()
+
+    async def main() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        op = run_on_lane(lane, CompletionQueue.of_running_loop(), work, (), {})
+        op.writes_files = writes_files
+        try:
+            await (asyncio.gather(op) if is_gathered else op)
+        finally:
+            found.append(ended.is_set())
+            left.set()
+
+    loop: asyncio.AbstractEventLoop
+    found: list[bool] = []
+    left, ended = threading.Event(), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [writes_files]
+    assert ended.wait(30)

@@ -63,6 +63,21 @@ def test_the_budget_follows_the_number_of_lanes() -> None:
     assert budget.threads_per_lane is None
 
 
+@pytest.mark.parametrize(("setting", "expected"), [(None, None), (1, 1), (3, 3)])
+def test_a_number_is_taken_as_it_is_and_none_leaves_blas_alone(
+    setting: int | None, expected: int | None
+) -> None:
+    with threadpool_limits(limits=2, user_api="blas"):
+        budget, before = BlasBudget(setting), blas_threads()
+        budget.set_num_lanes(2)
+        during = blas_threads()
+        assert budget.threads_per_lane == expected
+        budget.set_num_lanes(0)
+
+        assert blas_threads() == before
+    assert during == ([expected] * len(before) if expected else before)
+
+
 def test_a_limit_set_by_the_user_comes_back_and_is_not_raised() -> None:
     budget = BlasBudget()
     with threadpool_limits(limits=1, user_api="blas"):

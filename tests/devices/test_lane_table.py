@@ -25,6 +25,44 @@ def test_nice_is_between_0_and_19(nice: int) -> None:
         set_lane_options(nice=nice)
 
 
+@pytest.mark.parametrize(
+    ("threads", "kind"), [(0, ValueError), (True, TypeError), ("2", TypeError), (1.0, TypeError)]
+)
+def test_blas_threads_are_a_number_auto_or_none(threads: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"blas_threads must be .* got {threads!r}"):
+        set_lane_options(blas_threads=threads)
+
+
+@pytest.mark.slow
+def test_blas_threads_can_be_left_alone_also_while_a_strategy_is_open(
+    run_script: RunScript,
+) -> None:
+    output = run_script("""
+        import asyncio
+        import numpy as np
+        from threadpoolctl import threadpool_info, threadpool_limits
+        import aioreplica as ar
+
+        def threads():
+            return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+        async def main():
+            ar.set_lane_options(blas_threads=None)
+            async with ar.MirroredStrategy(["cpu:0", "cpu:1"]):
+                found = [threads() <= {4}]
+                ar.set_lane_options(blas_threads=3)
+                found.append(threads() <= {3})
+                ar.set_lane_options(blas_threads=None)
+                found.append(threads() <= {4})
+            print(found, threads() <= {4})
+
+        with threadpool_limits(limits=4, user_api="blas"):
+            asyncio.run(main())
+    """)
+
+    assert output == "[True, True, True] True\n"
+
+
 @pytest.mark.asyncio
 async def test_options_are_fixed_once_a_lane_is_in_use(lane_names: tuple[str, str]) -> None:
     lane_table().lane(lane_names[0])

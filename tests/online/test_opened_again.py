@@ -2,6 +2,8 @@
 
 import asyncio
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -209,3 +211,30 @@ def test_readers_get_the_last_version_of_a_learner_that_closes_at_once(folder: P
             assert np.array_equal(reader.read()["counts"], program.counts.value)
 
     art.explore(main, schedules=30).check()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+@pytest.mark.parametrize("is_closing", [False, True], ids=["open", "closing"])
+def test_ctrl_c_saves_and_closes_the_journal_in_good_order(folder: Path, is_closing: bool) -> None:
+    async def main() -> None:
+        async with Counting(folder) as program:
+            learner = program.learner
+            for i in range(3):
+                await (await learner.submit(example(i)))
+            asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+            if not is_closing:
+                await asyncio.Event().wait()
+
+    async def again() -> None:
+        async with Counting(folder) as program:
+            assert program.learner.state == "running"
+            assert program.learned() == [1, 1, 1]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not list(folder.glob("journal.db-wal"))  # SQLite removes it when the file is closed
+    asyncio.run(again())
