@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar, final
 
-from ._loop import wait_shielded
+from ._loop import require_loop, wait_shielded
 
 T = TypeVar("T")
 
@@ -90,7 +90,8 @@ class OwnedTask(Generic[T]):
         return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"
 
     def _new_waiter(self) -> asyncio.Future[None]:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        require_loop(self._task.get_loop(), f"Task {self._task.get_name()!r}")
+        waiter: asyncio.Future[None] = self._task.get_loop().create_future()
 
         def wake(_task: asyncio.Task[T]) -> None:
             if not waiter.done():
