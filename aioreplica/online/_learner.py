@@ -340,13 +340,18 @@ class OnlineLearner:
 
         Raises:
             CheckpointError: If the checkpoint could not be saved.
+            LoopMismatchError: If called on another event loop.
 
         Cancellation:
             The step under way is ended and undone, what is left stays in the journal, no
             checkpoint is saved; then it goes on.
         """
-        if self._engine is not None:
-            await self._engine.aclose()
+        engine = self._engine
+        if engine is None:
+            return
+        if not engine.is_closed and not engine.loop.is_closed():
+            require_loop(engine)
+        await engine.aclose()
 
     async def __aenter__(self) -> Self:
         before = self._engine

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._functions import YIELDS, is_async, require_no_yield
 from ..context import PLACE, Place
-from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table
+from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table, require_loop
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
@@ -135,6 +135,9 @@ class ReplicaContext(Collectives):
         return coroutine
 
     async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        loop = self._group.point.loop
+        if loop is not None:
+            require_loop(loop, call.describe())
         self._replica.unawaited.pop(call, None)
         return await fn(*args)
 

@@ -163,6 +163,7 @@ class ClusterCoordinator:
         self, fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: float | None
     ) -> RemoteValue[T]:
         strategy = self._strategy
+        self._require_loop()
         strategy.servers.require_all()
         if not callable(fn):
             raise TypeError(f"schedule needs a function, got {fn!r} ({type(fn).__name__}).")
@@ -312,6 +313,9 @@ class ClusterCoordinator:
                 self._strategy.drop_coordinator(self)
                 raise
         self._require_open()
+        self._require_loop()
+
+    def _require_loop(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             require_loop(self._loop, repr(self))
 
