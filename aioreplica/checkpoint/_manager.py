@@ -12,6 +12,7 @@ from functools import partial as bound
 from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
+from .._functions import is_async, require_no_yield
 from ..devices import OwnedTask
 from ..errors import CheckpointError, CheckpointNotCommittedError
 from ._across import (
@@ -178,6 +179,7 @@ class CheckpointManager:
             What `work` returns.
 
         Raises:
+            TypeError: If `step` is no plain function.
             CheckpointError: If the state could not be saved.
             SystemExit: After SIGTERM, once the state is saved.
             Exception: What `work` raises; nothing is saved then, also if it was being stopped.
@@ -188,6 +190,9 @@ class CheckpointManager:
             What goes wrong with the save is raised instead.
         """
         require_outside_steps("CheckpointManager.save_on_cancel")
+        if not callable(step) or is_async(step):  # found out later, nothing could be saved
+            raise TypeError(f"save_on_cancel needs a plain function as step, got {step!r}.")
+        require_no_yield(step, "save_on_cancel", "Return the number of the step.")
         write = self._write_in_turn if is_first(state) else write_nothing
         options: Any = {"grace_s": grace_s, "exit_on_sigterm": exit_on_sigterm}
         return await run_and_save(work, state, step, write, **options)

@@ -8,6 +8,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TypeVar, final
 
+from .._functions import require_finished, require_no_yield
 from ..autodiff import find_outside_adapter
 from ..context import CLUSTER, PLACE, Place
 from ..errors import ContextError
@@ -33,7 +34,7 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         What `fn` returns; for an async one inside a device program, what it gives when awaited.
 
     Raises:
-        TypeError: If `fn` is not callable.
+        TypeError: If `fn` is not callable, or contains `yield`.
         ContextError: If called inside an outside function, or on another thread than the replica's.
         Exception: What `fn` raises: the same object, whose traceback shows the host's frames behind
             the device's.
@@ -51,6 +52,7 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     """
     if not callable(fn):
         raise TypeError(f"outside_compilation needs a function, got {fn!r} ({type(fn).__name__}).")
+    require_no_yield(fn, "outside_compilation")
     replica = PLACE.get().replica
     if CLUSTER.get() is not None:
         raise ContextError(
@@ -115,4 +117,6 @@ class _Leave:
 
 def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
     CLUSTER.set(name)  # the context is a copy, made for this call
-    return fn(*args)
+    result = fn(*args)
+    require_finished(result, fn, "outside_compilation")
+    return result

@@ -22,6 +22,7 @@ from ._logical import require_device as require_device
 from ._logical import require_threads as require_threads
 from ._logical import set_logical_devices as set_logical_devices
 from ._loop import is_interrupted as is_interrupted
+from ._loop import require_loop as require_loop
 from ._loop import running_loop as running_loop
 from ._loop import wait_shielded as wait_shielded
 from ._loop import wait_until_done as wait_until_done
@@ -75,6 +76,7 @@ __all__ = [
     "set_lane_options",
     "set_logical_devices",
     "submit_gang",
+    "require_loop",
     "wait_shielded",
     "wait_until_done",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from ..errors import ContextError
+from ..errors import ContextError, LoopMismatchError
 
 
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
@@ -33,6 +33,24 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
             f"{what} needs a running event loop. Call it from a coroutine, for example under "
             "asyncio.run(main())."
         ) from None
+
+
+def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """Check that the caller is on the event loop that something belongs to.
+
+    Futures of another loop wake nobody here, or in another thread, which may wait for ever.
+
+    Raises:
+        LoopMismatchError: If it is not; `what` begins the error's text.
+        ContextError: If no event loop is running.
+    """
+    running = running_loop(what)
+    if running is not loop:
+        raise LoopMismatchError(
+            f"{what} was awaited on {running!r}, but it belongs to {loop!r}. Await it there; from "
+            "a coroutine of another thread with asyncio.wrap_future("
+            "asyncio.run_coroutine_threadsafe(coroutine, loop))."
+        )
 
 
 def is_interrupted() -> bool:

@@ -11,11 +11,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, final
 
+from .._functions import UNFINISHED, unfinished_error
 from ..context import DEFAULT_PLACE, PLACE, REGISTRY, Place
 from ..errors import ContextError
 from ..telemetry import Observers
 from ._completion import CompletionQueue
-from ._loop import is_interrupted, wait_shielded
+from ._loop import is_interrupted, require_loop, wait_shielded
 
 T = TypeVar("T")
 LIBRARY = __name__.partition(".")[0] + "."
@@ -254,7 +255,11 @@ class Op(asyncio.Future[T]):
         if self._cancel_when_done:
             asyncio.Future.cancel(self)
         elif error is None:
-            self.set_result(self._outcome)
+            result = self._outcome
+            if tracker is not None and type(result) in UNFINISHED:  # else it is for the library
+                self.set_exception(unfinished_error(result, self._fn, "A device op"))
+            else:
+                self.set_result(result)
         elif isinstance(error, StopIteration):  # a future cannot carry one
             wrapped = RuntimeError(f"A device op raised StopIteration({error.value!r}).")
             wrapped.__cause__ = error
@@ -292,6 +297,9 @@ class Op(asyncio.Future[T]):
             return (yield from asyncio.Future.__await__(self))
         except asyncio.CancelledError:
             yield from self._drain().__await__()
+            raise
+        except RuntimeError:  # of a task of another loop, if the function has not raised it
+            require_loop(self.get_loop(), f"The call of {self._fn!r}")
             raise
 
     async def _drain(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
 from typing import Any, Generic, TypeVar, final
 
-from ._loop import new_waiter, wait_until_done
+from ._loop import new_waiter, require_loop, wait_until_done
 
 T = TypeVar("T")
 
@@ -63,6 +63,7 @@ class OwnedTask(Generic[T]):
     async def done_or_cancelled(self) -> None:
         """Wait until the task has ended; cancelling the wait leaves the task alone."""
         if not self._task.done():
+            self._require_loop()
             await new_waiter(self._task)
 
     async def ended(self, *, through_interrupt: bool = False) -> bool:
@@ -78,6 +79,8 @@ class OwnedTask(Generic[T]):
         Cancellation:
             Raised again once the task has ended.
         """
+        if not self._task.done():
+            self._require_loop()
         cancelled: list[asyncio.CancelledError] = []
         has_ended = await wait_until_done(
             self._task, cancelled.append, through_interrupt=through_interrupt
@@ -91,6 +94,9 @@ class OwnedTask(Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         """Wait for the result; cancelling the wait cancels the task."""
         return self._task.__await__()
+
+    def _require_loop(self) -> None:
+        require_loop(self._task.get_loop(), f"Task {self._task.get_name()!r}")
 
     def __repr__(self) -> str:
         return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"

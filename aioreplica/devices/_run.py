@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from .._functions import is_async, require_finished, require_no_yield
 from ..context import PLACE
 from ._completion import CompletionQueue
 from ._lane import Lane
@@ -54,7 +54,7 @@ async def run_on_host(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) 
         **kwargs: Passed on.
 
     Raises:
-        TypeError: If `fn` is not callable.
+        TypeError: If `fn` is no plain function.
         Exception: Whatever `fn` raises.
 
     Cancellation:
@@ -65,20 +65,23 @@ async def run_on_host(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) 
         >>> asyncio.run(run_on_host(pow, 2, 10))
         1024
     """
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
+    if not callable(fn) or is_async(fn):
         raise TypeError(
             f"run_on_host needs a plain function, got {fn!r} ({type(fn).__name__}). "
             "Await asynchronous ones directly."
         )
+    require_no_yield(fn, "run_on_host")
     _, tracker = _current_replica()
-    return await _op_on(HOST, fn, args, kwargs, tracker)
+    result = await _op_on(HOST, fn, args, kwargs, tracker)
+    require_finished(result, fn, "run_on_host")
+    return result
 
 
 def device_op(fn: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Make a plain function awaitable: on the replica's device in a step, on the host elsewhere.
 
     Raises:
-        TypeError: If `fn` is not callable or is already asynchronous.
+        TypeError: If `fn` is not callable, is already asynchronous, or contains `yield`.
 
     Cancellation:
         As for `ReplicaContext.run_on_device`.
@@ -91,13 +94,16 @@ def device_op(fn: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
         >>> asyncio.run(square(7))
         49
     """
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
+    if not callable(fn) or is_async(fn):
         raise TypeError(f"device_op wraps a plain function, got {fn!r}; drop the decorator.")
+    require_no_yield(fn, "device_op")
 
     @functools.wraps(fn)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         device_name, tracker = _current_replica()
-        return await _op_on(device_name or HOST, fn, args, kwargs, tracker)
+        result = await _op_on(device_name or HOST, fn, args, kwargs, tracker)
+        require_finished(result, fn, "device_op")
+        return result
 
     return call
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from .._functions import is_async, require_finished, require_no_yield
 from ..devices import (
     HOST,
     INLINE_BYTES,
@@ -72,11 +73,12 @@ class Dataset:
             num_parallel: Calls in progress at once.
 
         Raises:
-            TypeError: If `fn` is no function.
+            TypeError: If `fn` is no function, or contains `yield`.
             ValueError: If `num_parallel` is below 1.
         """
         if not callable(fn):
             raise TypeError(f"map takes a function of one item, got {fn!r}.")
+        require_no_yield(fn, "map")
         num_parallel = as_count("num_parallel", num_parallel, least=1)
         return Dataset(_mapped(self._source, fn, num_parallel))
 
@@ -174,6 +176,7 @@ async def _map(
             value = await item.value
             if inspect.isawaitable(value):
                 value = await value
+            require_finished(value, fn, "map")
             calls.popleft()
             yield item._replace(value=value)
     finally:
@@ -195,13 +198,11 @@ async def _start_calls(
 
     Each call is put into `calls` in order; what takes its result removes it.
     """
-    is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(fn, "__call__", None)  # noqa: B004 - an object whose call is async
-    )
+    runs_on_loop = is_async(fn)
     async with aclosing(items):
         async for item in items:
             call: _Call
-            if is_async:
+            if runs_on_loop:
                 call = OwnedTask(fn(item.value), "aioreplica input: map")
             else:
                 port = CompletionQueue.of_running_loop()

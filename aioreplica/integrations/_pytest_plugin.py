@@ -7,6 +7,8 @@ carries the marker.
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Generator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from aioreplica.testing import Report
     from aioreplica.testing._fixtures import Fixtures
+    from aioreplica.testing._report import UnreadReport
 
 MARKER = "explore"
 
@@ -79,6 +82,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         _name_shared(error, fixtures)
         raise
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Fail a test that got a failed report from the kit and did not look at it."""
+    __tracebackhide__ = True
+    before = list(_unread_reports())
+    result = yield
+    forgotten = [each for each in _unread_reports() if all(each is not old for old in before)]
+    for each in forgotten:
+        each.read()  # so that it is told once
+    if forgotten:
+        pytest.fail("\n".join(each.text for each in forgotten), pytrace=False)
+    return result
+
+
+def _unread_reports() -> Sequence[UnreadReport]:
+    """Return what the kit knows, if the tests have imported it."""
+    kit = sys.modules.get("aioreplica.testing._report")
+    return () if kit is None else kit.unread_reports()  # type: ignore[no-any-return]
 
 
 def _name_shared(error: BaseException, fixtures: Fixtures) -> None:

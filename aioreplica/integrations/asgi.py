@@ -28,6 +28,7 @@ import anyio
 import numpy as np
 
 from .._export import export_public
+from .._functions import is_async, require_finished, require_no_yield
 from ..errors import CheckpointError, ContextError, JournalError, KeyReusedError
 from ..online import ExampleSpec, OnlineLearner, SnapshotReader
 from ..tree import flatten, map_leaves, unflatten
@@ -138,6 +139,10 @@ class OnlineService:
             raise ValueError("The token must be of printable ASCII characters, and not empty.")
         if isinstance(hosts, str):
             raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
+        require_no_yield(predict, "OnlineService")
+        require_no_yield(report, "OnlineService")
+        if is_async(report):
+            raise TypeError(f"report must be a plain function, got {report!r}.")
         self._learner = learner
         self._predict = predict
         self._closing = Closing()
@@ -280,6 +285,7 @@ class OnlineService:
         result = self._predict(snapshot, _stacked(inputs))
         if isawaitable(result):
             result = await result
+        require_finished(result, self._predict, "OnlineService")
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
         lists = map_leaves(lambda leaf: np.asarray(leaf)[picked].tolist(), result)
         found = {"version": snapshot.version, name: lists}

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
+from .._functions import require_no_yield
 from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError
 from ..optimizers import Optimizer
@@ -339,13 +340,18 @@ class OnlineLearner:
 
         Raises:
             CheckpointError: If the checkpoint could not be saved.
+            LoopMismatchError: If called on another event loop.
 
         Cancellation:
             The step under way is ended and undone, what is left stays in the journal, no
             checkpoint is saved; then it goes on.
         """
-        if self._engine is not None:
-            await self._engine.aclose()
+        engine = self._engine
+        if engine is None:
+            return
+        if not engine.is_closed and not engine.loop.is_closed():
+            require_loop(engine)
+        await engine.aclose()
 
     async def __aenter__(self) -> Self:
         before = self._engine
@@ -399,6 +405,7 @@ def _check(strategy: Any, checkpoints: Any, validate: Any) -> None:
         raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
     if validate is not None and not callable(validate):
         raise TypeError(f"validate must be callable, got {validate!r}.")
+    require_no_yield(validate, "OnlineLearner")
 
 
 def _journal_of(given: Any) -> Journal | None:
@@ -412,6 +419,7 @@ def _journal_of(given: Any) -> Journal | None:
 def _checked_step_fn(value: Any) -> StepFunction:
     if not callable(value):
         raise TypeError(f"step_fn must be a function of ctx and a batch, got {value!r}.")
+    require_no_yield(value, "OnlineLearner")
     return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._functions import is_async
 from ..checkpoint import Savepoint
 from ..context import INLINE_STEP
 from ..devices import INLINE_BYTES, run_on_host
@@ -219,13 +219,6 @@ def _current_replica() -> ReplicaContext:
     ctx = get_replica_context()
     assert ctx is not None  # a step runs on a replica
     return ctx
-
-
-def is_async(fn: Any) -> bool:
-    """Tell whether a step function is a coroutine function, or an object that is called as one."""
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(type(fn), "__call__", None)  # noqa: B004 - a callable object with an async __call__
-    )
 
 
 def _scalars(returned: Any) -> Mapping[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator
 from typing import final
 
+from ..devices import require_loop
 from ..errors import AioReplicaError
 from ._signal import Signal
 
@@ -19,9 +21,10 @@ class Ticket:
     and a ticket that is not awaited costs nothing.
     """
 
-    __slots__ = ("_failure", "_is_saved", "_outcome", "_signal", "is_duplicate", "number")
+    __slots__ = ("_failure", "_is_saved", "_loop", "_outcome", "_signal", "is_duplicate", "number")
 
     def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self.number: int | None = None
         """The place of the example in the order of learning, from 1; None until it is saved."""
         self.is_duplicate = False
@@ -90,6 +93,7 @@ class Ticket:
             self._wake()
 
     async def _changed(self) -> None:
+        require_loop(self._loop, f"{self!r}")
         if self._signal is None:
             self._signal = Signal()
         await self._signal.wait()

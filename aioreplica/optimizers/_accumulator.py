@@ -179,7 +179,7 @@ class GradientAccumulator:
                 "to replicas. Call it in the step."
             )
         if isinstance(place.replica, ReplicaContext):
-            place.replica.require_awaitable("add")
+            return place.replica.to_await("add", self._add, (grads_and_vars,), sys._getframe(1))
         return self._add(grads_and_vars)
 
     def apply(self, global_step: Variable | None = None) -> Coroutine[Any, Any, None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .._functions import is_async, require_no_yield
 from ..autodiff import differentiate_variables
 from ..context import PLACE
 from ..values import Variable, Weighted
@@ -22,11 +22,12 @@ def require_loss(loss: Any, var_list: Any) -> None:
             variables.
         ValueError: If `var_list` is empty.
     """
-    if not callable(loss) or inspect.iscoroutinefunction(loss):
+    if not callable(loss) or is_async(loss):
         raise TypeError(
             f"The loss must be a plain function without arguments, got {loss!r} "
             f"({type(loss).__name__})."
         )
+    require_no_yield(loss, "minimize", "Return the loss.")
     if var_list is None:
         return
     if not isinstance(var_list, (list, tuple)):

@@ -241,12 +241,12 @@ class Optimizer(UpdateRule):
         """
         place = PLACE.get()
         require_replica(place, "minimize")
-        if isinstance(place.replica, ReplicaContext):
-            place.replica.require_awaitable("minimize")
         require_loss(loss, var_list)
-        return _minimize(
-            self, place, loss, var_list, global_step, backend, has_aux, sys._getframe(1)
-        )
+        frame = sys._getframe(1)
+        args = (self, place, loss, var_list, global_step, backend, has_aux, frame)
+        if isinstance(place.replica, ReplicaContext):
+            return place.replica.to_await("minimize", _minimize, args, frame)
+        return _minimize(*args)
 
     async def distributed_apply(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None

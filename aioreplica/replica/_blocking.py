@@ -12,6 +12,7 @@ from contextvars import copy_context
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
+from .._functions import require_finished
 from ..collectives import CommunicationOptions
 from ..context import PLACE, CurrentReplica, Place
 from ..errors import ContextError
@@ -391,7 +392,7 @@ def run_device_program(
     """Call `fn` on the calling thread, where the blocking collectives of `replica` are live.
 
     Raises:
-        TypeError: If `fn` gives a coroutine, which nothing here can await.
+        TypeError: If `fn` gives a coroutine, which nothing here can await, or a generator.
     """
     blocking: BlockingContext = replica.blocking
     blocking.enter(PLACE.get())
@@ -405,6 +406,7 @@ def run_device_program(
             f"The plain step function {fn!r} returned a coroutine. Declare it with `async def`, "
             "so that run knows it is asynchronous."
         )
+    require_finished(result, fn, "run")
     return result
 
 

@@ -11,13 +11,14 @@ from typing import Any, ParamSpec, TypeVar, final
 
 import numpy as np
 
+from .._functions import YIELDS, is_async, require_no_yield
 from ..context import PLACE, Place
-from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table
+from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table, require_loop
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
 from ._group import ReplicaGroup
-from ._meeting import Collective
+from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
@@ -26,6 +27,7 @@ from ._replica import Replica
 from ._variables import create_variable, update_variable
 from ._worker_context import WorkerContext
 
+_RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -113,14 +115,31 @@ class ReplicaContext(Collectives):
             self._blocking = BlockingContext(self._replica, self._group)
         return self._blocking
 
-    def require_awaitable(self, name: str) -> None:
-        """Check that what a call of `name` gives can be awaited here.
+    def to_await(
+        self, name: str, fn: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...],
+        frame: FrameType,
+    ) -> Coroutine[Any, Any, T]:  # fmt: skip
+        """Return the coroutine of `fn(*args)`, called `name` at `frame`; for the library.
+
+        If it is never awaited that fails the run, as for a collective, which this is not.
 
         Raises:
-            ContextError: If it cannot.
+            ContextError: If nothing can be awaited here.
         """
         if not self._waiter.is_here:
             raise self._misuse(name)
+        call = new_call(
+            merge_call_named(name), None, (), None, self._members, self._position, 0, frame
+        )
+        coroutine = self._replica.unawaited[call] = self._begun(call, fn, args)
+        return coroutine
+
+    async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        loop = self._group.point.loop
+        if loop is not None:
+            require_loop(loop, call.describe())
+        self._replica.unawaited.pop(call, None)
+        return await fn(*args)
 
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
@@ -338,7 +357,8 @@ class GroupContext(Collectives):
 
 
 def _require_plain(fn: Any) -> None:
-    if type(fn) is FunctionType and not fn.__code__.co_flags & inspect.CO_COROUTINE:
+    if type(fn) is FunctionType and not fn.__code__.co_flags & _RUNS_NOTHING:
         return
-    if not callable(fn) or inspect.iscoroutinefunction(fn):
+    if not callable(fn) or is_async(fn):
         raise TypeError(f"run_on_device needs a plain function, got {fn!r}. Await async ones.")
+    require_no_yield(fn, "run_on_device")

@@ -320,7 +320,10 @@ class ReplicaGroup(RunControl):
         if error is not None or self.is_aborted:
             return
         if given_up is None:
-            self._call_soon(self.abort, never_awaited_error(self.step, lines))
+            if lines:
+                self._call_soon(self.abort, never_awaited_error(self.step, lines))
+            else:
+                self._returned(replica)
             return
         mismatch = self.point.leave(replica.replica_id, ReplicaState.WITHDREW, given_up)
         if mismatch is not None:

@@ -8,7 +8,9 @@ from contextvars import Context, copy_context
 from types import FrameType
 from typing import Any, final
 
+from .._functions import is_async, require_finished, require_no_yield
 from ..context import PLACE, Place
+from ..devices import require_loop
 from ..errors import ContextError
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter
@@ -118,8 +120,12 @@ class Handle(Awaitable[Any]):
             context: Context variables to call it in; None takes a copy of the caller's.
 
         Raises:
+            TypeError: If `fn` is no plain function.
             ContextError: If called on another thread than the event loop's.
         """
+        if not callable(fn) or is_async(fn):
+            raise TypeError(f"add_done_callback needs a plain function, got {fn!r}.")
+        require_no_yield(fn, "add_done_callback", "Make it a plain function.")
         waiter = None if self._generation is None else self._generation.waiter
         if waiter is None or not is_loop_running():
             raise ContextError(
@@ -129,7 +135,7 @@ class Handle(Awaitable[Any]):
         self._replica.started.pop(self._call, None)
 
         def call(_waiter: object) -> None:
-            fn(self)
+            require_finished(fn(self), fn, "add_done_callback")
 
         self._callbacks.append((fn, call))
         own = copy_context() if context is None else context
@@ -162,7 +168,14 @@ class Handle(Awaitable[Any]):
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
         replica.started.pop(self._call, None)
+        if point.loop is not None:
+            require_loop(point.loop, f"The handle of {self.describe()}")
         generation = self._generation
+        if generation is None and self._error is None:  # its op has not ended
+            raise ContextError(
+                f"The handle of {self.describe()} was awaited before the op that started it has "
+                "ended. Await the op, then the handle."
+            )
         if generation is None:
             return self._finished()  # which says why there is none
         waiter = generation.waiter

@@ -281,7 +281,8 @@ class Call:
         kwargs: Keyword arguments of the merge function.
         group: Whom it wants to meet.
         position: Index of the caller in that group.
-        sequence: Number of the call among those of its replica in that group, from 1.
+        sequence: Number of the call among those of its replica in that group, from 1; 0 as long as
+            it has none, and for what is no collective.
         context: Context variables at the await, for the group's first member only.
         code: The code object that made the call.
         instruction: Where in it, as a byte offset.
@@ -336,7 +337,8 @@ class Call:
     def describe(self) -> str:
         """Name the collective with its argument and number, such as "all_reduce #3 (SUM)"."""
         detail = self.collective.detail(self.argument)
-        text = f"{self.collective.name} #{self.sequence}" + (f" ({detail})" if detail else "")
+        number = f" #{self.sequence}" if self.sequence else ""
+        text = f"{self.collective.name}{number}" + (f" ({detail})" if detail else "")
         return f"{text} in group {self.group.global_members}" if self.group.is_partial else text
 
 

@@ -34,6 +34,7 @@ from ..devices import (
     OpTracker,
     is_interrupted,
     name_of_served_lane,
+    require_loop,
 )
 from ..errors import ReplicaRow
 from ..telemetry import ObservedWait, Observers
@@ -495,6 +496,8 @@ class TaskWaiter(Waiter):
     async def meet(self, call: Call) -> Any:
         """Bring a call to the rendezvous; return its part of the merge's result."""
         replica, point = self.replica, self.point
+        if get_ident() != self.thread_id:  # made here and awaited by a loop of another thread
+            require_loop(point.loop or asyncio.get_running_loop(), call.describe())
         del replica.unawaited[call]
         if point.is_aborted:
             raise asyncio.CancelledError

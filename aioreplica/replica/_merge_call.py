@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
+from .._functions import require_finished
 from ..collectives import Turn, leaf_bytes, no_data
 from ..context import PLACE
 from ..tree import LEAF_TYPES, flatten
@@ -129,6 +130,7 @@ class MergeCall(Collective):
     def _parts(self, group: SyncGroup, fn: Any, result: Any) -> Parts:
         if type(result) in LEAF_TYPES:
             return [result] * group.num_replicas
+        require_finished(result, fn, self.name)
         return split_per_replica(
             result, group.num_replicas, f"the result of merge function {self.detail(fn)}"
         )

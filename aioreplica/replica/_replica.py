@@ -75,16 +75,20 @@ class Replica:
         return number
 
     def not_awaited(self) -> list[str]:
-        """Name the calls whose coroutine has not been started so far."""
+        """Name the calls whose coroutine has not been started so far.
+
+        What is no collective may be given up before that: nobody waits for it.
+        """
         return [
             f"replica {self.replica_id}: {call.describe()} at {call.site}"
-            for call in self.unawaited
+            for call, coroutine in self.unawaited.items()
+            if call.sequence or getcoroutinestate(coroutine) != CORO_CLOSED
         ]
 
     def given_up(self) -> Call | None:
-        """Return a call that was cancelled before its first step, if there is one."""
+        """Return a collective that was cancelled before its first step, if there is one."""
         for call, coroutine in self.unawaited.items():
-            if getcoroutinestate(coroutine) == CORO_CLOSED:
+            if call.sequence and getcoroutinestate(coroutine) == CORO_CLOSED:
                 return call
         return None
 

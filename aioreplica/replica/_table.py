@@ -116,7 +116,7 @@ def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
 def never_awaited_error(step: int, lines: Sequence[str]) -> ContextError:
     """Build the error of a run in which calls were made and never awaited."""
     return ContextError(
-        f"A collective was never awaited in step {step}: {'; '.join(lines)}. "
+        f"A call was never awaited in step {step}: {'; '.join(lines)}. "
         "Write `await` in front of the call."
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+from .._functions import is_async, require_finished, require_no_yield
 from ..cluster import Workers
 from ..input import (
     DistributedDataset,
@@ -135,21 +135,23 @@ class Distribution(ABC):
         Under the default strategy, the one value itself.
 
         Raises:
-            TypeError: If `value_fn` is not callable, or a coroutine function.
+            TypeError: If `value_fn` is no plain function.
             ContextError: If called inside a replica.
         """
         self.require_cross_replica("distribute_values_from_function", None)
         UsageCounters.of_process().count_input("distribute_values_from_function")
         if not callable(value_fn):
             raise TypeError(f"value_fn must be a function of an ar.ValueContext, got {value_fn!r}.")
-        if inspect.iscoroutinefunction(value_fn):
+        if is_async(value_fn):
             raise TypeError(
                 f"value_fn returns a value, but {value_fn!r} is a coroutine function. Make it a "
                 "plain function, and await what it needs before."
             )
+        require_no_yield(value_fn, "distribute_values_from_function")
         count, here = self.num_replicas_in_sync, len(self.device_names)
         first = 0 if self.workers is None else self.workers.first_replica
         values = [value_fn(ValueContext(first + i, count)) for i in range(here)]
+        require_finished(values[0], value_fn, "distribute_values_from_function")
         if self.has_plain_values:
             return values[0]
         return PerReplica(values, devices=self.device_names)

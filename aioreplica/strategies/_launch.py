@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import FunctionType
 from typing import Any, final
 
+from .._functions import UNFINISHED, is_async, require_no_yield, unfinished_error
 from ..cluster import WorkersRun
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
@@ -33,6 +31,9 @@ async def launch(
     across: WorkersRun | None = None,
 ) -> Any:
     """Run `fn` once per replica and regroup what the replicas return."""
+    runs_on_loop = is_async(fn)
+    if not runs_on_loop:
+        require_no_yield(fn, "run")
     workers = strategy.workers
     if workers is not None and across is None:
         lifecycle.open()
@@ -45,7 +46,6 @@ async def launch(
     num_replicas = strategy.num_local_replicas
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
-    runs_on_loop = is_async(fn)
     run = Run.prepare(
         strategy, lifecycle, fn, options.seed, is_blocking=not runs_on_loop, across=across
     )
@@ -68,6 +68,8 @@ async def launch(
         run.end(lifecycle)
     if gate.is_closed:
         await gate.opened()
+    if type(results[0]) in UNFINISHED:  # a wrapper called the generator function
+        raise unfinished_error(results[0], fn, "run")
     if strategy.has_plain_values:
         return results[0]
     return regroup_results(results, strategy.device_names)
@@ -168,17 +170,6 @@ def _nested_programs_error(strategy: Runner, fn: Any) -> ContextError:
         f"{fn!r} was to run on the devices of {strategy!r} in a merge function of plain replicas, "
         "which hold the devices while they wait for it. Call it in the merge function, or make "
         "it `async def`: then its ops go to the host; or make the outer step `async def`."
-    )
-
-
-def is_async(fn: Any) -> bool:
-    """Tell whether calling `fn` gives a coroutine: an `async def`, through partials and objects."""
-    if type(fn) is FunctionType and fn.__code__.co_flags & inspect.CO_COROUTINE:
-        return True
-    while isinstance(fn, partial):
-        fn = fn.func
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(type(fn), "__call__", None)  # noqa: B004 - a callable object with an async __call__
     )
 
 

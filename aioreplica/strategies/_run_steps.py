@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from .._functions import is_async, require_no_yield
 from ..device_loop import (
     Feeder,
     Infeed,
@@ -22,7 +22,7 @@ from ..device_loop import (
 )
 from ..values import split_per_replica
 from ._combine import reduce_tree
-from ._launch import Run, is_async
+from ._launch import Run
 from ._lifecycle import Lifecycle
 from ._replica_set import Runner
 from ._run_options import RunOptions
@@ -66,11 +66,7 @@ def checked_plan(
             "Make it a plain `def`: use ctx.blocking for collectives and ar.outside_compilation "
             "for what has to be awaited; or call strategy.run for each step."
         )
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"run_steps runs plain functions, but {fn!r} contains `yield`: calling it runs nothing "
-            "of it. Return, and report values with ctx.set_last_step_output."
-        )
+    require_no_yield(fn, "run_steps", "Return, and report values with ctx.set_last_step_output.")
     initial = {} if initial_loop_values is None else initial_loop_values
     if not isinstance(initial, Mapping) or not all(isinstance(name, str) for name in initial):
         raise TypeError(

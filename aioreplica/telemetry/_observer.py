@@ -24,6 +24,7 @@ from types import CodeType
 from typing import NamedTuple, Protocol, TypeAlias, final
 from weakref import WeakSet
 
+from .._functions import is_async, require_no_yield
 from ..context import REGISTRY
 from ..typing import ReduceOp
 
@@ -221,6 +222,14 @@ class Observer:
     write_published: Callable[[int], None] | None = None
     fault: Callable[[int, BaseException], None] | None = None
     event_added: Callable[[Event], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that calling the functions runs them."""
+        for kind in KINDS:
+            tell = getattr(self, kind)
+            if is_async(tell):
+                raise TypeError(f"An observer's {kind} must be a plain function, got {tell!r}.")
+            require_no_yield(tell, f"An observer ({kind})", "Make it a plain function.")
 
 
 KINDS = tuple(field.name for field in fields(Observer))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from .._functions import is_async, require_no_yield
 from ._observer import (
     KINDS,
     Event,
@@ -59,6 +60,7 @@ def events_to(
         now: The clock, in seconds.
 
     Raises:
+        TypeError: If `emit` is no plain function.
         ValueError: If a kind is unknown.
 
     Example:
@@ -68,6 +70,9 @@ def events_to(
         >>> seen[0].kind, seen[0].value
         ('write', 7)
     """
+    if is_async(emit):
+        raise TypeError(f"emit must be a plain function, got {emit!r}.")
+    require_no_yield(emit, "events_to", "Make it a plain function.")
     observer = Observer(**_functions(emit, now))
     if kinds is None:
         return observer

@@ -12,6 +12,7 @@ when no list is left every schedule within the bound has been run.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from ._explain import explain, with_ordered_sets
 from ._explore import MIN_LENGTH
 from ._leaks import Ignored
 from ._participants import CLOCK, Participant
-from ._report import Report
+from ._report import Report, handed_out
 from ._runner import Runner, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CHOICES, Ranks, Schedule, is_outside, is_preemptible
@@ -138,7 +139,8 @@ def exhaustive(
     check_no_loop("art.exhaustive")
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        return with_ordered_sets(runner, lambda: _Search(runner, max_preemptions, limit).run())
+        report = with_ordered_sets(runner, lambda: _Search(runner, max_preemptions, limit).run())
+    return handed_out(report, "exhaustive", sys._getframe(1))
 
 
 @final

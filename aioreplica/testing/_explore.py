@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -13,7 +14,7 @@ from ._execute import Main, Outcome, check_main
 from ._explain import ENDLESS_STEPS, explain, with_ordered_sets
 from ._faults import Faults
 from ._leaks import Ignored
-from ._report import Failure, Report, text_timeline
+from ._report import Failure, Report, handed_out, text_timeline
 from ._runner import Runner, check_integer, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
@@ -83,7 +84,8 @@ def explore(
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, max_steps, leaks)
-        return with_ordered_sets(runner, lambda: _sample(runner, base, schedules, seed, strategy))
+        report = with_ordered_sets(runner, lambda: _sample(runner, base, schedules, seed, strategy))
+    return handed_out(report, "explore", sys._getframe(1))
 
 
 def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
@@ -280,7 +282,8 @@ def cancel_everywhere(
     check_no_loop("art.cancel_everywhere")
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        return with_ordered_sets(runner, lambda: _cancel_in_orders(runner, task, orders))
+        report = with_ordered_sets(runner, lambda: _cancel_in_orders(runner, task, orders))
+    return handed_out(report, "cancel_everywhere", sys._getframe(1))
 
 
 def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, orders: int) -> Report:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Final, final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, final
 
+from ..context import REGISTRY
 from ._trace import CALLBACKS_KEY, Step
 
 MAX_LINES: Final = 60
+TELLING: Final = frozenset({"failed", "failure", "complete"})
 COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
 ROW: Final = 30
 COLUMN: Final = 26
@@ -101,8 +106,47 @@ class Failure:
 
 @final
 @dataclass(frozen=True, slots=True)
+class UnreadReport:
+    """A failed report that nobody has looked at, so that its failure may pass for success.
+
+    Attributes:
+        text: The failure in words, and its token.
+        file: Source file of the call that gave it.
+        line: Source line of the call.
+    """
+
+    text: str
+    file: str
+    line: int
+
+    def warn(self) -> None:
+        """Warn of it at the call, if it is still unread: nobody has the report any more.
+
+        Warns:
+            RuntimeWarning: At the line of the call.
+        """
+        if any(each is self for each in unread_reports()):
+            warnings.warn_explicit(self.text, RuntimeWarning, self.file, self.line)
+
+    def read(self) -> None:
+        """Learn that somebody has looked at it; idempotent."""
+        unread = unread_reports()
+        unread[:] = [each for each in unread if each is not self]
+
+
+def unread_reports() -> list[UnreadReport]:
+    """Return the failed reports of this process that nobody has looked at, in their order."""
+    return REGISTRY.once("unread_reports", list)
+
+
+@final
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Report:
     """What was explored.
+
+    A failed one that is collected before anyone has asked for `failed`, `failure`, `complete`,
+    `check()` or its `repr` is a RuntimeWarning with the failure; in pytest the test fails that
+    made it.
 
     Attributes:
         failed: Whether a schedule failed.
@@ -126,6 +170,16 @@ class Report:
     strategy: str = "portfolio"
     fidelity: str = "reorder"
     warnings: tuple[str, ...] = ()
+    _unread: UnreadReport | None = field(default=None, init=False, repr=False, compare=False)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in TELLING:
+                unread = object.__getattribute__(self, "_unread")
+                if unread is not None:
+                    unread.read()
+            return object.__getattribute__(self, name)
 
     def check(self) -> Report:
         """Raise the failure with its trace as a note; return the report itself if there is none.
@@ -149,6 +203,29 @@ class Report:
         else:
             end = "complete" if self.complete else "no failure"
         return f"<Report {self.strategy} | {self.schedules_run} schedules, {end}>"
+
+
+def handed_out(report: Report, name: str, frame: FrameType) -> Report:
+    """Return a report to the user, who has to look at it if it is a failed one.
+
+    Args:
+        report: What was found.
+        name: What was called for it.
+        frame: Where.
+    """
+    failure, file, line = report.failure, frame.f_code.co_filename, frame.f_lineno
+    if failure is not None:
+        lines = "\n".join([*_error_lines(failure.error)[:1], *failure.summary])
+        unread = UnreadReport(
+            f"art.{name}, called at {file}:{line}, found a schedule that fails, and nobody looked "
+            f"at its report. Call report.check(), which raises the failure.\n{lines}",
+            file,
+            line,
+        )
+        unread_reports().append(unread)
+        object.__setattr__(report, "_unread", unread)
+        weakref.finalize(report, unread.warn)  # when it is collected, at exit at the latest
+    return report
 
 
 def _error_lines(error: BaseException, indent: str = "") -> list[str]:

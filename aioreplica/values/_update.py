@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
 from typing import Any, final
 
+from .._functions import require_finished
 from ..context import DEVICE, PLACE, CurrentStrategy, Place
 from ..devices import Device
 from ..errors import ContextError
@@ -99,6 +100,7 @@ async def run_per_component(
                     result = await _in_context(own, result)
             finally:
                 place.end()
+            require_finished(result, fn, "update")
             results.append(result)
         if staging.commit():
             return results

@@ -47,7 +47,7 @@ def checked(check: Work) -> Any:
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not is_so():  # noqa: ASYNC110 - what a thread has come to
+        while not is_so():
             await asyncio.sleep(0)
 
 

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from aioreplica.devices import OwnedTask
+from aioreplica.errors import LoopMismatchError
 from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
@@ -124,3 +125,17 @@ async def test_a_context_can_be_kept_over_several_tasks() -> None:
 
     assert [await OwnedTask(work(), "work", context=context) for _ in range(3)] == [1, 2, 3]
     assert variable.get() == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wait", ["ended", "done_or_cancelled"])
+async def test_another_loop_does_not_wait_for_it(wait: str) -> None:
+    """Its end would wake nobody there."""
+    gate = asyncio.Event()
+    task = OwnedTask(gate.wait(), "work")
+
+    with pytest.raises(LoopMismatchError, match="Task 'work' was awaited on"):
+        await asyncio.to_thread(lambda: asyncio.run(getattr(task, wait)()))
+
+    gate.set()
+    await task

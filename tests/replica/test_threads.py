@@ -180,6 +180,32 @@ def test_a_handle_started_in_a_thread_and_never_awaited_is_a_warning() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_handle_that_the_loop_does_not_know_yet_is_awaited_after_its_op(
+    solo: ar.Strategy,
+) -> None:
+    """It said "await the handle" to code that did just that."""
+    handles: list[ar.Handle] = []
+    started, seen = threading.Event(), threading.Event()
+
+    def backward(ctx: ar.ReplicaContext) -> None:
+        handles.append(ctx.start_all_reduce("sum", 1))
+        started.set()
+        assert seen.wait(WAIT_S)
+
+    async def step() -> int:
+        op = asyncio.create_task(me().run_on_device(backward, me()))
+        await asyncio.sleep(0)
+        assert started.wait(WAIT_S)  # the event loop stands still, and learns of nothing
+        with pytest.raises(ContextError, match=r"before the op .* has ended. Await the op, then"):
+            await handles[0]
+        seen.set()
+        await op
+        return int(await handles[0])
+
+    assert (await solo.run(step)).values == (1,)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("has_begun", [False, True])
 async def test_a_callback_is_not_added_on_the_thread(
     pair: ar.MirroredStrategy, has_begun: bool

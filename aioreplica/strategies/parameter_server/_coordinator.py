@@ -12,6 +12,8 @@ from typing import Any, Self, TypeVar, final
 
 from anyio import WouldBlock
 
+from ..._functions import is_async, require_finished, require_no_yield
+from ...devices import require_loop
 from ...errors import ContextError, WorkerLostError
 from ...tree import map_leaves
 from ._messages import CoordinatorStatistics
@@ -87,6 +89,7 @@ class ClusterCoordinator:
         self._queue_size = queue_size
         self._runner = ClosureRunner(strategy, ClosureQueue(queue_size))
         self._state = "new"
+        self._loop: asyncio.AbstractEventLoop | None = None  # of its first use
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -118,7 +121,7 @@ class ClusterCoordinator:
 
         Raises:
             ValueError: If `args` is no tuple or list, or `timeout_s` is not positive.
-            TypeError: If `fn` is not callable, or something cannot be pickled.
+            TypeError: If `fn` is not callable or contains `yield`, or something cannot be pickled.
             ContextError: If the coordinator is closed, the strategy has another one, or a variable
                 of another strategy is used.
             WorkerLostError: If a parameter server is lost.
@@ -160,9 +163,11 @@ class ClusterCoordinator:
         self, fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: float | None
     ) -> RemoteValue[T]:
         strategy = self._strategy
+        self._require_loop()
         strategy.servers.require_all()
         if not callable(fn):
             raise TypeError(f"schedule needs a function, got {fn!r} ({type(fn).__name__}).")
+        require_no_yield(fn, "schedule")
         if not isinstance(args, (tuple, list)):
             raise ValueError(
                 f"schedule takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
@@ -175,7 +180,7 @@ class ClusterCoordinator:
         closure = ScheduledClosure(
             strategy.new_step(),
             name,
-            inspect.iscoroutinefunction(_innermost(fn)),
+            is_async(fn),
             call,
             side.recipes,
             limit,
@@ -278,10 +283,10 @@ class ClusterCoordinator:
         picklable: a model, a connection, a file.
 
         Raises:
-            TypeError: If `fn` is not callable, or cannot be pickled.
+            TypeError: If `fn` is not callable, contains `yield`, or cannot be pickled.
         """
         fn = _checked_factory(fn, "create_per_worker_resource")
-        return self._resource(fn, PerWorkerResource, _name_of(fn))
+        return self._resource(functools.partial(_made_by, fn), PerWorkerResource, _name_of(fn))
 
     def _resource(self, make: Any, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
@@ -302,11 +307,17 @@ class ClusterCoordinator:
                 await self._strategy.servers.ready()
                 self._runner.queue = self._strategy.new_queue(self._queue_size)
                 self._runner.is_open = True
+                self._loop = asyncio.get_running_loop()
             except BaseException:
                 self._state = "new"
                 self._strategy.drop_coordinator(self)
                 raise
         self._require_open()
+        self._require_loop()
+
+    def _require_loop(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            require_loop(self._loop, repr(self))
 
     def _require_open(self) -> None:
         if self._state != "open":
@@ -374,9 +385,16 @@ def _itself(thing: T) -> T:
     return thing
 
 
+def _made_by(fn: Callable[[], Any]) -> Any:
+    made = fn()
+    require_finished(made, fn, "create_per_worker_resource")
+    return made
+
+
 def _checked_factory(fn: Any, what: str) -> Any:
     if not callable(fn):
         raise TypeError(f"{what} needs a function, got {fn!r} ({type(fn).__name__}).")
+    require_no_yield(fn, what)
     return fn
 
 

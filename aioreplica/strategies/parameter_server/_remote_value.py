@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, final
 
-from ...devices import run_on_host
+from ...devices import require_loop, run_on_host
 from ._closure import ClosureFailedError
 from ._packing import HomeSide
 from ._pickles import Packed, unpack
@@ -45,7 +45,10 @@ class RemoteValue(Generic[T]):
         Cancellation:
             Stops waiting; the closure goes on.
         """
-        await _without_cancelling(self._closure.settled)
+        settled = self._closure.settled
+        if not settled.done():
+            require_loop(settled.get_loop(), f"{self!r}")
+        await asyncio.shield(settled)  # others wait for it, too
         submission = self._closure.submission
         if self._fetched is not None:
             return self._fetched[0]
@@ -107,8 +110,3 @@ async def _unpacked(packed: Packed, side: HomeSide) -> Any:
     if packed.num_bytes <= UNPACK_HERE_BYTES:
         return unpack(packed, side)
     return await run_on_host(unpack, packed, side)
-
-
-async def _without_cancelling(future: asyncio.Future[None]) -> None:
-    """Wait for a future that others wait for, too."""
-    await asyncio.shield(future)

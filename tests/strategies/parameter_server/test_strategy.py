@@ -326,7 +326,7 @@ def test_room_that_is_given_to_a_cancelled_schedule_goes_to_the_next() -> None:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    while not is_so():  # noqa: ASYNC110 - virtual time
+    while not is_so():
         await asyncio.sleep(0.001)
 
 
