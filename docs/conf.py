@@ -29,6 +29,7 @@ pygments_dark_style = "one-dark"  # the default underlines every imported name
 html_title = f"aioreplica {release}"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
+html_search_scorer = str(Path(__file__).parent / "_search_scorer.js")
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
