@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -254,6 +254,67 @@ class SimulatedStorage:
 
     def lock(self) -> Any:
         return SimpleNamespace(close=lambda: None)
+
+
+class FaultyStorage:
+    """A storage whose calls fail: the one with the number `at`, or each from that one on.
+
+    Args:
+        storage: The storage that does the work.
+        error: Makes what is raised.
+        at: The number of the call, from 0 on; None for none.
+        is_late: Whether the call has its effect before it fails.
+        is_for_good: Whether all later calls fail too.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        error: Callable[[], Exception],
+        at: int | None,
+        *,
+        is_late: bool = False,
+        is_for_good: bool = False,
+    ) -> None:
+        self.at = at
+        self.calls: list[str] = []
+        self._error = error
+        self._is_late = is_late
+        self._is_for_good = is_for_good
+        for name in ("list", "make_folder", "replace", "sync", "remove", "remove_folder", "lock"):
+            setattr(self, name, self._faulty(name, getattr(storage, name)))
+        self._create = self._faulty("create", storage.create)
+        self._open = self._faulty("open", storage.open)
+
+    def create(self, path: str) -> Any:
+        sink = self._create(path)
+        write, finish = self._faulty("write", sink.write), self._faulty("finish", sink.finish)
+        return SimpleNamespace(write=write, finish=finish, discard=sink.discard)
+
+    def open(self, path: str) -> Any:
+        source = self._open(path)
+        read, close = self._faulty("read", source.read_into), self._faulty("close", source.close)
+        return SimpleNamespace(size=source.size, read_into=read, close=close)
+
+    @property
+    def was_met(self) -> bool:
+        return self.at is not None and len(self.calls) > self.at
+
+    def _faulty(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            number = len(self.calls)
+            self.calls.append(name)
+            is_struck = self.at is not None and (
+                number == self.at or (self._is_for_good and number > self.at)
+            )
+            if is_struck and not self._is_late:
+                raise self._error()
+            result = call(*args)
+            if is_struck:
+                raise self._error()
+            return result
+
+        return called
 
 
 def subsets(changes: list[Change], rng: Random) -> Iterator[frozenset[Change]]:
