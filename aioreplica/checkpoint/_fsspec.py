@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from ._storage import Sink, Source
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Raise what a store raises as an OSError: those of botocore, aiohttp and others are none."""
+    try:
+        yield
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 @final
@@ -41,6 +53,7 @@ class FsspecStorage:
         self._files: Any = files
         self._root = root.rstrip("/")
 
+    @_as_os_errors()
     def list(self, folder: str) -> list[str]:
         """Return the names in a folder; none if there is no such folder."""
         self._files.invalidate_cache()
@@ -50,19 +63,23 @@ class FsspecStorage:
             return []
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
+    @_as_os_errors()
     def make_folder(self, folder: str) -> None:
         """Make a folder, where there are such."""
         self._files.makedirs(self._path(folder), exist_ok=True)
 
+    @_as_os_errors()
     def create(self, path: str) -> Sink:
         """Begin a new file, which appears when it is finished."""
         return _RemoteSink(self._files.open(self._path(path), "wb"))
 
+    @_as_os_errors()
     def open(self, path: str) -> Source:
         """Open a file for reading."""
         self._files.invalidate_cache()
         return _RemoteSource(self._files, self._path(path))
 
+    @_as_os_errors()
     def replace(self, path: str, data: bytes) -> None:
         """Put a whole object in place."""
         self._files.pipe_file(self._path(path), data)
@@ -70,11 +87,13 @@ class FsspecStorage:
     def sync(self, folder: str) -> None:
         """Do nothing: an object that is there stays."""
 
+    @_as_os_errors()
     def remove(self, path: str) -> None:
         """Remove a file."""
         with suppress(FileNotFoundError):
             self._files.rm_file(self._path(path))
 
+    @_as_os_errors()
     def remove_folder(self, folder: str) -> None:
         """Remove an empty folder, where there are such."""
         with suppress(FileNotFoundError):
@@ -99,9 +118,11 @@ class _RemoteSink:
     def __init__(self, file: Any) -> None:
         self._file: Any = file
 
+    @_as_os_errors()
     def write(self, data: memoryview) -> None:
         self._file.write(data)
 
+    @_as_os_errors()
     def finish(self) -> None:
         file, self._file = self._file, None
         file.close()
@@ -120,6 +141,7 @@ class _RemoteSource:
         self._path = path
         self.size = int(files.size(path))
 
+    @_as_os_errors()
     def read_into(self, offset: int, buffer: memoryview) -> int:
         data = self._files.cat_file(self._path, start=offset, end=offset + len(buffer))
         buffer[: len(data)] = data

@@ -23,16 +23,23 @@ from ._across import (
     write_once,
 )
 from ._description import StepDescription, description_of
-from ._format import DamagedError
 from ._fsspec import FsspecStorage
 from ._lane import Stop, run_all
 from ._preemption import run_and_save
-from ._reading import by_age, find_steps, look_at, newest_first, no_step_error, verify_step
+from ._reading import (
+    by_age,
+    find_steps,
+    look_at,
+    newest_whole,
+    no_step_error,
+    verify_step,
+    with_sizes,
+)
 from ._restoring import Restored, restore_step
 from ._retention import steps_to_remove
 from ._state import Cut, read_state, require_outside_steps
 from ._storage import LocalStorage, Storage
-from ._writing import not_committed, removal, write_cut
+from ._writing import not_committed, reason, removal, write_cut
 
 T = TypeVar("T")
 
@@ -62,7 +69,8 @@ class CheckpointManager:
     references only, so that takes microseconds; then training goes on while files are written.
 
     Either all of a step is saved or nothing. A step whose files are damaged is found by its
-    checksums; `restore` then takes the newest good one and warns.
+    checksums; `restore` then takes the newest good one and warns. A step that cannot be read is an
+    error.
 
     Use it in `async with`, which waits for a save in the background at the end. One manager at a
     time saves into a directory; any number may read.
@@ -126,9 +134,10 @@ class CheckpointManager:
                 `save`, `restore`, `wait` or `aclose`.
 
         Raises:
-            CheckpointNotCommittedError: If the step was not saved.
-            CheckpointUncertainError: If it was, but may not survive a crash of the machine.
-            CheckpointError: If another manager saves into the directory.
+            CheckpointNotCommittedError: If the step was not saved: files cannot be written, a
+                manifest that is there cannot be read, or another manager saves here.
+            CheckpointUncertainError: If it was, but may not survive a crash of the machine; or
+                if its manifest cannot be read back, so that this is not known.
             TypeError: If something in the state cannot be saved.
             ValueError: If `step` is negative, the state is no container, or two of its entries
                 have one name.
@@ -230,9 +239,7 @@ class CheckpointManager:
     async def _write(self, step: int, cut: Cut) -> None:
         try:
             [found] = await run_all([self._begin], Stop())
-        except CheckpointError:
-            raise
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             raise not_committed(self._storage, step, error) from error
         sequence = 1 + max(found.values(), default=0)
         self._sequences = {}  # until the save is known to be there
@@ -277,7 +284,8 @@ class CheckpointManager:
             The step that was restored.
 
         Raises:
-            CheckpointError: If there is none, all are damaged, or it does not fit the state.
+            CheckpointError: If there is none, all are damaged, the newest cannot be read, or it
+                does not fit the state. Then nothing has changed.
             TypeError: If something in the state cannot be restored.
             ContextError: If called in a step.
 
@@ -312,7 +320,7 @@ class CheckpointManager:
         """Return the steps that are saved, ascending; reads the directory.
 
         Raises:
-            OSError: If it cannot be read.
+            CheckpointError: If it cannot be read.
         """
         return tuple(find_steps(self._storage))
 
@@ -323,41 +331,33 @@ class CheckpointManager:
         everything.
 
         Raises:
-            OSError: If the directory cannot be read.
+            CheckpointError: If the directory or a manifest cannot be read.
         """
-        whole = (each.step for each in newest_first(self._storage) if not each.damage)
-        return next(whole, None)
+        whole, _ = newest_whole(self._storage, {})
+        return None if whole is None else whole.step
 
     async def verify(self, step: int) -> None:
         """Read every byte of a step and compare all checksums.
 
         Raises:
-            CheckpointError: If there is no such step; or naming everything that is damaged.
+            CheckpointError: If there is no such step, or it cannot be read; or naming everything
+                that is damaged.
 
         Cancellation:
             Changes nothing.
         """
-        number = _checked_step(step)
-        [steps] = await run_all([bound(find_steps, self._storage)], Stop())
-        if number not in steps:
-            raise no_step_error(self._storage, number)
-        try:
-            await verify_step(self._storage, number)
-        except DamagedError as error:
-            raise CheckpointError(
-                f"Step {number} in {self._storage} is damaged: {error}."
-            ) from None
+        await verify_step(self._storage, _checked_step(step))
 
     def describe(self, step: int) -> StepDescription:
         """Return what a step holds; reads its manifest, and the lengths of its files.
 
         Raises:
-            CheckpointError: If there is no such step, or its manifest is damaged.
+            CheckpointError: If there is no such step, or its manifest is damaged or cannot be read.
         """
         number = _checked_step(step)
         if number not in find_steps(self._storage):
             raise no_step_error(self._storage, number)
-        found = look_at(self._storage, number)
+        found = with_sizes(self._storage, look_at(self._storage, number))
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
         return description_of(found.manifest, found.damage)
@@ -411,9 +411,9 @@ async def _remove(storage: Storage, steps: Sequence[int]) -> None:
     for step in steps:
         try:
             await run_all([removal(storage, step)], Stop())
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             warnings.warn(
-                f"Step {step} could not be removed from {storage}: {error}",
+                f"Step {step} could not be removed from {storage}: {reason(error)}.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,13 +1,16 @@
-"""Reading steps back: which there are, their manifests, their tensors, each checked."""
+"""Reading steps back: which there are, their manifests, their tensors, each checked.
+
+Only wrong bytes, and files that are missing, are damage (`DamagedError`). A file that cannot be
+read is a CheckpointError: it may be whole, so nothing older may take its place.
+"""
 
 from __future__ import annotations
 
-import errno
 import math
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
@@ -29,9 +32,14 @@ from ._format import (
 )
 from ._lane import NUM_THREADS, Stop, run_all
 from ._storage import BLOCK_BYTES, Source, Storage, opened, read_all
-from ._writing import Tensor, folder_of
+from ._writing import Tensor, folder_of, reason
 
 Array = npt.NDArray[Any]
+
+NUM_LOOKS = 20
+"""So often a reader begins again because another manager removes and replaces steps meanwhile."""
+UNKNOWN_SAVES = 2**20
+"""So many saves, and more, may have been numbered behind the newest manifest that is whole."""
 
 
 @final
@@ -51,10 +59,35 @@ class FoundStep:
 
 
 def find_steps(storage: Storage) -> list[int]:
-    """Return the steps that have a manifest, ascending; blocks."""
-    found = [STEP_FOLDER.fullmatch(name) for name in storage.list("")]
-    steps = [int(match[1]) for match in found if match and folder_of(int(match[1])) == match[0]]
-    return sorted(step for step in steps if MANIFEST in storage.list(folder_of(step)))
+    """Return the steps that have a manifest, ascending; blocks.
+
+    Raises:
+        CheckpointError: If that cannot be read, or changes all the time.
+    """
+    before = None
+    for _ in range(NUM_LOOKS):
+        try:
+            found = [STEP_FOLDER.fullmatch(name) for name in storage.list("")]
+            folders = [int(m[1]) for m in found if m and folder_of(int(m[1])) == m[0]]
+            steps = sorted(step for step in folders if MANIFEST in storage.list(folder_of(step)))
+        except (OSError, MemoryError) as error:
+            raise CheckpointError(
+                f"The steps in {storage} cannot be listed: {reason(error)}. Try again when it can "
+                "be read."
+            ) from error
+        # Of a folder without a manifest a step may just be removed, after a newer one was saved.
+        if len(steps) == len(folders) or steps == before:
+            return steps
+        before = steps
+    raise changing_error(storage)
+
+
+def changing_error(storage: Storage) -> CheckpointError:
+    """Return the error of a reader that another manager is always ahead of."""
+    return CheckpointError(
+        f"The steps in {storage} were removed or replaced while they were read, {NUM_LOOKS} times "
+        "in turn. Save less often, or keep more steps (max_to_keep)."
+    )
 
 
 def no_step_error(storage: Storage, step: int | None) -> CheckpointError:
@@ -66,46 +99,98 @@ def no_step_error(storage: Storage, step: int | None) -> CheckpointError:
 
 
 def look_at(storage: Storage, step: int) -> FoundStep:
-    """Read the manifest of a step and compare the sizes of its files; blocks.
+    """Read the manifest of a step; blocks.
 
     Raises:
-        CheckpointError: If it is of another version of the format.
+        CheckpointError: If it cannot be read, or is of another version of the format.
     """
-    manifest = None
     try:
-        manifest = read_manifest(storage, step)
-        for file in manifest.files:
-            with _opened_data(storage, step, file):
+        return FoundStep(step, read_manifest(storage, step), "")
+    except DamagedError as error:
+        return FoundStep(step, None, str(error))
+
+
+def with_sizes(storage: Storage, found: FoundStep) -> FoundStep:
+    """Compare the sizes of the files of a step with its manifest; blocks.
+
+    Raises:
+        CheckpointError: If one cannot be opened.
+    """
+    try:
+        for file in () if found.manifest is None else found.manifest.files:
+            with _opened_data(storage, found.step, file):
                 pass
     except DamagedError as error:
-        return FoundStep(step, manifest, str(error))
-    return FoundStep(step, manifest, "")
+        return replace(found, damage=str(error))
+    return found
 
 
-def newest_first(storage: Storage) -> list[FoundStep]:
-    """Return all steps, the one saved last first; those without a readable manifest last; blocks.
+def newest_first(storage: Storage, only: int | None = None) -> list[FoundStep]:
+    """Return all steps, or one, by their manifests, the one saved last first; blocks.
 
     A damaged manifest does not say when it was written: its step counts as saved before the one
     with the next larger number.
+
+    Raises:
+        CheckpointError: If a manifest cannot be read, or is of another version of the format.
     """
-    return _in_order([look_at(storage, step) for step in find_steps(storage)])
+    steps = [step for step in find_steps(storage) if only in {None, step}]
+    return _in_order([look_at(storage, step) for step in steps])
+
+
+def newest_whole(
+    storage: Storage, damaged: Mapping[int, FoundStep], only: int | None = None
+) -> tuple[FoundStep | None, dict[int, FoundStep]]:
+    """Return the newest step that is whole as far as sizes tell, None if there is none; blocks.
+
+    What is removed or replaced while it is read looks damaged, so a step counts as damaged only if
+    it is still there, with the same manifest, when all are listed again.
+
+    Args:
+        storage: Where they are.
+        damaged: Steps that are known to be damaged.
+        only: The only step to look at; None for all.
+
+    Returns:
+        The step, and the damaged ones that were passed over.
+
+    Raises:
+        CheckpointError: If something cannot be read, or changes all the time.
+    """
+    for _ in range(NUM_LOOKS):
+        whole, passed = None, {}
+        for each in newest_first(storage, only):
+            known = damaged.get(each.step)
+            if known is None or known.manifest != each.manifest:
+                known = with_sizes(storage, each)
+            if not known.damage:
+                whole = known
+                break
+            passed[each.step] = known
+        if passed.keys() <= damaged.keys() and all(damaged[i] is passed[i] for i in passed):
+            return whole, passed
+        damaged = passed
+    raise changing_error(storage)
 
 
 def by_age(storage: Storage, known: Mapping[int, int]) -> dict[int, int]:
-    """Return the sequence of each step, the one saved last first; 0 if it is not known; blocks.
+    """Return the sequence of each step, the one saved last first; blocks.
+
+    A damaged manifest may be that of the newest save, so its step gets a sequence above all others.
 
     Args:
         storage: Where they are.
         known: What an earlier call has returned. Manifests are read only if it lacks a step.
 
     Raises:
-        CheckpointError: If one is of another version of the format.
+        CheckpointError: If one cannot be read, or is of another version of the format.
     """
     steps = find_steps(storage)
     if known.keys() >= set(steps):
         return {step: known[step] for step in known if step in steps}
     found = newest_first(storage)
-    return {each.step: each.manifest.sequence if each.manifest else 0 for each in found}
+    above = UNKNOWN_SAVES + max((m.sequence for each in found if (m := each.manifest)), default=0)
+    return {each.step: each.manifest.sequence if each.manifest else above for each in found}
 
 
 def _in_order(found: Sequence[FoundStep]) -> list[FoundStep]:
@@ -124,14 +209,12 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     """Read the manifest of a step; blocks.
 
     Raises:
-        DamagedError: If it cannot be read, or is not what was written.
-        CheckpointError: If it is of another version of the format.
+        DamagedError: If it is not there, or not what was written.
+        CheckpointError: If it cannot be read, or is of another version of the format.
     """
-    try:
+    with _reading_file(storage, step, MANIFEST):
         data = read_all(storage, f"{folder_of(step)}/{MANIFEST}", MAX_MANIFEST_BYTES)
-    except OSError as error:
-        raise DamagedError(f"{MANIFEST} cannot be read: {error}") from error
-    return parse_manifest(data, step)
+        return parse_manifest(data, step)
 
 
 async def read_tensors(
@@ -141,6 +224,7 @@ async def read_tensors(
 
     Raises:
         DamagedError: If one is not what was written.
+        CheckpointError: If one cannot be read.
 
     Cancellation:
         Waits until the threads have stopped.
@@ -189,17 +273,30 @@ def _read_some(
 
 
 @contextmanager
-def _opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
-    """Open a file of tensors for a block; what goes wrong with it is damage."""
+def _reading_file(storage: Storage, step: int, name: str) -> Iterator[None]:
+    """Say which file could not be read, and what to do; if it is missing, that is damage."""
     try:
-        with opened(storage, f"{folder_of(step)}/{file.name}") as source:
-            if source.size != file.bytes:
-                raise DamagedError(f"{file.name} has {source.size} bytes, not {file.bytes}")
-            yield source
-    except OSError as error:
-        if isinstance(error, CheckpointError) or error.errno in {errno.EMFILE, errno.ENFILE}:
-            raise
-        raise DamagedError(f"{file.name} cannot be read: {error}") from error
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise DamagedError(f"{name} cannot be read: {error}") from error
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"{name} of step {step} in {storage} cannot be read: {reason(error)}. The step may be "
+            "whole, so it is not passed over. Try again; if it stays like this, name another step "
+            "to restore, or remove the folder of this one."
+        ) from error
+
+
+@contextmanager
+def _opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
+    """Open a file of tensors for a block."""
+    path = f"{folder_of(step)}/{file.name}"
+    with _reading_file(storage, step, file.name), opened(storage, path) as source:
+        if source.size != file.bytes:
+            raise DamagedError(f"{file.name} has {source.size} bytes, not {file.bytes}")
+        yield source
 
 
 def _check_header(source: Source, file: FileRecord) -> None:
@@ -226,18 +323,26 @@ async def verify_step(storage: Storage, step: int) -> None:
     """Read every byte of a step.
 
     Raises:
-        DamagedError: Naming all that is damaged.
-        CheckpointError: If it is of another version of the format.
+        CheckpointError: If there is no such step, it cannot be read, or is of another version of
+            the format; or naming all that is damaged.
     """
     stop = Stop()
-    [manifest] = await run_all([partial(read_manifest, storage, step)], stop)
-    found = await run_all(
-        [partial(_verify_file, storage, manifest, i, stop) for i in range(len(manifest.files))],
-        stop,
-    )
-    problems = [problem for part in found for problem in part]
+    [[found]] = await run_all([partial(_look_at_one, storage, step)], stop)
+    problems = [found.damage] if found.damage else []
+    if found.manifest is not None:
+        count = len(found.manifest.files)
+        jobs = [partial(_verify_file, storage, found.manifest, i, stop) for i in range(count)]
+        problems = [problem for part in await run_all(jobs, stop) for problem in part]
     if problems:
-        raise DamagedError("; ".join(problems))
+        await run_all([partial(_look_at_one, storage, step)], stop)  # or it was removed meanwhile
+        raise CheckpointError(f"Step {step} in {storage} is damaged: {'; '.join(problems)}.")
+
+
+def _look_at_one(storage: Storage, step: int) -> list[FoundStep]:
+    found = newest_first(storage, step)
+    if not found:
+        raise no_step_error(storage, step)
+    return found
 
 
 def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) -> list[str]:

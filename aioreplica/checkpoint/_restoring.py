@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial as bound
 from typing import Any, final
 
@@ -18,11 +18,11 @@ from ..values import Variable, between_steps
 from ._format import DamagedError, EntryRecord, Manifest, dtype_name
 from ._lane import Stop, run_all
 from ._reading import (
+    NUM_LOOKS,
     FoundStep,
-    find_steps,
-    newest_first,
+    changing_error,
+    newest_whole,
     no_step_error,
-    read_manifest,
     read_tensors,
 )
 from ._state import Deferring, Entry, State, Stateful, decode, read_state
@@ -60,44 +60,46 @@ async def restore_step(
     """Restore a step, or the newest one that is not damaged.
 
     Raises:
-        CheckpointError: If there is none, all are damaged, or it does not fit the state.
+        CheckpointError: If there is none, all are damaged, one cannot be read, or it does not fit
+            the state.
     """
-    damaged: list[tuple[int, str]] = []
-    for found in await _candidates(storage, step):
+    damaged: dict[int, FoundStep] = {}
+    num_lost = 0  # steps that another manager has removed or replaced while they were read
+    while num_lost < NUM_LOOKS:
+        before = damaged
+        look = bound(newest_whole, storage, before, step)
+        [(found, damaged)] = await run_all([look], Stop())
+        num_lost += any(damaged.get(one) is not each for one, each in before.items())
+        if found is None:
+            raise _nothing_left(storage, step, damaged)
+        assert found.manifest is not None  # it is whole
         try:
-            if found.damage:
-                raise DamagedError(found.damage)
-            plan = await _restore_from(storage, found, state, is_partial=partial)
+            plan = await _restore_from(storage, found.manifest, state, is_partial=partial)
         except DamagedError as error:
-            damaged.append((found.step, str(error)))
+            damaged[found.step] = replace(found, damage=str(error))
             continue
         return Restored(
             found.step,
             tuple(plan.missing),
             tuple(plan.unclaimed),
             tuple(plan.deferred),
-            tuple(damaged),
+            tuple((one, each.damage) for one, each in damaged.items()),
         )
+    raise changing_error(storage)
+
+
+def _nothing_left(
+    storage: Storage, step: int | None, damaged: Mapping[int, FoundStep]
+) -> CheckpointError:
     if not damaged:
-        raise no_step_error(storage, step)
-    listed = "; ".join(f"step {one}: {what}" for one, what in damaged)
-    raise CheckpointError(f"No step in {storage} can be restored. {listed}.")
-
-
-async def _candidates(storage: Storage, step: int | None) -> list[FoundStep]:
-    if step is None:
-        [found] = await run_all([bound(newest_first, storage)], Stop())
-        return found
-    [steps] = await run_all([bound(find_steps, storage)], Stop())
-    return [FoundStep(step, None, "")] if step in steps else []
+        return no_step_error(storage, step)
+    listed = "; ".join(f"step {one}: {each.damage}" for one, each in damaged.items())
+    return CheckpointError(f"No step in {storage} can be restored. {listed}.")
 
 
 async def _restore_from(
-    storage: Storage, found: FoundStep, state: Any, *, is_partial: bool
+    storage: Storage, manifest: Manifest, state: Any, *, is_partial: bool
 ) -> Plan:
-    manifest = found.manifest
-    if manifest is None:
-        [manifest] = await run_all([bound(read_manifest, storage, found.step)], Stop())
     plan = make_plan(read_state(state), manifest, partial=is_partial)
     arrays = await read_tensors(storage, manifest, plan.keys)
     async with between_steps(read_state(state).gates):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
 from ..errors import CheckpointError
+from ._format import DamagedError
 
 LOCK = ".lock"
 BLOCK_BYTES = 256 * 1024
@@ -54,7 +55,8 @@ class Source(Protocol):
 class Storage(Protocol):
     """What a checkpoint manager needs of a file system or an object store.
 
-    Every method may raise an OSError.
+    Every method may raise an OSError. FileNotFoundError from `open` says that there is no such
+    file: a step that needs it is damaged. Any other error says that this cannot be told now.
     """
 
     def list(self, folder: str) -> list[str]:
@@ -136,12 +138,23 @@ class LocalStorage:
         return _LocalSink(self._os, self._os.open(self._path(path), flags, 0o644), path)
 
     def open(self, path: str) -> Source:
-        """Open a regular file for reading."""
-        fd = self._os.open(self._path(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
+        """Open a regular file for reading.
+
+        Raises:
+            FileNotFoundError: If there is none; a link, a folder or a pipe is none.
+        """
+        none = FileNotFoundError(errno.ENOENT, "Not a regular file", str(self._path(path)))
+        try:
+            flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS
+            fd = self._os.open(self._path(path), flags)
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
+                raise none from error
+            raise
         try:
             status = self._os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "Not a regular file", str(self._path(path)))
+                raise none
             return _LocalSource(self._os, fd, status.st_size)
         except BaseException:
             self._os.close(fd)
@@ -339,12 +352,13 @@ def read_all(storage: Storage, path: str, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
     Raises:
-        OSError: If it cannot be read, or is larger.
+        DamagedError: If it is larger.
+        OSError: If it cannot be read.
     """
     with opened(storage, path) as source:
         size = source.size
         if size > limit:
-            raise OSError(errno.EFBIG, f"It has {size} bytes, more than {limit}", path)
+            raise DamagedError(f"{path} has {size} bytes, more than {limit}")
         buffer = bytearray(size)
         count = source.read_into(0, memoryview(buffer))
     return bytes(buffer[:count])

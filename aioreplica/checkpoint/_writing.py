@@ -17,16 +17,18 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointNotCommittedError, CheckpointUncertainError
+from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ._format import (
     DATA_FILE,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     FileRecord,
     Manifest,
     TensorRecord,
     combine_crc32,
     dtype_name,
     dump_manifest,
+    parse_manifest,
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
@@ -56,7 +58,8 @@ async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Man
 
     Raises:
         CheckpointNotCommittedError: If it was not written; what was there before still is.
-        CheckpointUncertainError: If it was, but could not be made durable.
+        CheckpointUncertainError: If it was, but could not be made durable; or if it cannot be
+            told whether it was.
 
     Cancellation:
         Before the manifest takes its name nothing is saved, and files are removed again.
@@ -67,12 +70,12 @@ async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Man
         [names] = await run_all([write.begin], stop)
         files = [partial(write.write_file, number, name) for number, name in enumerate(names)]
         records = await run_all(files, stop)
+        [manifest] = await run_all([partial(write.commit, records)], stop)
     except BaseException as error:
         await run_all([write.clean_up], Stop(), shielded=True)
-        if isinstance(error, OSError):
+        if isinstance(error, (OSError, MemoryError)) and not isinstance(error, CheckpointError):
             raise not_committed(storage, step, error) from error
         raise
-    [manifest] = await run_all([partial(write.commit, records)], stop)
     return manifest
 
 
@@ -90,6 +93,7 @@ class _StepWriter:
         self._groups: list[list[Tensor]] = []
         self._stored: dict[str, dict[int, StoredTensor]] = {key: {} for key in cut.arrays}
         self._names: list[str] = []
+        self._may_be_saved = False  # once a manifest may name the files, they are not removed
 
     def begin(self) -> list[str]:
         """Make the folder, and names of files that it does not have yet."""
@@ -142,7 +146,9 @@ class _StepWriter:
 
         Raises:
             CheckpointNotCommittedError: If the manifest did not take its name.
-            CheckpointUncertainError: If it did, but may not survive a crash of the machine.
+            CheckpointUncertainError: If it did, but may not survive a crash of the machine; or if
+                it cannot be read, so that it may have.
+            OSError: Before it was tried.
         """
         manifest = Manifest(
             self._step,
@@ -153,53 +159,79 @@ class _StepWriter:
         )
         data = dump_manifest(manifest)
         path = f"{self._folder}/{MANIFEST}"
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise OSError(errno.EFBIG, _TOO_LONG.format(len(data), MAX_MANIFEST_BYTES), path)
+        self._storage.sync(self._folder)
+        self._may_be_saved = True
         try:
-            self._storage.sync(self._folder)
             self._storage.replace(path, data)
-            if not self._has(path, data):
-                raise OSError(errno.EIO, "What was written cannot be read back", path)
-        except OSError as error:
-            if not self._has(path, data):
-                self.clean_up()
-                raise not_committed(self._storage, self._step, error) from error
-            raise self._uncertain(error) from error
-        try:
+            self._require_in_place(path, data, None)
             self._storage.sync(self._folder)
-        except OSError as error:
-            raise self._uncertain(error) from error
-        with suppress(OSError):
+        except CheckpointError:
+            raise
+        except Exception as error:
+            self._require_in_place(path, data, error)
+            raise CheckpointUncertainError(
+                f"Step {self._step} was saved in {self._storage} and can be restored, but it may "
+                f"not survive a crash of the machine: {reason(error)}. Save again."
+            ) from error
+        with suppress(Exception):  # the step is saved; the next save of it removes the rest
             _remove_others(self._storage, self._folder, {MANIFEST, *self._names})
         return manifest
 
     def clean_up(self) -> None:
-        """Remove what was written, as far as that is possible."""
-        with suppress(OSError):
-            for name in self._names:
+        """Remove what was written, as far as that is possible, unless it may be saved."""
+        if self._may_be_saved:
+            return
+        for name in self._names:
+            with suppress(Exception):  # what stopped the save is raised, and nothing else
                 self._storage.remove(f"{self._folder}/{name}")
+        with suppress(Exception):
             if not self._storage.list(self._folder):
                 self._storage.remove_folder(self._folder)
 
-    def _has(self, path: str, data: bytes) -> bool:
-        try:
-            return read_all(self._storage, path, len(data)) == data
-        except OSError:
-            return False
+    def _require_in_place(self, path: str, data: bytes, failure: Exception | None) -> None:
+        """Read the manifest back, and find out whether the step is saved.
 
-    def _uncertain(self, error: OSError) -> CheckpointUncertainError:
-        return CheckpointUncertainError(
-            f"Step {self._step} was saved in {self._storage} and can be restored, but it may not "
-            f"survive a crash of the machine: {error}. Save again."
-        )
+        Raises:
+            CheckpointNotCommittedError: If there is no manifest, or that of another save.
+            CheckpointUncertainError: If that cannot be told.
+        """
+        try:
+            found = read_all(self._storage, path, MAX_MANIFEST_BYTES)
+            if found == data:
+                return
+            parse_manifest(found, self._step)  # that of another save is one
+        except FileNotFoundError:
+            pass
+        except Exception as unread:  # noqa: BLE001 - whatever it is, nothing may be removed
+            raise CheckpointUncertainError(
+                f"Step {self._step} may have been saved in {self._storage}, or not: its {MANIFEST} "
+                f"cannot be read back: {reason(unread)}. Nothing was removed. Save again."
+            ) from (failure or unread)
+        self._may_be_saved = False
+        error = failure or OSError(errno.EIO, "What was written cannot be read back", path)
+        raise not_committed(self._storage, self._step, error) from failure
 
 
 _NOTHING: Array = np.empty(0)
+_TOO_LONG = (
+    "The manifest has {} bytes, and the limit is {}; put long lists of numbers into arrays, which "
+    "are stored in files of their own"
+)
 
 
-def not_committed(storage: Storage, step: int, error: OSError) -> CheckpointNotCommittedError:
+def not_committed(storage: Storage, step: int, error: Exception) -> CheckpointNotCommittedError:
     """Return the error of a save that did not take place."""
     return CheckpointNotCommittedError(
-        f"Step {step} was not saved in {storage}: {error}. What was saved before is unchanged."
+        f"Step {step} was not saved in {storage}: {reason(error)}. What was saved before is "
+        "unchanged."
     )
+
+
+def reason(error: Exception) -> str:
+    """Return the text of an error, to be put into a sentence."""
+    return str(error).rstrip(".") or type(error).__name__
 
 
 def _form_of(array: Array, key: str) -> tuple[tuple[int, ...], str]:

@@ -151,7 +151,10 @@ class CheckpointNotCommittedError(CheckpointError):
 
 @final
 class CheckpointUncertainError(CheckpointError):
-    """Raised when a checkpoint was saved, but may not survive a crash of the machine."""
+    """Raised when a checkpoint was saved, but may not survive a crash; or may have been saved.
+
+    The text says which. Nothing was removed.
+    """
 
 
 @final

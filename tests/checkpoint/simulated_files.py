@@ -1,15 +1,15 @@
 """A file system in memory that stands for `os`: it fails where told, and crashes as disks do.
 
-What was written and not synced may be lost, any part of it and in any order: the model of ALICE
-(Pillai et al., 2014) and CrashMonkey. Syncing a file keeps its data, not its name; syncing a folder
-keeps the names in it.
+What was written and not synced may be lost or torn, any part of it and in any order: the model of
+ALICE (Pillai et al., 2014) and CrashMonkey. Syncing a file keeps its data, not its name; syncing a
+folder keeps the names in it.
 """
 
 import errno
 import os
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
@@ -43,13 +43,15 @@ class Change:
     old_name: str = ""
     is_synced: bool = False
 
-    def apply(self, copies: dict[Inode, Inode]) -> None:
+    def apply(self, copies: dict[Inode, Inode], *, is_torn: bool = False) -> None:
         mine = copies[self.inode]
         if self.kind == "write":
             assert mine.data is not None
             end = self.offset + len(self.data)
             mine.data.extend(bytes(max(0, end - len(mine.data))))
-            mine.data[self.offset : end] = self.data
+            half = len(self.data) // 2
+            data = self.data[:half] + bytes(len(self.data) - half) if is_torn else self.data
+            mine.data[self.offset : end] = data
         elif self.kind == "truncate":
             assert mine.data is not None
             del mine.data[self.offset :]
@@ -63,7 +65,7 @@ class Change:
 
 
 class Fault:
-    """Makes one call go wrong: it fails, is dropped, or writes half."""
+    """Makes one call go wrong: it fails, is dropped, writes half, or flips a bit of a write."""
 
     def __init__(self, kind: str, at: int) -> None:
         self.kind = kind
@@ -72,6 +74,8 @@ class Fault:
         self.was_met = False
 
     def meets(self, call: str) -> str | None:
+        if self.kind == "flip" and call != "write":
+            return None
         self.num_calls += 1
         if self.num_calls - 1 != self.at:
             return None
@@ -114,13 +118,13 @@ class SimulatedFiles:
 
     def write(self, fd: int, data: memoryview) -> int:
         with self._lock:
-            kind, entry = self._strike("write"), self._open[fd]
+            kind, entry, stored = self._strike("write"), self._open[fd], bytes(data)
             if kind == "truncate":
-                self._change(
-                    Change("write", entry[0], offset=entry[1], data=bytes(data[: len(data) // 2]))
-                )
-            elif kind is None:
-                self._change(Change("write", entry[0], offset=entry[1], data=bytes(data)))
+                stored = stored[: len(data) // 2]
+            elif kind == "flip":
+                stored = bytes([stored[0] ^ 1]) + stored[1:]
+            if kind != "drop":
+                self._change(Change("write", entry[0], offset=entry[1], data=stored))
             entry[1] += len(data)
             return len(data)
 
@@ -201,8 +205,13 @@ class SimulatedFiles:
     def num_open(self) -> int:
         return len(self._open)
 
-    def crash_after(self, num_changes: int, kept: Collection[Change]) -> "SimulatedFiles":
-        """Return the disk after a crash: what was synced, and those of the rest that are kept."""
+    def crash_after(
+        self, num_changes: int, kept: Collection[Change], *, is_torn: bool = False
+    ) -> "SimulatedFiles":
+        """Return the disk after a crash: what was synced, and those of the rest that are kept.
+
+        Of a write that was not synced and `is_torn`, the second half is zeros.
+        """
         disk = SimulatedFiles()
         copies = {
             inode: Inode(None if inode.data is None else bytearray()) for inode in self._inodes
@@ -211,7 +220,7 @@ class SimulatedFiles:
         disk._inodes = [*copies.values()]
         for change in self.changes[:num_changes]:
             if change.is_synced or change in kept:
-                change.apply(copies)
+                change.apply(copies, is_torn=is_torn and not change.is_synced)
         return disk
 
     def _parent(self, path: Path) -> tuple[Inode, str]:
@@ -254,6 +263,67 @@ class SimulatedStorage:
 
     def lock(self) -> Any:
         return SimpleNamespace(close=lambda: None)
+
+
+class FaultyStorage:
+    """A storage whose calls fail: the one with the number `at`, or each from that one on.
+
+    Args:
+        storage: The storage that does the work.
+        error: Makes what is raised.
+        at: The number of the call, from 0 on; None for none.
+        is_late: Whether the call has its effect before it fails.
+        is_for_good: Whether all later calls fail too.
+    """
+
+    def __init__(
+        self,
+        storage: Any,
+        error: Callable[[], Exception],
+        at: int | None,
+        *,
+        is_late: bool = False,
+        is_for_good: bool = False,
+    ) -> None:
+        self.at = at
+        self.calls: list[str] = []
+        self._error = error
+        self._is_late = is_late
+        self._is_for_good = is_for_good
+        for name in ("list", "make_folder", "replace", "sync", "remove", "remove_folder", "lock"):
+            setattr(self, name, self._faulty(name, getattr(storage, name)))
+        self._create = self._faulty("create", storage.create)
+        self._open = self._faulty("open", storage.open)
+
+    def create(self, path: str) -> Any:
+        sink = self._create(path)
+        write, finish = self._faulty("write", sink.write), self._faulty("finish", sink.finish)
+        return SimpleNamespace(write=write, finish=finish, discard=sink.discard)
+
+    def open(self, path: str) -> Any:
+        source = self._open(path)
+        read, close = self._faulty("read", source.read_into), self._faulty("close", source.close)
+        return SimpleNamespace(size=source.size, read_into=read, close=close)
+
+    @property
+    def was_met(self) -> bool:
+        return self.at is not None and len(self.calls) > self.at
+
+    def _faulty(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            number = len(self.calls)
+            self.calls.append(name)
+            is_struck = self.at is not None and (
+                number == self.at or (self._is_for_good and number > self.at)
+            )
+            if is_struck and not self._is_late:
+                raise self._error()
+            result = call(*args)
+            if is_struck:
+                raise self._error()
+            return result
+
+        return called
 
 
 def subsets(changes: list[Change], rng: Random) -> Iterator[frozenset[Change]]:

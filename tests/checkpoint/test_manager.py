@@ -385,6 +385,19 @@ async def test_old_steps_go_and_every_so_many_stay(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+async def test_a_step_saved_again_after_steps_were_removed_is_the_latest(tmp_path: Path) -> None:
+    """By any manager: a save is numbered above all that are there, not by how many there are."""
+    async with ar.CheckpointManager(tmp_path, max_to_keep=3) as manager:
+        for step in range(1, 7):
+            await manager.save(step, {"step": step})
+    async with ar.CheckpointManager(tmp_path, max_to_keep=3) as manager:
+        await manager.save(2, {"step": "again"})
+    state = {"step": 0}
+    manager = ar.CheckpointManager(tmp_path)
+    assert (manager.latest(), await manager.restore(state)) == (2, 2)
+    assert state == {"step": "again"}
+
+
 async def test_a_save_in_the_background_keeps_the_state_of_its_cut(tmp_path: Path) -> None:
     v, values = ar.Variable(np.zeros(1000)), np.zeros(4)
     async with ar.CheckpointManager(tmp_path) as manager:
