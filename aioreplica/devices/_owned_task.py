@@ -90,7 +90,7 @@ class OwnedTask(Generic[T]):
         return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"
 
     def _new_waiter(self) -> asyncio.Future[None]:
-        require_loop(self._task.get_loop(), f"Task {self._task.get_name()!r}")
+        require_loop(self._task.get_loop(), self)
         waiter: asyncio.Future[None] = self._task.get_loop().create_future()
 
         def wake(_task: asyncio.Task[T]) -> None:

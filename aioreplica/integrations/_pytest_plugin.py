@@ -101,7 +101,7 @@ def pytest_runtest_call() -> Generator[None, object, object]:
 def _unread_reports() -> Sequence[UnreadReport]:
     """Return what the kit knows, if the tests have imported it."""
     kit = sys.modules.get("aioreplica.testing._report")
-    return () if kit is None else kit.unread_reports()  # type: ignore[no-any-return]
+    return () if kit is None else kit.unread_reports()
 
 
 def _name_shared(error: BaseException, fixtures: Fixtures) -> None:
