@@ -199,9 +199,7 @@ class CheckpointManager:
             What goes wrong with the save is raised instead.
         """
         require_outside_steps("CheckpointManager.save_on_cancel")
-        if not callable(step) or is_async(step):  # found out later, nothing could be saved
-            raise TypeError(f"save_on_cancel needs a plain function as step, got {step!r}.")
-        require_no_yield(step, "save_on_cancel", "Return the number of the step.")
+        _require_step_function(step)
         write = self._write_in_turn if is_first(state) else write_nothing
         options: Any = {"grace_s": grace_s, "exit_on_sigterm": exit_on_sigterm}
         return await run_and_save(work, state, step, write, **options)
@@ -427,6 +425,13 @@ def _storage_of(directory: Any) -> Storage:
     if not isinstance(directory, Storage):
         raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
     return directory
+
+
+def _require_step_function(step: Any) -> None:
+    """Check what gives the number of a step: found out later, nothing could be saved."""
+    if not callable(step) or is_async(step):
+        raise TypeError(f"save_on_cancel needs a plain function as step, got {step!r}.")
+    require_no_yield(step, "save_on_cancel", "Return the number of the step.")
 
 
 def _checked_step(step: Any) -> int:

@@ -35,7 +35,7 @@ def running_loop(what: str) -> asyncio.AbstractEventLoop:
         ) from None
 
 
-def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+def require_loop(loop: asyncio.AbstractEventLoop, what: object) -> None:
     """Check that the caller is on the event loop that something belongs to.
 
     Futures of another loop wake nobody here, or in another thread, which may wait for ever.
@@ -44,7 +44,10 @@ def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
         LoopMismatchError: If it is not; `what` begins the error's text.
         ContextError: If no event loop is running.
     """
-    running = running_loop(what)
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = running_loop(f"{what}")  # which says why there is none
     if running is not loop:
         raise LoopMismatchError(
             f"{what} was awaited on {running!r}, but it belongs to {loop!r}. Await it there; from "

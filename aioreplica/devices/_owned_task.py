@@ -63,7 +63,7 @@ class OwnedTask(Generic[T]):
     async def done_or_cancelled(self) -> None:
         """Wait until the task has ended; cancelling the wait leaves the task alone."""
         if not self._task.done():
-            self._require_loop()
+            require_loop(self._task.get_loop(), self)
             await new_waiter(self._task)
 
     async def ended(self, *, through_interrupt: bool = False) -> bool:
@@ -80,7 +80,7 @@ class OwnedTask(Generic[T]):
             Raised again once the task has ended.
         """
         if not self._task.done():
-            self._require_loop()
+            require_loop(self._task.get_loop(), self)
         cancelled: list[asyncio.CancelledError] = []
         has_ended = await wait_until_done(
             self._task, cancelled.append, through_interrupt=through_interrupt
@@ -94,9 +94,6 @@ class OwnedTask(Generic[T]):
     def __await__(self) -> Generator[Any, Any, T]:
         """Wait for the result; cancelling the wait cancels the task."""
         return self._task.__await__()
-
-    def _require_loop(self) -> None:
-        require_loop(self._task.get_loop(), f"Task {self._task.get_name()!r}")
 
     def __repr__(self) -> str:
         return f"<OwnedTask {self._task.get_name()} | {'done' if self.is_done else 'running'}>"

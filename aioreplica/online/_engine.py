@@ -131,6 +131,8 @@ class Engine:
         main = self._main
         if main is None:
             return
+        if not self.loop.is_closed():
+            require_loop(self)
         self.is_closing = True
         self.intake.close(CLOSED)
         self.changed.give()

@@ -346,12 +346,8 @@ class OnlineLearner:
             The step under way is ended and undone, what is left stays in the journal, no
             checkpoint is saved; then it goes on.
         """
-        engine = self._engine
-        if engine is None:
-            return
-        if not engine.is_closed and not engine.loop.is_closed():
-            require_loop(engine)
-        await engine.aclose()
+        if self._engine is not None:
+            await self._engine.aclose()
 
     async def __aenter__(self) -> Self:
         before = self._engine

@@ -93,7 +93,7 @@ class Ticket:
             self._wake()
 
     async def _changed(self) -> None:
-        require_loop(self._loop, f"{self!r}")
+        require_loop(self._loop, self)
         if self._signal is None:
             self._signal = Signal()
         await self._signal.wait()

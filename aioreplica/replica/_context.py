@@ -137,7 +137,7 @@ class ReplicaContext(Collectives):
     async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         loop = self._group.point.loop
         if loop is not None:
-            require_loop(loop, call.describe())
+            require_loop(loop, call.collective.name)
         self._replica.unawaited.pop(call, None)
         return await fn(*args)
 

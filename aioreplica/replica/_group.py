@@ -275,13 +275,11 @@ class ReplicaGroup(RunControl):
             self._resolve_finished()
 
     def _returned(self, replica: Replica) -> None:
-        if self.ops.pending and not self.is_blocking:
-            left = self.ops.unfinished(replica.replica_id)
-            if left:
-                error = left_behind_error(replica.replica_id, self.step, left)
-                self._call_soon(self.abort, error)
-                return
-        mismatch = self.point.leave(replica.replica_id, ReplicaState.RETURNED)
+        ops, who = self.ops, replica.replica_id
+        if ops.pending and not self.is_blocking and (left := ops.unfinished(who)):
+            self._call_soon(self.abort, left_behind_error(who, self.step, left))
+            return
+        mismatch = self.point.leave(who, ReplicaState.RETURNED)
         if mismatch is not None:
             self._call_soon(self.abort_mismatch, mismatch)
 
@@ -319,15 +317,14 @@ class ReplicaGroup(RunControl):
         replica.close_unawaited()
         if error is not None or self.is_aborted:
             return
-        if given_up is None:
-            if lines:
-                self._call_soon(self.abort, never_awaited_error(self.step, lines))
-            else:
-                self._returned(replica)
-            return
-        mismatch = self.point.leave(replica.replica_id, ReplicaState.WITHDREW, given_up)
-        if mismatch is not None:
-            self.abort_mismatch(mismatch)
+        if given_up is not None:
+            mismatch = self.point.leave(replica.replica_id, ReplicaState.WITHDREW, given_up)
+            if mismatch is not None:
+                self.abort_mismatch(mismatch)
+        elif lines:
+            self._call_soon(self.abort, never_awaited_error(self.step, lines))
+        else:
+            self._returned(replica)
 
     async def _drain(self) -> asyncio.CancelledError | None:
         """Wait for all replicas and ops, or for a moment if the interpreter is interrupted.

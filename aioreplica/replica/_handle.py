@@ -168,15 +168,15 @@ class Handle(Awaitable[Any]):
                 f"in {PLACE.get().describe()}. Await it in the step of the replica that started it."
             )
         replica.started.pop(self._call, None)
-        if point.loop is not None:
-            require_loop(point.loop, f"The handle of {self.describe()}")
+        if asyncio.get_running_loop() is not point.loop and point.loop is not None:
+            require_loop(point.loop, self)
         generation = self._generation
-        if generation is None and self._error is None:  # its op has not ended
-            raise ContextError(
-                f"The handle of {self.describe()} was awaited before the op that started it has "
-                "ended. Await the op, then the handle."
-            )
         if generation is None:
+            if self._error is None:
+                raise ContextError(
+                    f"The handle of {self.describe()} was awaited before the op that started it "
+                    "has ended. Await the op, then the handle."
+                )
             return self._finished()  # which says why there is none
         waiter = generation.waiter
         assert waiter is not None  # made by `start`

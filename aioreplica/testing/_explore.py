@@ -80,7 +80,6 @@ def explore(
         <Report portfolio | 50 schedules, no failure>
     """
     _check(main, schedules, seed, strategy, fidelity, faults, max_steps)
-    check_no_loop("art.explore")
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, max_steps, leaks)
@@ -140,6 +139,7 @@ def _check(
         raise ValueError(f"Unknown fidelity {fidelity!r}. Choose from {', '.join(FIDELITIES)}.")
     if faults is not None and not isinstance(faults, Faults):
         raise TypeError(f"faults must be art.Faults(), got {faults!r}.")
+    check_no_loop("art.explore")
 
 
 def run(

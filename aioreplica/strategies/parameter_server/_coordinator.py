@@ -163,7 +163,6 @@ class ClusterCoordinator:
         self, fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: float | None
     ) -> RemoteValue[T]:
         strategy = self._strategy
-        self._require_loop()
         strategy.servers.require_all()
         if not callable(fn):
             raise TypeError(f"schedule needs a function, got {fn!r} ({type(fn).__name__}).")
@@ -313,11 +312,6 @@ class ClusterCoordinator:
                 self._strategy.drop_coordinator(self)
                 raise
         self._require_open()
-        self._require_loop()
-
-    def _require_loop(self) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            require_loop(self._loop, repr(self))
 
     def _require_open(self) -> None:
         if self._state != "open":
@@ -326,6 +320,8 @@ class ClusterCoordinator:
                 f"The coordinator of {self._strategy!r} {how}. Use it in `async with "
                 "ar.ClusterCoordinator(strategy) as coordinator:`."
             )
+        if self._loop is not None and not self._loop.is_closed():
+            require_loop(self._loop, self)
 
     async def aclose(self) -> None:
         """Cancel what is not over and give the strategy free. Idempotent.

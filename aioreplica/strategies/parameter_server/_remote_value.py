@@ -47,7 +47,7 @@ class RemoteValue(Generic[T]):
         """
         settled = self._closure.settled
         if not settled.done():
-            require_loop(settled.get_loop(), f"{self!r}")
+            require_loop(settled.get_loop(), self)
         await asyncio.shield(settled)  # others wait for it, too
         submission = self._closure.submission
         if self._fetched is not None:
