@@ -13,7 +13,7 @@ from aioreplica.errors import ContextError, JournalError
 from aioreplica.online import Journal, SnapshotReader
 
 from .program import RAISES, Counting, example
-from .test_journal import cancelled_close
+from .test_journal import cancelled_close, never
 
 
 async def until_running(learner: ar.online.OnlineLearner) -> None:
@@ -209,3 +209,22 @@ def test_readers_get_the_last_version_of_a_learner_that_closes_at_once(folder: P
             assert np.array_equal(reader.read()["counts"], program.counts.value)
 
     art.explore(main, schedules=30).check()
+
+
+@pytest.mark.asyncio
+async def test_who_asks_again_for_an_example_of_the_backlog_is_told_when_it_is_not_learned(
+    folder: Path,
+) -> None:
+    async with Counting(folder) as program:
+        await program.learner.pause()
+        await program.learner.submit(example(0), key="k")
+        await cancelled_close(program)
+    program = Counting(folder)
+    program.learner.step_fn = never
+    async with program:
+        known = await program.learner.submit(example(0), key="k")
+        assert known.is_duplicate
+        await cancelled_close(program)
+        async with asyncio.timeout(60):
+            with pytest.raises(ContextError, match="The journal has it"):
+                await known
