@@ -161,7 +161,8 @@ async def test_splits_and_groups_made_again(kind: Any, ranks: tuple[int, ...]) -
     total = len(ranks) * (len(ranks) + 1) // 2
     for _ in range(2):
         group = kind.group(3, timeout=60.0)
-        first, second = ([group[rank].split(ranks) for rank in ranks] for _ in range(2))
+        made = [[group[rank].split(ranks) for _ in range(2)] for rank in ranks]
+        first, second = zip(*made, strict=True)  # each worker has made both before the next one
         inner = [c.split(range(len(ranks))) for c in first]
         for _ in range(2):
             for members in (first, second, inner):

@@ -15,7 +15,7 @@ from aioreplica.errors import ContextError, JournalError
 from aioreplica.online import Journal, SnapshotReader
 
 from .program import RAISES, Counting, example
-from .test_journal import cancelled_close
+from .test_journal import cancelled_close, never
 
 
 async def until_running(learner: ar.online.OnlineLearner) -> None:
@@ -238,3 +238,22 @@ def test_ctrl_c_saves_and_closes_the_journal_in_good_order(folder: Path, is_clos
         signal.signal(signal.SIGINT, before)
     assert not list(folder.glob("journal.db-wal"))  # SQLite removes it when the file is closed
     asyncio.run(again())
+
+
+@pytest.mark.asyncio
+async def test_who_asks_again_for_an_example_of_the_backlog_is_told_when_it_is_not_learned(
+    folder: Path,
+) -> None:
+    async with Counting(folder) as program:
+        await program.learner.pause()
+        await program.learner.submit(example(0), key="k")
+        await cancelled_close(program)
+    program = Counting(folder)
+    program.learner.step_fn = never
+    async with program:
+        known = await program.learner.submit(example(0), key="k")
+        assert known.is_duplicate
+        await cancelled_close(program)
+        async with asyncio.timeout(60):
+            with pytest.raises(ContextError, match="The journal has it"):
+                await known

@@ -170,6 +170,30 @@ async def test_a_learner_publishes_what_it_has_learned(folder: Path) -> None:
         pass
 
 
+@pytest.mark.asyncio
+async def test_an_error_of_publishing_is_told_until_a_version_is_published(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = folder / "published"
+    async with Counting(folder, publish_to=path) as program:
+        learner = program.learner
+        with monkeypatch.context() as patch:
+            patch.setattr("aioreplica.online._engine.publish_snapshot", full)
+            await (await learner.submit(example(0)))
+            async with asyncio.timeout(60):
+                while "No space" not in learner.statistics().publish_error:
+                    await asyncio.sleep(0)
+        await (await learner.submit(example(1)))
+        async with asyncio.timeout(60):
+            while learner.statistics().publish_error:
+                await asyncio.sleep(0)
+        with SnapshotReader(path) as reader:
+            assert reader.read().version == learner.version
+
+
 def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics are read on a thread while the loop predicts: neither closes what the other opens."""
     path = folder / "model"

@@ -5,7 +5,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
@@ -45,6 +44,10 @@ async def run_op(strategy: ar.OneDeviceStrategy, fn: Any, *args: Any, **kwargs: 
 
 def die(name: str) -> None:
     os.kill(os.getpid(), getattr(signal, name))
+
+
+def wait_for_nothing() -> None:
+    threading.Event().wait(60)
 
 
 def keep(array: Any) -> float:
@@ -381,8 +384,8 @@ async def test_an_op_that_runs_when_the_program_ends_is_ended(
     program_exit = REGISTRY.once("program_exit", object)
     with monkeypatch.context() as patch:
         patch.setattr(program_exit, "has_begun", True)
-        with pytest.raises(DeviceError, match="ran op 'sleep': killed by SIGKILL"):
-            await run_op(on_process, time.sleep, 60)
+        with pytest.raises(DeviceError, match="ran op 'wait_for_nothing': killed by SIGKILL"):
+            await run_op(on_process, wait_for_nothing)
 
 
 def test_ctrl_c_is_kept_from_a_worker_until_it_ignores_it(
