@@ -183,10 +183,8 @@ class Communicator(ABC):
 
     def statistics(self) -> CommunicatorStatistics:
         """Return counts of calls, and why the group has ended if it has."""
-        failure = self._failure
-        return CommunicatorStatistics(
-            self._num_calls, len(self._pending), "" if failure is None else failure.text
-        )
+        text = "" if self._failure is None else self._failure.text
+        return CommunicatorStatistics(self._num_calls, len(self._pending), text)
 
     def __repr__(self) -> str:
         state = "open" if self._failure is None else self._failure.kind
@@ -402,6 +400,10 @@ class Communicator(ABC):
     @abstractmethod
     def _enqueue(self, call: Call) -> None:
         """Queue a call; `_settle` is called on the event loop when it has ended."""
+
+    @abstractmethod
+    def _absent(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to the call in progress; None if there is none."""
 
     @abstractmethod
     def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:

@@ -139,6 +139,7 @@ class Link:
         self.members: list[EngineCommunicator] = []
         self._waiting: dict[tuple[str, int], int] = {}
         self._left: dict[tuple[str, int], int] = {}
+        self._late: Turn | None = None  # in which the lane waits for others
         self._held: list[Poll] = []  # exchanges that the engine may not be done with
 
     def put(self, fn: Callable[..., Any], *args: Any) -> Op[Any]:
@@ -168,9 +169,13 @@ class Link:
 
     def _wait(self, turn: Turn, poll: Poll) -> None:
         pause = FIRST_PAUSE_S
-        while not poll(pause):
-            pause = min(pause * 1.25, MAX_PAUSE_S)
-            self.look(turn)
+        self._late = turn
+        try:
+            while not poll(pause):
+                pause = min(pause * 1.25, MAX_PAUSE_S)
+                self.look(turn)
+        finally:
+            self._late = None
 
     def look(self, turn: Turn) -> None:
         """Look for notes and at the clock.
@@ -186,13 +191,22 @@ class Link:
             self.engine.tell(Note(WAITING, own, turn.group, turn.call.number))
             self._waiting[turn.group, own] = turn.call.number
         if turn.timeout is not None and now >= turn.start + turn.timeout:
-            missing = tuple(
-                member
-                for member in turn.ranks
-                if self._waiting.get((turn.group, member), -1) < turn.call.number
-            )
+            missing = self._missing(turn)
             text = stall_text(missing, turn.call.describe(), turn.timeout)
             self.end(Failure(STALLED, text, missing, turn.timeout))
+
+    def _missing(self, turn: Turn) -> tuple[int, ...]:
+        """Return who has not said that it waits in the call."""
+        return tuple(
+            member
+            for member in turn.ranks
+            if self._waiting.get((turn.group, member), -1) < turn.call.number
+        )
+
+    def absent(self) -> tuple[int, ...] | None:
+        """Return who has not come to the call that the lane waits in; None if it waits in none."""
+        turn = self._late
+        return None if turn is None else self._missing(turn)
 
     def look_for_gone(self, turn: Turn, *, at_once: bool = False) -> None:
         """Look for notes, and whether one of the group has closed before this call.
@@ -312,6 +326,9 @@ class EngineCommunicator(Communicator):
             link.ended = failure  # seen at once by a lane that waits in a call
         self._end_all(failure)
         link.put(link.spread).add_done_callback(_forget)
+
+    def _absent(self) -> tuple[int, ...] | None:
+        return self._link.absent()
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         ordinal = self._num_splits.get(ranks, 0)

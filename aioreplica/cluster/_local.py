@@ -78,6 +78,9 @@ class LocalCommunicator(Communicator):
         self._group.expect(call.number)
         self._send(partial(self._group.deliver, self.rank, call))
 
+    def _absent(self) -> tuple[int, ...] | None:
+        return self._group.absent()
+
     def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         ordinal = self._num_splits.get(ranks, 0)
         self._num_splits[ranks] = ordinal + 1
@@ -272,6 +275,13 @@ class _Group:
                 f"({failure.text})",
                 ranks=(rank,),
             )
+
+    def absent(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to the oldest call; None if none is open."""
+        if not self._meetings:
+            return None
+        calls = self._meetings[min(self._meetings)].calls
+        return tuple(worker for rank, worker in enumerate(self.ranks) if rank not in calls)
 
     def missing(self) -> tuple[int, ...]:
         """Return the workers that are left and have not come to shrink."""

@@ -108,6 +108,11 @@ class WorkersRun:
         pending.turn = turn
         return pending
 
+    def absent_workers(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to where this one waits; None if not known."""
+        communicator = self.workers.connected
+        return None if communicator is None else communicator._absent()
+
     def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
         """Take the turn after those that were taken before."""
         before, self._tail = self._tail, asyncio.Future(loop=self._loop)

@@ -33,6 +33,9 @@ class LaneTable:
         * `generation` grows by one in the child of every fork: what was opened before is dead.
     """
 
+    is_simulated = False
+    """Whether it stands for the real one in a test that decides what happens when."""
+
     def __init__(self) -> None:
         self.generation = 0
         self.nice = 5

@@ -35,6 +35,7 @@ from ._rendezvous import ReplicaState as ReplicaState
 from ._signature import joined_text as joined_text
 from ._signature import payload_signature as payload_signature
 from ._signature import summand_text as summand_text
+from ._stall import QuietWatch as QuietWatch
 from ._table import format_rows as format_rows
 from ._variables import update_variable as update_variable
 from ._waiting import waits_of as waits_of

@@ -30,14 +30,13 @@ from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint
 from ._rendezvous import Mismatch, ReplicaState
 from ._replica import Replica, warn_never_awaited
-from ._stall import StallWatch, format_stack, format_thread_stack
+from ._stall import StallWatch, format_stack, format_thread_stack, rows_of
 from ._table import (
     left_behind_error,
     mismatch_error,
     never_awaited_error,
     replica_cancelled_error,
     stall_error,
-    with_activities,
 )
 
 RECANCEL_S = 0.25  # doubled each time
@@ -180,7 +179,7 @@ class ReplicaGroup(RunControl):
         """
         watch = None
         if stall_timeout is not None and self._loop is not None:
-            watch = StallWatch(self._loop, stall_timeout, self._progress, self.stalled)
+            watch = StallWatch(self._loop, stall_timeout, self.progress, self.stalled)
         try:
             await self._new_finished()
             if self.ops.pending:
@@ -381,12 +380,8 @@ class ReplicaGroup(RunControl):
 
     def stalled(self, timeout_s: float, call: Call | None = None) -> None:
         """End the run because nothing happened for too long, at all or in one collective."""
-        rows = self.point.rows()
-        if self.is_blocking:
-            stacks = tuple(map(format_thread_stack, self.replicas))
-            rows = with_activities(rows, [replica.activity for replica in self.replicas])
-        else:
-            stacks = tuple(format_stack(replica.work) for replica in self.replicas)
+        format_one = format_thread_stack if self.is_blocking else format_stack
+        rows, stacks = rows_of(self), tuple(map(format_one, self.replicas))
         self.abort(stall_error(timeout_s, self.step, rows, stacks, call, self._recorder.history()))
 
     async def restart_outside(self) -> None:
@@ -394,6 +389,7 @@ class ReplicaGroup(RunControl):
         await self._drain()
         self.point.restart()
 
-    def _progress(self) -> tuple[int, int, int]:
+    def progress(self) -> tuple[int, int, int]:
+        """Return counts that change whenever something happens."""
         done = self.ops.num_done + sum(r.sequence + r.steps_done for r in self.replicas)
         return self.point.num_merges, self._num_left, done

@@ -112,6 +112,9 @@ class AcrossWorkers(Protocol):
     def merge(self, generation: Generation) -> Pending:
         """Take a turn for a generation that is complete here; return what to await."""
 
+    def absent_workers(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to where this one waits; None if not known."""
+
 
 @final
 class SyncGroup:

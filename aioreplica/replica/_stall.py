@@ -1,4 +1,4 @@
-"""Watches of time: one ends a run that makes no progress, one warns of replicas in a circle."""
+"""Watches of time: one ends a run without progress, two warn of replicas that may wait for ever."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import asyncio
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from contextvars import Context
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
 
+from ..devices import lane_table
+from ..errors import ReplicaRow
 from ._meeting import Generation
 from ._replica import Replica
-from ._table import circle_text
+from ._table import circle_text, quiet_text, with_activities
 
 if TYPE_CHECKING:
+    from ._group import ReplicaGroup
     from ._meeting_point import MeetingPoint
 
 CHECKS_PER_TIMEOUT = 8
 MAX_DEPTH = 64
 CIRCLE_S = 1.0
 """How long replicas may seem to wait for each other through handles before that is warned of."""
+QUIET_S = 10.0
+"""How long replicas may wait in a collective while nothing happens before that is warned of."""
+LOOKS_PER_QUIET = 4
 DEVICE_PROGRAM = "run_device_program"
 """The frame below which a device thread runs what the user wrote."""
 
@@ -124,8 +134,119 @@ class StartedWaits:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def format_stack(work: asyncio.Future[Any] | None) -> str:
-    """Format the awaits of a task, outermost first; a future that is no task has no stack."""
+@final
+@dataclass(slots=True)
+class _Quiet:
+    """Since when a run has been as it is, and the waits in it that were warned of."""
+
+    seen: object
+    since: float
+    warned: set[object] = field(default_factory=set)
+
+
+@final
+class QuietWatch:
+    """Warning of replicas that wait in a collective while nothing happens, once for each wait.
+
+    That a replica will never come, because it waits for a lock that one in the collective holds,
+    cannot be known. One timer for all runs of a strategy looks at them now and then, and is armed
+    while there are any: a watch of each wait would cost a small run a third of its time.
+
+    Args:
+        loop: The event loop of the runs.
+        runs: Those in progress.
+
+    Attributes:
+        timer: When it looks next; None while it need not.
+    """
+
+    __slots__ = ("_loop", "_quiet", "_runs", "timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Collection[ReplicaGroup]) -> None:
+        self._loop = loop
+        self._runs = runs
+        self._quiet: WeakKeyDictionary[ReplicaGroup, _Quiet] = WeakKeyDictionary()
+        self.timer: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        """Look soon, in a context of its own: that of the caller would be kept."""
+        delay = QUIET_S / LOOKS_PER_QUIET
+        self.timer = self._loop.call_later(delay, self._look, context=Context())
+
+    def stop(self) -> None:
+        """Look no more; idempotent."""
+        timer, self.timer = self.timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _look(self) -> None:
+        self.timer = None
+        if not self._runs:
+            return  # the next run arms it
+        self.arm()
+        for run in sorted(self._runs, key=lambda run: run.step):
+            self._look_at(run)
+
+    def _look_at(self, run: ReplicaGroup) -> None:
+        point, now = run.point, self._loop.time()
+        with point.lock or nullcontext():
+            rendezvous = point.rendezvous
+            waits = {
+                (generation.members, generation.sequence): generation
+                for replica in run.replicas
+                for generation in rendezvous.waits(replica.replica_id)
+            }
+            is_told = rendezvous.may_be_stuck()  # of that `StartedWaits` warns, sooner
+            missing = [(key, generation.missing) for key, generation in waits.items()]
+            seen = run.progress(), missing
+            quiet = self._quiet.get(run)
+            if quiet is None or quiet.seen != seen or _is_busy(run):
+                warned = set() if quiet is None else quiet.warned
+                self._quiet[run] = _Quiet(seen, now, warned)
+                return
+        if now - quiet.since < QUIET_S or is_told or point.is_aborted:
+            return
+        absent = None
+        across = point.everyone.across
+        if not any(generation.missing for generation in waits.values()):
+            absent = None if across is None else across.absent_workers()
+            if not absent and (absent is not None or self._is_busy_beside(run)):
+                return  # what all have come to may be at work
+        new = waits.keys() - quiet.warned
+        if new:
+            quiet.warned.update(new)
+            text = quiet_text(rows_of(run), run.step, run.fn_name, now - quiet.since, absent)
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _is_busy_beside(self, run: ReplicaGroup) -> bool:
+        """Tell whether a merge function that awaits may wait for something that makes progress."""
+        own = sum(each.op is not None and not each.op.done() for each in run.replicas)
+        lanes = lane_table().statistics().values()
+        return len(self._runs) > 1 or sum(lane.running + lane.queued for lane in lanes) > own
+
+
+def _is_busy(run: ReplicaGroup) -> bool:
+    """Tell whether an op is queued or runs, or a plain function that waits in no collective."""
+    if not run.is_blocking:
+        return bool(run.ops.pending)
+    return any(
+        replica.replica_id not in run.point.parked
+        for replica in run.replicas
+        if replica.op is not None and not replica.op.done()
+    )
+
+
+def rows_of(run: ReplicaGroup) -> tuple[ReplicaRow, ...]:
+    """Describe every replica of a run, with what it waits for outside every collective."""
+    rows = run.point.rows()
+    if not run.is_blocking:
+        return rows
+    return with_activities(rows, [replica.activity for replica in run.replicas])
+
+
+def format_stack(replica: Replica) -> str:
+    """Format the awaits of a replica, outermost first; a future that is no task has no stack."""
+    work = replica.work
     if work is None or work.done():
         return "  (ended)"
     if not isinstance(work, asyncio.Task):

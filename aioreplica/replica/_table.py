@@ -113,6 +113,31 @@ def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
     )
 
 
+def quiet_text(
+    rows: Sequence[ReplicaRow],
+    step: int,
+    fn_name: str,
+    seconds: float,
+    absent: Sequence[int] | None,
+) -> str:
+    """Return the warning of a run in which replicas wait and nothing happens.
+
+    `absent` are the workers that have not come, if replicas wait for others; else None.
+    """
+    where = ""
+    if absent:
+        names = ", ".join(map(str, absent))
+        where = f"\nMissing so far: worker{'s' if len(absent) > 1 else ''} {names}."
+    return (
+        f"Step {step} of {fn_name} may wait for ever: for {seconds:.0f} s replicas have waited in "
+        "a collective, no device op of the run was queued or running, and no other replica came."
+        f"\n{format_rows(rows)}{where}\n"
+        "A replica that is not waiting in the collective holds up the others, perhaps because it "
+        "waits for a lock that one of them holds: release it before the collective. If the others "
+        "are just slow, ignore this; RunOptions(stall_timeout=...) ends a run that is stuck."
+    )
+
+
 def never_awaited_error(step: int, lines: Sequence[str]) -> ContextError:
     """Build the error of a run in which calls were made and never awaited."""
     return ContextError(

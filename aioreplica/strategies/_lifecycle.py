@@ -22,7 +22,7 @@ from ..devices import (
 )
 from ..errors import ContextError, LoopMismatchError
 from ..input import OpenLoops
-from ..replica import ReplicaGroup
+from ..replica import QuietWatch, ReplicaGroup
 from ..telemetry import ReplicaSkew
 from ..values import StepGate, VariableStore
 
@@ -84,6 +84,7 @@ class Lifecycle:
         "_port",
         "_state",
         "_store",
+        "_watch",
         "gate",
         "numbers",
     )
@@ -112,6 +113,7 @@ class Lifecycle:
         self._active: set[ReplicaGroup] = self.gate.running
         self._idle: list[asyncio.Future[None]] = []
         self._holds_lanes = False
+        self._watch: QuietWatch | None = None
 
     @property
     def state(self) -> str:
@@ -159,7 +161,10 @@ class Lifecycle:
         if self._loop is not None:
             self._leave(self._loop, loop)
         self._loop, self._state, self._port = loop, "open", port
-        self._generation = lane_table().generation
+        table = lane_table()
+        self._generation = table.generation
+        if not table.is_simulated:  # there nothing is late, and a schedule ends where all wait
+            self._watch = QuietWatch(loop, self._active)
         if not self._holds_lanes:
             lane_table().acquire(self._lane_names)
             self._holds_lanes = True
@@ -196,6 +201,8 @@ class Lifecycle:
     def started(self, group: ReplicaGroup) -> None:
         """Count a run in progress."""
         self._active.add(group)
+        if (watch := self._watch) is not None and watch.timer is None:
+            watch.arm()
 
     def ended(self, group: ReplicaGroup) -> None:
         """Forget a run."""
@@ -258,6 +265,7 @@ class Lifecycle:
                 f"was used on {new!r}. Make one strategy per loop, or close the other loop first."
             )
         self._loop = self._port = None
+        self._stop_watch()
         self._active.clear()
         self._idle.clear()
         self._open_loops.leave(f"It was ended because the event loop of {self._label} was closed.")
@@ -267,7 +275,13 @@ class Lifecycle:
         if self._is_bound:
             self._state = "closed"
             self._loop = self._port = None
+            self._stop_watch()
             self._store.end_waits(f"{self._label} was closed.")
+
+    def _stop_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
 
     def _give_back(self) -> None:
         if self._holds_lanes:

@@ -192,6 +192,8 @@ def _never_called() -> None:
 class SimLaneTable:
     """Stands for the process's table of lanes while one schedule runs."""
 
+    is_simulated = True
+
     def __init__(self, pools: PoolTable) -> None:
         self.generation = 0
         self.num_collective_streams = COLLECTIVE_WORKERS

@@ -193,5 +193,6 @@ async def test_a_quick_run_leaves_no_timer(strategy: ar.Strategy) -> None:
         await me().barrier()
 
     await strategy.run(step, options=ar.RunOptions(stall_timeout=1000))
+    await strategy.aclose()  # an open one has a timer for all its runs
     scheduled = getattr(asyncio.get_running_loop(), "_scheduled", [])
     assert [timer for timer in scheduled if not timer.cancelled()] == []
