@@ -47,7 +47,7 @@ class ThreadWaiter(Waiter):
                 raise asyncio.CancelledError
             decided = point.rendezvous.arrive(replica_id, call, now_s)
             is_complete = type(decided) is Generation and not decided.missing
-            # The event loop reads the array in what crosses workers, so it is what lets go.
+            # What crosses workers reads this array, and opens the gate when it does no more.
             must_wait = not is_complete or call.group.across is not None
             if must_wait:
                 point.parked[replica_id] = self._gate

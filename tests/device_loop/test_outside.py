@@ -16,7 +16,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.device_loop import current_cluster
-from aioreplica.errors import ContextError, ReplicaCancelledError, StallError
+from aioreplica.errors import ContextError, ReplicaCancelledError
 from aioreplica.optimizers import Adam
 from tests.replica.gated import me, my_id, spawn
 from tests.sequencer import idle
@@ -287,14 +287,6 @@ async def test_a_failing_replica_ends_what_the_host_awaits(pair: ar.MirroredStra
         await pair.run(step)
 
     assert ended == [1]
-
-
-async def test_a_host_function_that_hangs_is_a_stall(pair: ar.MirroredStrategy) -> None:
-    async def forever() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(StallError, match="outside cluster '0'"):
-        await pair.run(lambda: outside(forever), options=ar.RunOptions(stall_timeout=0.2))
 
 
 # --- gradients ------------------------------------------------------------------------------------

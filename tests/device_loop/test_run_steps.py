@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, MergeMismatchError, StallError
+from aioreplica.errors import ContextError, MergeMismatchError
 from aioreplica.replica import BlockingContext
 from tests.conftest import mirrored
 from tests.replica.gated import me, my_id, spawn
@@ -466,37 +466,6 @@ async def test_what_the_iterator_raises_comes_after_the_steps_before(
     assert caught.value is mine
     assert sorted(ran) == sorted([1, 2] * gang.num_replicas_in_sync)
     assert "after 2 complete steps" in mine.__notes__[0]
-
-
-@pytest.mark.slow
-async def test_an_iterator_that_hangs_is_a_stall(pair: ar.MirroredStrategy) -> None:
-    gate = threading.Event()
-
-    def source() -> Iterator[int]:
-        yield 1
-        gate.wait(10)
-
-    with pytest.raises(StallError, match="the infeed for step 1") as caught:
-        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.2))
-    gate.set()
-
-    assert [row.state for row in caught.value.rows] == ["waiting", "waiting"]
-
-
-async def test_an_async_iterator_that_hangs_is_cancelled(pair: ar.MirroredStrategy) -> None:
-    ended: list[str] = []
-
-    async def source() -> AsyncIterator[int]:
-        yield 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append("source")
-
-    with pytest.raises(StallError, match="the infeed for step 1"):
-        await pair.run_steps(nothing, source(), 9, options=ar.RunOptions(stall_timeout=0.2))
-
-    assert ended == ["source"]
 
 
 # --- failures and cancellation --------------------------------------------------------------------

@@ -16,6 +16,7 @@ from aioreplica.errors import StallError
 from aioreplica.replica import BlockingContext
 
 PAIR = ["cpu:0", "cpu:1"]
+IN_A_MINUTE = ar.RunOptions(stall_timeout=60)
 
 
 @pytest.fixture(autouse=True)
@@ -145,11 +146,10 @@ async def test_an_iterator_that_hangs_is_a_stall() -> None:
         goes_on.wait()
 
     async with ar.MirroredStrategy(PAIR) as strategy:
-        with pytest.raises(StallError, match="the infeed for step 1"):
-            await strategy.run_steps(
-                lambda ctx, x: None, source(), 3, options=ar.RunOptions(stall_timeout=10)
-            )
+        with pytest.raises(StallError, match="the infeed for step 1") as caught:
+            await strategy.run_steps(lambda ctx, x: None, source(), 3, options=IN_A_MINUTE)
     goes_on.set()  # its thread was left behind
+    assert [row.state for row in caught.value.rows] == ["waiting", "waiting"]
 
 
 def test_an_iterator_that_hangs_without_patience_is_a_deadlock() -> None:
@@ -248,3 +248,33 @@ async def test_an_error_on_the_host_ends_the_run() -> None:
     async with ar.MirroredStrategy(PAIR) as strategy:
         with pytest.raises(LookupError, match="no such table"):
             await strategy.run(step)
+
+
+# --- stalls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.explore(schedules=30)
+async def test_a_host_function_that_hangs_is_a_stall() -> None:
+    async with ar.MirroredStrategy(PAIR) as strategy:
+        with pytest.raises(StallError, match="outside cluster '0'"):
+            await strategy.run(
+                lambda: ar.outside_compilation(asyncio.sleep, 3600), options=IN_A_MINUTE
+            )
+
+
+@pytest.mark.explore(schedules=30)
+async def test_an_async_iterator_that_hangs_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def source() -> AsyncIterator[int]:
+        yield 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("source")
+
+    async with ar.MirroredStrategy(PAIR) as strategy:
+        with pytest.raises(StallError, match="the infeed for step 1"):
+            await strategy.run_steps(lambda ctx, x: None, source(), 9, options=IN_A_MINUTE)
+
+    assert ended == ["source"]

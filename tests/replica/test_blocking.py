@@ -542,13 +542,13 @@ async def test_what_an_async_merge_raises_is_raised_too(gang: ar.MirroredStrateg
 
 
 async def test_cancelling_wakes_parked_threads(gang: ar.MirroredStrategy) -> None:
-    parked, gate = threading.Event(), threading.Event()
+    started, gate = threading.Barrier(gang.num_replicas_in_sync + 1, timeout=60), threading.Event()
     woken: list[int] = []
 
     def step() -> None:
+        started.wait()
         if my_id() == 0:
-            parked.set()
-            assert gate.wait(10)
+            assert gate.wait(60)
             return
         try:
             blocking().barrier()
@@ -559,8 +559,7 @@ async def test_cancelling_wakes_parked_threads(gang: ar.MirroredStrategy) -> Non
             raise
 
     task = spawn(gang.run(step))
-    await asyncio.to_thread(parked.wait, 10)
-    await idle()
+    await asyncio.to_thread(started.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

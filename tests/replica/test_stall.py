@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -102,6 +104,17 @@ def test_a_stopped_watch_is_silent() -> None:
 SHORT = ar.RunOptions(stall_timeout=0.02)
 
 
+def run_once(kind: str, step: Callable[[], Any]) -> tuple[Any, ...]:
+    """Run a step in simulated time, where a stall takes as long as it says."""
+
+    async def main() -> tuple[Any, ...]:
+        async with STRATEGIES[kind]() as strategy:
+            return strategy.local_results(await strategy.run(step, options=SHORT))
+
+    results: tuple[Any, ...] = art.run(main)
+    return results
+
+
 async def forgotten_event() -> None:
     await asyncio.Event().wait()
 
@@ -138,8 +151,8 @@ def work_until_aborted(ctx: ar.ReplicaContext) -> None:
             threading.Event().wait(0.001)
 
 
-@pytest.mark.asyncio
-async def test_a_stall_drains_started_ops(strategy: ar.Strategy) -> None:
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_stall_drains_started_ops(kind: str) -> None:
     started: list[int] = []
     ended: list[int] = []
 
@@ -152,15 +165,15 @@ async def test_a_stall_drains_started_ops(strategy: ar.Strategy) -> None:
         await me().run_on_device(op, me())
 
     with pytest.raises(StallError):
-        await strategy.run(step, options=ar.RunOptions(stall_timeout=0.2))
+        run_once(kind, step)
     assert started  # ops that wait for their thread all this time are withdrawn
     assert ended == started
 
 
-@pytest.mark.asyncio
-async def test_a_plain_step_that_stalls(strategy: ar.Strategy) -> None:
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_plain_step_that_stalls(kind: str) -> None:
     with pytest.raises(StallError, match="device thread"):
-        await strategy.run(lambda: work_until_aborted(me()), options=SHORT)
+        run_once(kind, lambda: work_until_aborted(me()))
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -178,13 +191,7 @@ def test_progress_is_no_stall(kind: str) -> None:
             await me().run_on_device(op)
         return loop.time() - began
 
-    async def main() -> tuple[float, ...]:
-        strategy = STRATEGIES[kind]()
-        result = await strategy.run(step, options=SHORT)
-        await strategy.aclose()
-        return strategy.local_results(result)
-
-    assert min(art.run(main)) > 4 * 0.02
+    assert min(run_once(kind, step)) > 4 * 0.02
 
 
 @pytest.mark.asyncio

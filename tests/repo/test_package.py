@@ -21,7 +21,7 @@ def test_the_version_is_in_one_place() -> None:
 def test_the_classifiers_say_what_is_checked() -> None:
     classifiers = SETTINGS["project"]["classifiers"]
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    (others,) = re.findall(r"^for version in (.*); do$", script, re.M)
+    (others,) = re.findall(r"^versions=\((.*)\)$", script, re.M)
     least = SETTINGS["project"]["requires-python"].removeprefix(">=")
 
     claimed = {c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)}

@@ -167,7 +167,7 @@ def test_a_merge_function_that_waits_is_warned_of_unless_something_runs(
         async def merge(_strategy: Any) -> None:
             if is_at_work:
                 await asyncio.sleep(100)
-            while not (is_at_work or loop.told):  # noqa: ASYNC110 - threads park in real time
+            while not (is_at_work or loop.told):
                 await asyncio.sleep(1)
 
         async def step() -> None:
