@@ -36,7 +36,8 @@ class TorchModule:
 
     Calling it calls the module with the values that its variables have here, and gives what the
     module gives. NumPy arrays among the arguments become tensors of their own. Buffers that a call
-    changes, such as running statistics, are written to their variables when it returns.
+    changes, such as running statistics, are written to their variables when it returns. Hooks that
+    its parameters have, of `register_hook`, are called with the gradient of each replica's loss.
 
     Args:
         module: The module.
@@ -69,6 +70,7 @@ class TorchModule:
         self.variables = ModelVariables([v for v in members if v.trainable], "torch")
         self.frozen = ModelVariables([v for v in members if not v.trainable], "torch")
         self.buffers = ModelVariables(list(self._buffers.values()), "torch")
+        self._hooks = {key: _checked_hooks(key, tensor) for key, tensor in parameters.items()}
         self._pristine = _Shell.of(module, {**parameters, **buffers})
         self._draws = SeedStreams(f"{self.name}/random") if may_draw(module) else None
         self._idle: dict[int | None, list[_Shell]] = {}
@@ -228,6 +230,9 @@ class TorchModule:
                     "differentiates. Pass model.variables as var_list, or backend='torch'."
                 )
             values[key] = _tensor(value)
+            if values[key].requires_grad:
+                for hook in self._hooks[key]:
+                    values[key].register_hook(hook)
         shell.bind(values)
 
     def _bind_values(self, shell: _Shell) -> None:
@@ -390,6 +395,16 @@ def _checked_array(key: str, tensor: torch.Tensor) -> Array:
         )
     array: Array = tensor.numpy(force=True)
     return array
+
+
+def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], Any], ...]:
+    """Return the hooks of a parameter, which are called with its gradient in a loss."""
+    if getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"{key!r} has a hook of register_post_accumulate_grad_hook, which would never be "
+            "called: gradients go to the optimizer and not to `.grad`. Use register_hook."
+        )
+    return tuple((tensor._backward_hooks or {}).values())
 
 
 def _free_name(kind: str, arrays: Mapping[str, Array]) -> str:
