@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -229,10 +229,7 @@ class TorchModule:
                     f"{self!r} was called in a loss that another library than torch "
                     "differentiates. Pass model.variables as var_list, or backend='torch'."
                 )
-            values[key] = _tensor(value)
-            if values[key].requires_grad:
-                for hook in self._hooks[key]:
-                    values[key].register_hook(hook)
+            values[key] = _hooked(_tensor(value), self._hooks[key])
         shell.bind(values)
 
     def _bind_values(self, shell: _Shell) -> None:
@@ -405,6 +402,14 @@ def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tens
             "called: gradients go to the optimizer and not to `.grad`. Use register_hook."
         )
     return tuple((tensor._backward_hooks or {}).values())
+
+
+def _hooked(tensor: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], Any]]) -> torch.Tensor:
+    """Register the hooks of a parameter on its tensor in a loss, which has it until the end."""
+    if tensor.requires_grad:
+        for hook in hooks:
+            tensor.register_hook(hook)
+    return tensor
 
 
 def _free_name(kind: str, arrays: Mapping[str, Array]) -> str:

@@ -41,7 +41,8 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
             without.append(variable)
             continue
         old = variable.components[0]
-        if variable in variables or not variable.trainable or not is_floating(old.dtype):
+        is_trained = variable.trainable and (old.dtype.kind == "f" or is_floating(old.dtype))
+        if variable in variables or not is_trained:
             raise _not_to_be_updated(variable, is_known=variable in variables)
         variables[variable] = None
         if (  # the common case: it fits as it is

@@ -198,8 +198,7 @@ class Optimizer(UpdateRule):
                 variable.
             ValueError: If a gradient has another shape than its variable, a variable comes twice
                 or is not trainable, no gradient is left, or all weights are 0.
-            NonFiniteError: If a gradient, or what it would make of a value or slot, is not finite,
-                unless such steps are skipped.
+            NonFiniteError: If a gradient or an update is not finite, unless such steps are skipped.
             MergeMismatchError: If replicas have gradients for different variables.
 
         Cancellation:
@@ -329,9 +328,7 @@ class Optimizer(UpdateRule):
         return self._settings.slots.names
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a variable's slot, or None before the variable's first update.
-
-        Variables of half precision have one more slot, "master": their value in float32.
+        """Return a slot, "master" too of half precision; None before the variable's first update.
 
         Raises:
             ValueError: If this optimizer has no slot of that name.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
-Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable with its slots
+Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable, or its master, with its slots
+Masters: TypeAlias = Sequence[tuple[MergedGradient, Variable]]
 
 INLINE_STEP_BYTES = 12 * 1024 * 1024
 """A step that reads and writes no more than this runs on the event loop, which takes it up to a
@@ -131,12 +133,7 @@ def _stages(
         for gradient in gradients:
             gradient.limit = settings.clipvalue
     while True:
-        write, prepared, groups, jobs = apply(optimizer, gradients, global_step, norm)
-        masters = [
-            (gradient, group[0])
-            for gradient, group in zip(gradients, groups, strict=True)
-            if group[0] is not gradient.variable
-        ]
+        write, prepared, groups, masters, jobs = apply(optimizer, gradients, global_step, norm)
         if masters and (stale := _stale(settings.slots, masters)):
             yield from _begin_anew(settings.slots, stale)
             continue
@@ -146,7 +143,10 @@ def _stages(
             return
         if masters:
             yield [(g.num_bytes, partial(_round, write, g, master)) for g, master in masters]
-        if checks and (doubtful := _doubtful(optimizer, gradients, groups)):
+        is_in_doubt = not optimizer.is_elementwise
+        for gradient in gradients:
+            is_in_doubt = is_in_doubt or gradient.is_in_doubt
+        if checks and is_in_doubt and (doubtful := _doubtful(optimizer, gradients, groups)):
             found: list[NonFiniteError] = []
             yield [
                 (sum(each.num_bytes for each in gradients), partial(_look, write, doubtful, found))
@@ -197,32 +197,35 @@ def apply(
     gradients: Sequence[MergedGradient],
     global_step: Variable | None,
     norm: float | None,
-) -> tuple[StagedWrite, Any, Groups, list[Job]]:
+) -> tuple[StagedWrite, Any, Groups, Masters, list[Job]]:
     """Call the hooks of the rule; what it computes is staged.
 
     Returns:
         The write, what the rule prepared for the step, what it moves (a variable, or its master,
-        with the slots), and the jobs that fill in the write.
+        with the slots), the masters, and the jobs that fill in the write.
     """
     settings = optimizer.settings
     slots, iterations = settings.slots, settings.iterations
-    variables = [gradient.variable for gradient in gradients]
+    variables = list(map(attrgetter("variable"), gradients))
     shared = optimizer.start(variables) if optimizer.is_joint else ()  # type: ignore[attr-defined]
-    made = [slots.made.get(variable) for variable in variables]
-    groups = [
-        (variable, *(slots.make(variable, optimizer.new_slot) if own is None else own))
-        for variable, own in zip(variables, made, strict=True)
-    ]
-    read = [*shared, iterations]
+    groups, masters, read = [], [], [*shared, iterations]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        own = slots.made.get(variable)
+        if own is None:
+            own = slots.make(variable, optimizer.new_slot)
+        group = (variable, *own)
+        read += group
+        if len(own) > len(slots.names):
+            masters.append((gradient, own[0]))
+            group = own  # the master stands for its variable
+        groups.append(group)
     if global_step is not None:
         read.append(global_step)
     scaling = settings.loss_scaling
     if scaling is not None:
         read += scaling.variables
     # Before any of them is read: what another run writes from here on is noticed.
-    write = StagedWrite([*[each for group in groups for each in group], *read])
-    width = 1 + len(slots.names)
-    groups = [group[-width:] for group in groups]  # a master stands for its variable
+    write = StagedWrite(read)
     if scaling is not None:
         for variable, value in _scale_after(optimizer, gradients, is_finite=True).items():
             write.replace(variable, value)
@@ -235,7 +238,7 @@ def apply(
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
         jobs = _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
-        return write, prepared, groups, jobs
+        return write, prepared, groups, masters, jobs
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
@@ -243,7 +246,7 @@ def apply(
         run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
     else:
         run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
-    return write, prepared, groups, [(size, run)]
+    return write, prepared, groups, masters, [(size, run)]
 
 
 def publish(
@@ -327,11 +330,11 @@ def _doubtful(
     Blocks are looked at when they are computed, which tells of nearly all that they are finite. The
     slots of another library's optimizer are its own affair.
     """
-    return [
-        (*(() if optimizer.is_joint else slots), moved, gradient.variable)
-        for gradient, (moved, *slots) in zip(gradients, groups, strict=True)
-        if gradient.is_in_doubt or not optimizer.is_elementwise
-    ]
+    found: list[tuple[Variable, ...]] = []
+    for gradient, (moved, *slots) in zip(gradients, groups, strict=True):
+        if gradient.is_in_doubt or not optimizer.is_elementwise:
+            found.append((*(() if optimizer.is_joint else slots), moved, gradient.variable))
+    return found
 
 
 def _look(
@@ -354,9 +357,7 @@ def _look(
             return
 
 
-def _stale(
-    slots: SlotTable, masters: Sequence[tuple[MergedGradient, Variable]]
-) -> list[tuple[Variable, Variable]]:
+def _stale(slots: SlotTable, masters: Masters) -> list[tuple[Variable, Variable]]:
     """Return variables with masters of which they may not be the rounding: somebody has written."""
     pairs = [(gradient.variable, master) for gradient, master in masters]
     return [(v, m) for v, m in pairs if slots.in_step.get(v) != (v.version, m.version)]
