@@ -51,11 +51,12 @@ class MergedGradient:
         limit: Its elements are brought down to this magnitude, None leaves them.
         is_finite: Whether all elements that were checked are finite.
         is_in_doubt: Whether what was computed from it may not be finite.
+        dtype: That of its elements, and of what is computed from them.
         num_bytes: How much has to be read to know them all.
     """
 
     __slots__ = (
-        "brought", "divisor", "factor", "is_finite", "is_in_doubt", "limit", "members",
+        "brought", "divisor", "dtype", "factor", "is_finite", "is_in_doubt", "limit", "members",
         "num_bytes", "parts", "scale", "variable",
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class MergedGradient:
         self.is_finite = True
         self.is_in_doubt = False
         first = brought[0]
+        self.dtype: np.dtype[Any] = first.dtype
         self.num_bytes: int = first.nbytes * len(brought)
 
     @property

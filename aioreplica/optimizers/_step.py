@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable, or its master, with its slots
+_dtype_of = attrgetter("dtype")
 Masters: TypeAlias = Sequence[tuple[MergedGradient, Variable]]
 
 INLINE_STEP_BYTES = 12 * 1024 * 1024
@@ -117,7 +118,7 @@ def _stages(
     checks = settings.on_non_finite != "ignore"
     kernel: Kernel | None = getattr(optimizer, "kernel", None)
     if kernel is not None:
-        dtypes = fused_rules().missing(kernel, (each.parts[0].dtype for each in gradients))
+        dtypes = fused_rules().missing(kernel, map(_dtype_of, gradients))
         if dtypes:  # takes long, so not on the event loop
             yield [(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))]
     yield sum_gradients(gradients, reducer)
@@ -138,14 +139,15 @@ def _stages(
             yield from _begin_anew(settings.slots, stale)
             continue
         yield jobs
-        if checks and not all(gradient.is_finite for gradient in gradients):
+        is_finite, is_in_doubt = True, bool(masters) or not optimizer.is_elementwise
+        for gradient in gradients:
+            is_finite = is_finite and gradient.is_finite
+            is_in_doubt = is_in_doubt or gradient.is_in_doubt
+        if checks and not is_finite:
             yield from _refuse(optimizer, gradients)
             return
         if masters:
             yield [(g.num_bytes, partial(_round, write, g, master)) for g, master in masters]
-        is_in_doubt = not optimizer.is_elementwise
-        for gradient in gradients:
-            is_in_doubt = is_in_doubt or gradient.is_in_doubt
         if checks and is_in_doubt and (doubtful := _doubtful(optimizer, gradients, groups)):
             found: list[NonFiniteError] = []
             yield [
@@ -267,8 +269,8 @@ def publish(
             if moved is not gradient.variable:
                 write.round(gradient.variable, moved)
     is_done = write.publish()
-    if is_done and len(slots.in_step):
-        for gradient in gradients:
+    for gradient, (moved, *_) in zip(gradients, groups, strict=True):
+        if is_done and moved is not gradient.variable:
             versions = slots.in_step.get(gradient.variable)
             if versions is not None:
                 slots.in_step[gradient.variable] = (versions[0] + 1, versions[1] + 1)
