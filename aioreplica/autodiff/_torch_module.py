@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
@@ -36,7 +36,8 @@ class TorchModule:
 
     Calling it calls the module with the values that its variables have here, and gives what the
     module gives. NumPy arrays among the arguments become tensors of their own. Buffers that a call
-    changes, such as running statistics, are written to their variables when it returns.
+    changes, such as running statistics, are written to their variables when it returns. Hooks that
+    its parameters have, of `register_hook`, are called with the gradient of each replica's loss.
 
     Args:
         module: The module.
@@ -69,6 +70,7 @@ class TorchModule:
         self.variables = ModelVariables([v for v in members if v.trainable], "torch")
         self.frozen = ModelVariables([v for v in members if not v.trainable], "torch")
         self.buffers = ModelVariables(list(self._buffers.values()), "torch")
+        self._hooks = {key: _checked_hooks(key, tensor) for key, tensor in parameters.items()}
         self._pristine = _Shell.of(module, {**parameters, **buffers})
         self._draws = SeedStreams(f"{self.name}/random") if may_draw(module) else None
         self._idle: dict[int | None, list[_Shell]] = {}
@@ -227,7 +229,7 @@ class TorchModule:
                     f"{self!r} was called in a loss that another library than torch "
                     "differentiates. Pass model.variables as var_list, or backend='torch'."
                 )
-            values[key] = _tensor(value)
+            values[key] = _hooked(_tensor(value), self._hooks[key])
         shell.bind(values)
 
     def _bind_values(self, shell: _Shell) -> None:
@@ -390,6 +392,24 @@ def _checked_array(key: str, tensor: torch.Tensor) -> Array:
         )
     array: Array = tensor.numpy(force=True)
     return array
+
+
+def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], Any], ...]:
+    """Return the hooks of a parameter, which are called with its gradient in a loss."""
+    if getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise TypeError(
+            f"{key!r} has a hook of register_post_accumulate_grad_hook, which would never be "
+            "called: gradients go to the optimizer and not to `.grad`. Use register_hook."
+        )
+    return tuple((tensor._backward_hooks or {}).values())
+
+
+def _hooked(tensor: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], Any]]) -> torch.Tensor:
+    """Register the hooks of a parameter on its tensor in a loss, which has it until the end."""
+    if tensor.requires_grad:
+        for hook in hooks:
+            tensor.register_hook(hook)
+    return tensor
 
 
 def _free_name(kind: str, arrays: Mapping[str, Array]) -> str:

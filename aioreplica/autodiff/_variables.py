@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..context import CLOSURE, OVERRIDES
 from ..devices.backends import Array, backend_of
-from ..values import IndexedSlices, Variable
+from ..values import IndexedSlices, Variable, is_floating
 from ._adapter import Watch
 from ._find import find_adapter
 
@@ -161,7 +161,7 @@ class VariableReads:
     def _is_chosen(self, variable: Variable) -> bool:
         if self._chosen is not None:
             return variable in self._chosen
-        return variable.trainable and variable.dtype.kind == "f"
+        return variable.trainable and is_floating(variable.dtype)
 
     def __repr__(self) -> str:
         return f"<VariableReads | {len(self.variables)} traced>"

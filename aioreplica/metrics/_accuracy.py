@@ -49,7 +49,7 @@ class Accuracy(Metric):
                 f"{predictions.shape}. Pass one label for each: of scores, "
                 "scores.argmax(axis=-1)."
             )
-        self.add(*weighted_total(self.name, labels == predictions, sample_weight))
+        self.add(*weighted_total(self.name, labels == predictions, sample_weight, y_true, y_pred))
 
     def result(self) -> float:
         """Return the part that was right since the last reset, 0 for nothing."""
@@ -113,7 +113,7 @@ class TopKAccuracy(Metric):
         own = np.take_along_axis(scores, labels[..., None], axis=-1)
         num_higher = np.sum(scores > own, axis=-1)
         is_right = (num_higher < self._k) & np.isfinite(own[..., 0])
-        self.add(*weighted_total(self.name, is_right, sample_weight))
+        self.add(*weighted_total(self.name, is_right, sample_weight, y_true))
 
     def result(self) -> float:
         """Return the part that was right since the last reset, 0 for nothing."""

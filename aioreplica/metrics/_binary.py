@@ -43,7 +43,8 @@ class Precision(Metric):
             sample_weight: A weight per label, or per example: it belongs to the leading axes.
 
         Raises:
-            ValueError: If the shapes differ, a label is neither 0 nor 1, or the weights do not fit.
+            ValueError: If the shapes differ, a label is neither 0 nor 1, a score that has a weight
+                is NaN, or the weights do not fit.
             TypeError: If something is no number.
             ContextError: If the metric belongs to another strategy.
         """
@@ -155,6 +156,7 @@ class AUC(Metric):
             Exception: As for `Precision`.
         """
         labels, scores, weights = _checked(self.name, y_true, y_pred, sample_weight)
+        scores = np.where(np.isnan(scores), 0.0, scores)  # of those without a weight
         is_right = (scores >= 0) & (scores <= 1)
         if not is_right.all():
             raise ValueError(
@@ -203,10 +205,17 @@ def _checked(
             f"Metric {name!r} got labels of shape {labels.shape} and scores of shape "
             f"{scores.shape}. Pass one score for each label."
         )
-    weights = weights_like(name, scores, sample_weight)
+    weights = weights_like(name, scores, sample_weight, y_true, y_pred)
     is_legal = (labels == 0) | (labels == 1)
     if not is_legal.all():
         raise ValueError(
             f"Metric {name!r} got the label {labels[~is_legal].flat[0]}. Labels are 0 or 1."
+        )
+    is_nan = np.isnan(scores) & (weights != 0)  # what has no weight may hold anything
+    if is_nan.any():
+        where = tuple(map(int, np.argwhere(is_nan)[0]))
+        raise ValueError(
+            f"Metric {name!r} got the score nan at index {where}, which is neither above a "
+            "threshold nor below. Look for a division by 0, or give it a sample_weight of 0."
         )
     return labels == 1, scores, weights

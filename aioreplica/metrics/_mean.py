@@ -38,8 +38,10 @@ class Mean(Metric):
         """Add values.
 
         Args:
-            values: Numbers, any number of them; or a `Weighted` total.
-            sample_weight: A weight per value, or per example: it belongs to the leading axes.
+            values: Numbers, any number of them, of half precision too; or a `Weighted` total.
+                What a `numpy.ma.MaskedArray` masks does not count.
+            sample_weight: A weight per value, or per example: it belongs to the leading axes. A
+                mask of booleans is one.
 
         Raises:
             TypeError: If something is no number.
@@ -109,7 +111,7 @@ class MeanTensor(Metric):
                 f"Metric {self.name!r} takes arrays of shape {self.variables[0].shape}, got shape "
                 f"{array.shape}."
             )
-        weights = weights_like(self.name, array, sample_weight)
+        weights = weights_like(self.name, array, sample_weight, values)
         counted = np.where(weights == 0, 0, array)  # what has no weight may hold anything
         self.add(counted * weights, weights)
 

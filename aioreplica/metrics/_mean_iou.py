@@ -59,7 +59,7 @@ class MeanIoU(Metric):
                 f"Metric {self.name!r} got labels of shape {labels.shape} and predictions of shape "
                 f"{predictions.shape}. Pass one prediction for each label."
             )
-        weights = weights_like(self.name, labels, sample_weight)
+        weights = weights_like(self.name, labels, sample_weight, y_true, y_pred)
         cells = (labels * count + predictions).reshape(-1)
         found = np.bincount(cells, weights.reshape(-1), count * count)
         self.add(found.reshape(count, count))

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from array_api_compat import is_array_api_obj
 
 from ..collectives import reduce_across
 from ..context import PLACE
+from ..devices.backends import backend_of
 from ..errors import ContextError
 from ..typing import ReduceOp, VariableAggregation, VariableSynchronization
-from ..values import Variable
+from ..values import Variable, is_floating
 
 Array = npt.NDArray[Any]
 
@@ -206,33 +208,51 @@ def _free_name(name: str) -> str | None:
     return free
 
 
-def weighted_total(name: str, values: Any, sample_weight: Any) -> tuple[float, float]:
+def weighted_total(name: str, values: Any, sample_weight: Any, *given: Any) -> tuple[float, float]:
     """Return the sum of values times weights, and the sum of weights.
+
+    Args:
+        name: That of the metric.
+        values: What is summed.
+        sample_weight: As for `weights_like`.
+        given: As for `weights_like`; the values are among it.
 
     Raises:
         TypeError: If something is no number.
         ValueError: If the weights cannot be broadcast to the values.
     """
     array = numbers(name, "values", values)
-    if sample_weight is None:
+    is_masked = any(isinstance(each, np.ma.MaskedArray) for each in (values, *given))
+    if sample_weight is None and not is_masked:
         return float(np.sum(array)), float(array.size)
-    weights = weights_like(name, array, sample_weight)
+    weights = weights_like(name, array, sample_weight, values, *given)
     is_counted = weights != 0  # what has no weight may hold anything
     return float(np.sum(array[is_counted] * weights[is_counted])), float(np.sum(weights))
 
 
-def weights_like(name: str, array: Array, sample_weight: Any) -> Array:
-    """Return a weight for each element of an array, 1 for None.
+def weights_like(name: str, array: Array, sample_weight: Any, *given: Any) -> Array:
+    """Return a weight for each element of an array, 1 for None, 0 for what is masked.
+
+    Args:
+        name: That of the metric.
+        array: What is weighted.
+        sample_weight: A weight per element, or per example.
+        given: What the user passed, of the array's shape: elements that one of them masks, as a
+            `numpy.ma.MaskedArray`, have no weight.
 
     Raises:
         TypeError: If the weights are no numbers.
         ValueError: If they cannot be broadcast to the array.
     """
-    if sample_weight is None:
-        return np.ones(array.shape)
-    weights = numbers(name, "sample_weight", sample_weight)
+    weights = (
+        np.ones(()) if sample_weight is None else numbers(name, "sample_weight", sample_weight)
+    )
     try:
-        return np.broadcast_to(weights.reshape(_aligned(weights, array)), array.shape)
+        weights = np.broadcast_to(weights.reshape(_aligned(weights, array)), array.shape)
+        for each in given:
+            if isinstance(each, np.ma.MaskedArray):
+                weights = np.where(np.ma.getmaskarray(each), 0.0, weights)
+        return weights
     except ValueError:
         raise ValueError(
             f"Metric {name!r} got values of shape {array.shape} and sample_weight of shape "
@@ -241,13 +261,17 @@ def weights_like(name: str, array: Array, sample_weight: Any) -> Array:
 
 
 def numbers(name: str, what: str, value: Any) -> Array:
-    """Return numbers as an array of float64.
+    """Return numbers as an array of float64: those of half precision, and of other libraries, too.
+
+    What is masked is 0.
 
     Raises:
         TypeError: If they are none.
     """
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiub":
+    if is_array_api_obj(value) and not isinstance(value, (np.ndarray, np.generic)):
+        value = backend_of(value).get(value)
+    array = np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
+    if array.dtype.kind not in "iub" and not is_floating(array.dtype):
         raise TypeError(
             f"Metric {name!r} needs numbers as {what}, got {value!r} (dtype {array.dtype})."
         )
@@ -261,7 +285,7 @@ def class_ids(name: str, what: str, value: Any, num_classes: int) -> npt.NDArray
         TypeError: If they are no integers.
         ValueError: If one is out of range.
     """
-    array = np.asarray(value)
+    array = np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
     if array.dtype.kind not in "iub":
         raise TypeError(
             f"Metric {name!r} needs class ids as {what}, got dtype {array.dtype}. Pass integers "

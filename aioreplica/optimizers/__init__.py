@@ -32,6 +32,7 @@ from ._rmsprop import RMSprop as RMSprop
 from ._scaled_gradient import ScaledGradient as ScaledGradient
 from ._settings import OptimizerOptions as OptimizerOptions
 from ._sgd import SGD as SGD
+from ._slots import working_dtype as working_dtype
 from ._step import take_step as take_step
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "schedules",
     "take_step",
     "weighed_gradients",
+    "working_dtype",
 ]
 
 export_public(__name__, __all__, globals())

@@ -17,12 +17,14 @@ from ..errors import ContextError
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import IndexedSlices, Variable, Weighted
 from ._across import gradients_text, merge_over_workers, name_the_replica
+from ._apply_gradients import optimizer_text, written
 from ._gradient import checked_pairs
 from ._merged_gradient import merge_gradients
-from ._optimizer import Optimizer, written
+from ._optimizer import Optimizer
 from ._place import replica_on_device, require_cross_replica_context, require_owner
 from ._scaled_gradient import ScaledGradient
-from ._step import INLINE_STEP_BYTES, optimizer_text, take_step
+from ._slots import working_dtype
+from ._step import INLINE_STEP_BYTES, take_step
 
 Array = npt.NDArray[Any]
 
@@ -65,7 +67,7 @@ class _Sum:
             self._rows.append(total)
         elif is_first:
             if self._buffer is None:
-                self._buffer = np.empty(self.variable.shape, self.variable.dtype)
+                self._buffer = np.empty(self.variable.shape, working_dtype(self.variable.dtype))
             np.copyto(self._buffer, total)
         else:
             assert self._buffer is not None  # the first one made it
@@ -74,7 +76,7 @@ class _Sum:
 
     def total(self, *, is_sparse: bool) -> Any:
         """Return the sum; zeros if nothing counted."""
-        shape, dtype = self.variable.shape, self.variable.dtype
+        shape, dtype = self.variable.shape, working_dtype(self.variable.dtype)
         whole: Any
         if is_sparse:
             rows = [np.empty((0, *shape[1:]), dtype), *(part.values for part in self._rows)]

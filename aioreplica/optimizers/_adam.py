@@ -87,13 +87,14 @@ class AdamRule(ElementwiseOptimizer):
         gradient, scratch = block.gradient, block.scratch
         m, v = block.slots
         new_m, new_v = block.new_slots
-        np.subtract(gradient, m, out=scratch)
-        np.multiply(scratch, 1 - self._beta_1, out=scratch)
-        np.add(m, scratch, out=new_m)
-        np.multiply(gradient, gradient, out=scratch)
-        np.subtract(scratch, v, out=scratch)
-        np.multiply(scratch, 1 - self._beta_2, out=scratch)
-        np.add(v, scratch, out=new_v)
+        # Sums of shares: a difference of two numbers near the largest one would be infinite.
+        np.multiply(m, self._beta_1, out=new_m)
+        np.multiply(gradient, 1 - self._beta_1, out=scratch)
+        np.add(new_m, scratch, out=new_m)
+        np.multiply(gradient, 1 - self._beta_2, out=scratch)
+        np.multiply(scratch, gradient, out=scratch)
+        np.multiply(v, self._beta_2, out=new_v)
+        np.add(new_v, scratch, out=new_v)
         np.sqrt(new_v, out=scratch)
         np.add(scratch, prepared.epsilon, out=scratch)
         np.divide(new_m, scratch, out=scratch)
@@ -104,9 +105,9 @@ class AdamRule(ElementwiseOptimizer):
         np.subtract(value, scratch, out=block.new_value)
 
     def kernel_numbers(self, prepared: AdamStep, block: Block) -> tuple[float, ...]:
-        """Return the shares of what is new in the means, and how to move."""
-        kept = self.kept(prepared, block)
-        return 1 - self._beta_1, 1 - self._beta_2, prepared.epsilon, prepared.size, kept
+        """Return the shares of old and new in both means, and how to move."""
+        kept, first, second = self.kept(prepared, block), self._beta_1, self._beta_2
+        return first, 1 - first, second, 1 - second, prepared.epsilon, prepared.size, kept
 
     def finish(self, prepared: AdamStep) -> Mapping[Variable, Array]:
         """Return nothing: the powers of the betas follow from `iterations`."""

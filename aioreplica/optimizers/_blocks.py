@@ -22,6 +22,9 @@ BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
 them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""
 
+CHECKED_AT_ONCE = 8192
+"""Elements that are checked in one call of BLAS; with more it may wake threads."""
+
 RANGE_BLOCKS = 4
 """A large variable is cut into ranges of so many blocks, which threads share."""
 
@@ -158,13 +161,33 @@ def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> No
                     block = Block(variable, rows[count:middle], rows[middle:], part, room)
                     if fused is None:
                         rule.update_block(prepared, block)
+                        if not _are_finite(rows[middle:]):
+                            gradient.is_in_doubt = True  # only ever set to True, so any thread may
                         continue
                     last = rows[count - 1] if count > 1 else part[:0]
                     numbers = rule.kernel_numbers(prepared, block)
-                    if not fused(part, last, gradient.how(part.dtype), *rows[count:], *numbers):
+                    found = fused(part, last, gradient.how(part.dtype), *rows[count:], *numbers)
+                    if not found & 1:
                         gradient.is_finite = False
+                    if not found & 2:
+                        gradient.is_in_doubt = True
     finally:
         scratch.append(memory)
+
+
+def _are_finite(arrays: Sequence[Array]) -> bool:
+    """Tell whether flat arrays are finite; False for numbers whose products are not, too.
+
+    The sum of products looks at two arrays in less time than another check takes for one.
+    """
+    size, last = arrays[0].size, arrays[-1]
+    if size > CHECKED_AT_ONCE:
+        starts = range(0, size, CHECKED_AT_ONCE)
+        return all(_are_finite([a[i : i + CHECKED_AT_ONCE] for a in arrays]) for i in starts)
+    total = last.dot(last)
+    for i in range(0, len(arrays) - 1, 2):
+        total += arrays[i].dot(arrays[i + 1])
+    return math.isfinite(total)
 
 
 def _taken(scratch: Scratch) -> Array:
@@ -273,6 +296,8 @@ def run_rows(
                 run_blocks(rule, [whole], scratch)
             if not some.is_finite:
                 gradient.is_finite = False
+            if some.is_in_doubt:
+                gradient.is_in_doubt = True
             for array, changed in zip(new, new_rows, strict=True):
                 array[rows] = changed
     finally:

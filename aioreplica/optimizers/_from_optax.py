@@ -14,7 +14,7 @@ from ..values import Variable
 from ._joint import JointOptimizer
 from ._optimizer import Optimizer
 from ._settings import SHARED, OptimizerOptions
-from ._slots import new_variable, value_at_start
+from ._slots import new_variable, value_at_start, working_dtype
 from ._staged_write import StagedWrite
 
 Array = npt.NDArray[Any]
@@ -90,6 +90,7 @@ class _FromOptax(JointOptimizer):
         self._places: list[tuple[str, Any]] = []
         self._initial: dict[tuple[str, str], Array] = {}
         self._shared: list[Variable] = []
+        self._keys: dict[int, Any] = {}  # which leaves are keys of random numbers, and of what kind
         self._step: Any = None  # jitted, made at the first step
         self._known: dict[int, tuple[Array, Any]] = {}  # ours, and the same memory as jax has it
 
@@ -117,6 +118,7 @@ class _FromOptax(JointOptimizer):
     def update_all(
         self,
         prepared: Sequence[float],
+        variables: Sequence[Variable],
         groups: Sequence[tuple[Variable, ...]],
         shared: Sequence[Variable],
         gradients: Sequence[Array],
@@ -124,7 +126,7 @@ class _FromOptax(JointOptimizer):
     ) -> None:
         """Transform the gradients and add them, for each different component of the variables."""
         everything = [*(variable for group in groups for variable in group), *shared]
-        names = tuple(group[0].name for group in groups)
+        names = tuple(variable.name for variable in variables)
         factors = None
         if any(factor != 1 for factor in prepared):
             factors = list(map(np.float32, prepared))
@@ -153,12 +155,19 @@ class _FromOptax(JointOptimizer):
                     ' Make it float32, or set jax.config.update("jax_enable_x64", True).'
                 )
         asarray = self._jax.numpy.asarray
-        values = {variable.name: asarray(variable.components[0]) for variable in variables}
+        values = {
+            each.name: asarray(each.components[0].astype(working_dtype(each.dtype), copy=False))
+            for each in variables
+        }
         tree = self._transformation.init(values)
         paths, spec = self._jax.tree_util.tree_flatten_with_path(tree)
         strategy = variables[0].strategy
-        for index, (path, leaf) in enumerate(paths):
+        for index, (path, part) in enumerate(paths):
             name, owner = _named(path, values)
+            leaf = part
+            if self._jax.dtypes.issubdtype(part.dtype, self._jax.dtypes.prng_key):
+                self._keys[index] = self._jax.random.key_impl(part)
+                leaf = self._jax.random.key_data(part)
             if owner is not None and name in self.slot_names:
                 self._places.append((owner, name))
                 self._initial[owner, name] = np.array(leaf)
@@ -177,6 +186,7 @@ class _FromOptax(JointOptimizer):
         """Return the step as jax runs it: lists go in and out, so that no tree is built twice."""
         tree_util, update = self._jax.tree_util, self._transformation.update
         apply_updates, places = self._optax.apply_updates, self._places
+        keys, random = self._keys, self._jax.random
         slots = {name: 1 + index for index, name in enumerate(self.slot_names)}
         width = 1 + len(slots)
 
@@ -189,7 +199,10 @@ class _FromOptax(JointOptimizer):
                 for owner, which in places
             ]
             values = {name: leaves[start] for name, start in starts.items()}
-            state = tree_util.tree_unflatten(spec, [leaves[index] for index in own])
+            parts = [leaves[index] for index in own]
+            for at, kind in keys.items():
+                parts[at] = random.wrap_key_data(parts[at], impl=kind)
+            state = tree_util.tree_unflatten(spec, parts)
             updates, state = update(dict(zip(names, gradients, strict=True)), state, values)
             if factors is not None:
                 of_each = dict(zip(names, factors, strict=True))
@@ -197,8 +210,8 @@ class _FromOptax(JointOptimizer):
             new = list(leaves)
             for name, value in apply_updates(values, updates).items():
                 new[starts[name]] = value
-            for index, leaf in zip(own, tree_util.tree_leaves(state), strict=True):
-                new[index] = leaf
+            for at, (index, leaf) in enumerate(zip(own, tree_util.tree_leaves(state), strict=True)):
+                new[index] = random.key_data(leaf) if at in keys else leaf
             return new
 
         return self._jax.jit(step, static_argnums=0)

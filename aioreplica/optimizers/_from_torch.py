@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, final
 
@@ -13,6 +13,7 @@ from ..values import Variable
 from ._joint import JointOptimizer
 from ._optimizer import Optimizer
 from ._settings import OptimizerOptions
+from ._slots import working_dtype
 from ._staged_write import StagedWrite
 
 Array = npt.NDArray[Any]
@@ -99,6 +100,7 @@ class _Rule:
         self.torch = torch
         self._class = optimizer_class
         self._options = dict(options)
+        self._examples: dict[int, tuple[int, ...]] = {}  # a shape that each group takes
         self.can_be_fused = self._has_fused_step(optimizer_class, [*(groups or ()), options])
         self.is_open = groups is None
         self.writes_gradients = bool(options.get("foreach"))  # SGD does, with nesterov
@@ -114,14 +116,46 @@ class _Rule:
                 if variable in self.group_of:
                     raise ValueError(f"Variable {variable.name!r} is in two groups.")
                 self.group_of[variable] = index
-        names = [self.first_state(np.zeros(2), index) for index in range(len(self.groups))]
-        self.slot_names = tuple(dict.fromkeys(name for state in names for name in state))
+        self.slot_names: tuple[str, ...] = ()
+        for index in range(len(self.groups)):
+            own = [variable for variable, at in self.group_of.items() if at == index]
+            for name in self._tried_out(index, {len(v.shape) for v in own} or {1, 2}):
+                if name not in self.slot_names:
+                    self.slot_names = (*self.slot_names, name)
 
     def new_optimizer(self, parameters: Sequence[Sequence[Any]], *, is_fused: bool = False) -> Any:
         """Make an optimizer of torch with the parameters of each group."""
         groups = zip(parameters, self.groups, strict=True)
         options = {**self._options, "fused": True} if is_fused else self._options
         return self._class([{**g, "params": [*own]} for own, g in groups], **options)
+
+    def parameter(self, shape: Sequence[int]) -> Any:
+        """Return a parameter of a shape, without memory for it: torch looks at shapes at once."""
+        return self.torch.nn.Parameter(self.torch.zeros(()).expand(tuple(shape)))
+
+    def example(self, index: int) -> Any:
+        """Return a parameter of a shape that a group takes."""
+        return self.parameter(self._examples[index])
+
+    def _tried_out(self, index: int, ranks: Collection[int]) -> Iterator[str]:
+        """Yield what torch keeps for small parameters with so many axes.
+
+        Some classes take matrices only, and some keep other things for these than for vectors.
+
+        Raises:
+            Exception: From torch, if it takes none of them.
+        """
+        refused: list[Exception] = []
+        for rank in sorted(ranks):
+            try:
+                names = [*self.first_state((2,) * rank, np.dtype(np.float32), index)]
+            except Exception as error:  # noqa: BLE001 - any that torch finds
+                refused.append(error)
+                continue
+            self._examples.setdefault(index, (2,) * rank)
+            yield from names
+        if index not in self._examples:
+            raise refused[0]
 
     def _has_fused_step(self, optimizer_class: Any, chosen: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether torch takes the whole step in one pass, and the user chose no other way."""
@@ -139,9 +173,11 @@ class _Rule:
         group = {**self.groups[index], "params": [parameter]}
         return dict(self._class([group], **self._options).state[parameter])
 
-    def first_state(self, value: Array, index: int) -> dict[str, Array]:
+    def first_state(
+        self, shape: Sequence[int], dtype: np.dtype[Any], index: int
+    ) -> dict[str, Array]:
         """Return the state of a variable before its first update: zeros of the right shapes."""
-        parameter = self.torch.nn.Parameter(self.torch.tensor(value))
+        parameter = self.torch.nn.Parameter(self.torch.from_numpy(np.zeros(shape, dtype)))
         parameter.grad = self.torch.zeros_like(parameter)
         optimizer = self._class([{**self.groups[index], "params": [parameter]}], **self._options)
         optimizer.step()
@@ -192,7 +228,7 @@ class _Schedule:
 
     def _begin(self) -> None:
         torch = self._rule.torch
-        parameters = [[torch.nn.Parameter(torch.zeros(1))] for _ in self._rule.groups]
+        parameters = [[self._rule.example(index)] for index in range(len(self._rule.groups))]
         self._count = 0
         self._optimizer = self._rule.new_optimizer(parameters)
         self._scheduler = self._make(self._optimizer)
@@ -234,7 +270,8 @@ class _FromTorch(JointOptimizer):
         """Start with zeros, which torch replaces at the first update."""
         if name == NUM_UPDATES:
             return np.array(0)
-        state = self._rule.first_state(variable.components[0], self._rule.group_of[variable])
+        dtype = working_dtype(variable.dtype)
+        state = self._rule.first_state(variable.shape, dtype, self._rule.group_of[variable])
         return state.get(name, np.zeros(()))
 
     def prepare(self, learning_rate: float, iteration: int) -> tuple[float, int]:
@@ -244,6 +281,7 @@ class _FromTorch(JointOptimizer):
     def update_all(
         self,
         prepared: Sequence[tuple[float, int]],
+        variables: Sequence[Variable],
         groups: Sequence[tuple[Variable, ...]],
         shared: Sequence[Variable],
         gradients: Sequence[Array],
@@ -254,12 +292,12 @@ class _FromTorch(JointOptimizer):
         everything = [variable for group in groups for variable in group]
         with self._lock:  # runs that go on at the same time share torch's optimizer
             for old, new in write.begin(everything):
-                self._step(groups, factors, prepared[0][1], gradients, old, new)
+                self._step(variables, factors, prepared[0][1], gradients, old, new)
         self.is_warm = True
 
     def _step(
         self,
-        groups: Sequence[tuple[Variable, ...]],
+        variables: Sequence[Variable],
         factors: Sequence[float],
         iteration: int,
         gradients: Sequence[Array],
@@ -267,7 +305,6 @@ class _FromTorch(JointOptimizer):
         new: Sequence[Array],
     ) -> None:
         rule, torch = self._rule, self._rule.torch
-        variables = [group[0] for group in groups]
         width = 1 + len(self.slot_names)
         are_new = [not count for count in old[1::width]]
         # torch's fused step takes parameters that all have their state already, or all have none.
@@ -310,8 +347,7 @@ class _FromTorch(JointOptimizer):
         wanted = (is_fused, *map(id, variables), *factors)
         if wanted != self._made:
             self._variables = [*variables]  # so that their ids stay theirs
-            torch = self._rule.torch
-            parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in variables]
+            parameters = [self._rule.parameter(variable.shape) for variable in variables]
             rule, where = self._rule, self._rule.group_of
             empty: list[list[Any]] = [[] for _ in rule.groups]
             for parameter, variable in zip(parameters, variables, strict=True):

@@ -20,7 +20,7 @@ import numpy as np
 from ..context import REGISTRY
 from ._kernels import Kernel, gather
 
-Compiled: TypeAlias = Callable[..., bool]
+Compiled: TypeAlias = Callable[..., int]
 DType: TypeAlias = np.dtype[Any]
 
 FUSED_RULES = "fused_rules"
@@ -112,7 +112,7 @@ def _compiled(kernel: Kernel, dtype: DType) -> Compiled | None:
     written = types.Array(number, 1, "C")
     how = types.UniTuple(number, 5)
     old, new = [read] * (kernel.num_slots + 1), [written] * (kernel.num_slots + 1)
-    signature = types.boolean(read, read, how, *old, *new, *[number] * kernel.num_numbers)
+    signature = types.int64(read, read, how, *old, *new, *[number] * kernel.num_numbers)
     options = {"nogil": True, "error_model": "numpy"}
     gathers = njit(types.boolean(written, types.intp, read, read, how), **options)(gather)
     # The kernel finds it under the name of what it calls in plain Python.

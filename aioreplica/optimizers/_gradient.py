@@ -10,8 +10,9 @@ import numpy.typing as npt
 from array_api_compat import is_array_api_obj
 
 from ..devices.backends import backend_of, trace_of
-from ..values import DistributedValues, IndexedSlices, Variable, Weighted
+from ..values import DistributedValues, IndexedSlices, Variable, Weighted, is_floating
 from ._scaled_gradient import ScaledGradient
+from ._slots import working_dtype
 
 Array = npt.NDArray[Any]
 
@@ -20,8 +21,8 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
     """Split pairs into gradients and variables that fit; pairs whose gradient is None are dropped.
 
     Returns:
-        Gradients in the dtype of their variables (arrays, IndexedSlices, ScaledGradients or
-        Weighted ones), and the variables.
+        Gradients in the dtype of their variables, float32 for those of half precision (arrays,
+        IndexedSlices, ScaledGradients or Weighted ones), and the variables.
 
     Raises:
         TypeError: If something is no pair, no variable or no array of real numbers.
@@ -40,13 +41,15 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
             without.append(variable)
             continue
         old = variable.components[0]
-        if variable in variables or not variable.trainable or old.dtype.kind != "f":
+        is_trained = variable.trainable and (old.dtype.kind == "f" or is_floating(old.dtype))
+        if variable in variables or not is_trained:
             raise _not_to_be_updated(variable, is_known=variable in variables)
         variables[variable] = None
         if (  # the common case: it fits as it is
             type(gradient) is np.ndarray
             and gradient.dtype == old.dtype
             and gradient.shape == old.shape
+            and old.dtype.itemsize != 2
         ):
             gradients.append(gradient)
         else:
@@ -86,7 +89,7 @@ def merged_pairs(
                 f"The gradient of {variable.name!r} is None on replicas {without} of "
                 f"{num_replicas}. Bring one on all replicas or on none."
             )
-        if variable in variables or not variable.trainable or variable.dtype.kind != "f":
+        if variable in variables or not variable.trainable or not is_floating(variable.dtype):
             raise _not_to_be_updated(variable, is_known=variable in variables)
         variables[variable] = None
         column = [_fitting(part, variable) for part in parts]
@@ -148,8 +151,9 @@ def _no_gradient(without: Sequence[Variable], what: str) -> ValueError:
 
 
 def _fitting(gradient: Any, variable: Variable) -> Any:
+    dtype = working_dtype(variable.dtype)
     if type(gradient) is np.ndarray:  # the common case: it fits as it is
-        if gradient.dtype == variable.dtype and gradient.shape == variable.shape:
+        if gradient.dtype == dtype and gradient.shape == variable.shape:
             return gradient
     elif type(gradient) is Weighted:
         total, weight = gradient.total, gradient.weight
@@ -177,7 +181,8 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
         )
     array = gradient.values if is_sparse else np.asarray(gradient)
     shape = gradient.dense_shape if is_sparse else array.shape
-    if array.dtype.kind not in "fiu" or not np.can_cast(array.dtype, variable.dtype, "same_kind"):
+    is_real = array.dtype.kind in "iu" or is_floating(array.dtype)
+    if not is_real or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise TypeError(
             f"The gradient of {variable.name!r} must hold numbers that fit its dtype "
             f"{variable.dtype}, got dtype {array.dtype}."
@@ -188,10 +193,10 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
             f"{shape}, but the variable has shape {variable.shape}."
         )
     if not is_sparse:
-        return array.astype(variable.dtype, copy=False)
-    if array.dtype == variable.dtype:
+        return array.astype(dtype, copy=False)
+    if array.dtype == dtype:
         return gradient
-    return IndexedSlices(array.astype(variable.dtype), gradient.indices, gradient.dense_shape)
+    return IndexedSlices(array.astype(dtype), gradient.indices, gradient.dense_shape)
 
 
 def _on_host(gradient: Any, variable: Variable) -> Any:

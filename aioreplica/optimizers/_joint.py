@@ -39,6 +39,7 @@ class JointOptimizer(Optimizer):
     def update_all(
         self,
         prepared: Sequence[Any],
+        variables: Sequence[Variable],
         groups: Sequence[tuple[Variable, ...]],
         shared: Sequence[Variable],
         gradients: Sequence[Array],
@@ -48,7 +49,8 @@ class JointOptimizer(Optimizer):
 
         Args:
             prepared: For each variable what `prepare` gave for its learning rate.
-            groups: Each variable with its slots.
+            variables: Those with a gradient.
+            groups: Each variable, or its master, with its slots.
             shared: What `start` returned.
             gradients: Of each variable; do not write.
             write: Where the new values go.

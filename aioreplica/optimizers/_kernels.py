@@ -27,13 +27,13 @@ class Kernel(NamedTuple):
     Attributes:
         function: The rule. It takes two parts of a gradient, the second one of length 0 if there is
             no more than one; how to make the gradient of their sum, as `gather` does; the value and
-            the slots; the new value and the new slots; and numbers. It tells whether all elements
-            of the gradient are finite.
+            the slots; the new value and the new slots; and numbers. It returns 1 if all elements of
+            the gradient are finite, and 2 more if all that it wrote is.
         num_slots: How many slots there are.
         num_numbers: How many numbers it takes.
     """
 
-    function: Callable[..., bool]
+    function: Callable[..., int]
     num_slots: int
     num_numbers: int
 
@@ -88,18 +88,21 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
     return is_finite
 
 
-def descend(first: Any, second: Any, how: Any, value: Any, new_value: Any, rate: Any) -> bool:
+def descend(first: Any, second: Any, how: Any, value: Any, new_value: Any, rate: Any) -> int:
     """SGD without momentum."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
         is_finite &= gather(slope, begin, first, second, how)
         old, new = value[begin:end], new_value[begin:end]
         for i in range(slope.size):
-            new[i] = old[i] - slope[i] * rate
-    return is_finite
+            moved = old[i] - slope[i] * rate
+            sound += abs(moved) <= largest
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def descend_with_momentum(
@@ -112,10 +115,10 @@ def descend_with_momentum(
     new_total: Any,
     momentum: Any,
     rate: Any,
-) -> bool:
+) -> int:
     """SGD along a decaying sum of gradients."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
@@ -125,8 +128,11 @@ def descend_with_momentum(
         for i in range(slope.size):
             direction = old_total[i] * momentum + slope[i]
             made[i] = direction
-            new[i] = old[i] - direction * rate
-    return is_finite
+            moved = old[i] - direction * rate
+            sound += abs(moved) <= largest
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def descend_with_nesterov(
@@ -139,10 +145,10 @@ def descend_with_nesterov(
     new_total: Any,
     momentum: Any,
     rate: Any,
-) -> bool:
+) -> int:
     """SGD along the sum as it will be one step on."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
@@ -150,10 +156,13 @@ def descend_with_nesterov(
         old, new = value[begin:end], new_value[begin:end]
         old_total, made = total[begin:end], new_total[begin:end]
         for i in range(slope.size):
-            moved = old_total[i] * momentum + slope[i]
-            made[i] = moved
-            new[i] = old[i] - (moved * momentum + slope[i]) * rate
-    return is_finite
+            direction = old_total[i] * momentum + slope[i]
+            made[i] = direction
+            moved = old[i] - (direction * momentum + slope[i]) * rate
+            sound += abs(moved) <= largest
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def adapt(
@@ -166,15 +175,17 @@ def adapt(
     new_value: Any,
     new_m: Any,
     new_v: Any,
+    beta_1: Any,
     share_1: Any,
+    beta_2: Any,
     share_2: Any,
     epsilon: Any,
     size: Any,
     kept: Any,
-) -> bool:
+) -> int:
     """Adam and AdamW."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slopes = room[: end - begin]
@@ -184,12 +195,15 @@ def adapt(
         old_v, made_v = v[begin:end], new_v[begin:end]
         for i in range(slopes.size):
             slope = slopes[i]
-            mean = old_m[i] + (slope - old_m[i]) * share_1
-            square = old_v[i] + (slope * slope - old_v[i]) * share_2
+            mean = old_m[i] * beta_1 + slope * share_1
+            square = old_v[i] * beta_2 + slope * share_2 * slope
             made_m[i] = mean
             made_v[i] = square
-            new[i] = old[i] * kept - mean / (np.sqrt(square) + epsilon) * size
-    return is_finite
+            moved = old[i] * kept - mean / (np.sqrt(square) + epsilon) * size
+            sound += (abs(moved) <= largest) & (square <= largest)
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def accumulate(
@@ -202,10 +216,10 @@ def accumulate(
     new_total: Any,
     epsilon: Any,
     rate: Any,
-) -> bool:
+) -> int:
     """Adagrad."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
@@ -215,8 +229,11 @@ def accumulate(
         for i in range(slope.size):
             square = old_total[i] + slope[i] * slope[i]
             made[i] = square
-            new[i] = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
-    return is_finite
+            moved = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
+            sound += (abs(moved) <= largest) & (square <= largest)
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def divide_by_root(
@@ -227,13 +244,14 @@ def divide_by_root(
     rms: Any,
     new_value: Any,
     new_rms: Any,
+    rho: Any,
     share: Any,
     epsilon: Any,
     rate: Any,
-) -> bool:
+) -> int:
     """RMSprop, neither centered nor with momentum."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
@@ -241,10 +259,13 @@ def divide_by_root(
         old, new = value[begin:end], new_value[begin:end]
         old_rms, made = rms[begin:end], new_rms[begin:end]
         for i in range(slope.size):
-            square = old_rms[i] + (slope[i] * slope[i] - old_rms[i]) * share
+            square = old_rms[i] * rho + slope[i] * share * slope[i]
             made[i] = square
-            new[i] = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
-    return is_finite
+            moved = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
+            sound += (abs(moved) <= largest) & (square <= largest)
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 def divide_by_root_with_momentum(
@@ -257,14 +278,15 @@ def divide_by_root_with_momentum(
     new_value: Any,
     new_rms: Any,
     new_total: Any,
+    rho: Any,
     share: Any,
     epsilon: Any,
     momentum: Any,
     rate: Any,
-) -> bool:
+) -> int:
     """RMSprop with momentum, not centered."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite = True
+    is_finite, sound, largest = True, 0, how[4]
     for begin in range(0, value.size, CHUNK):
         end = min(begin + CHUNK, value.size)
         slope = room[: end - begin]
@@ -273,18 +295,21 @@ def divide_by_root_with_momentum(
         old_rms, made_rms = rms[begin:end], new_rms[begin:end]
         old_total, made_total = total[begin:end], new_total[begin:end]
         for i in range(slope.size):
-            square = old_rms[i] + (slope[i] * slope[i] - old_rms[i]) * share
+            square = old_rms[i] * rho + slope[i] * share * slope[i]
             made_rms[i] = square
             direction = old_total[i] * momentum + slope[i] / np.sqrt(square + epsilon)
             made_total[i] = direction
-            new[i] = old[i] - direction * rate
-    return is_finite
+            moved = old[i] - direction * rate
+            sound += (abs(moved) <= largest) & (square <= largest)
+            new[i] = moved
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
 
 
 DESCEND = Kernel(descend, 0, 1)
 DESCEND_WITH_MOMENTUM = Kernel(descend_with_momentum, 1, 2)
 DESCEND_WITH_NESTEROV = Kernel(descend_with_nesterov, 1, 2)
-ADAPT = Kernel(adapt, 2, 5)
+ADAPT = Kernel(adapt, 2, 7)
 ACCUMULATE = Kernel(accumulate, 1, 2)
-DIVIDE_BY_ROOT = Kernel(divide_by_root, 1, 3)
-DIVIDE_BY_ROOT_WITH_MOMENTUM = Kernel(divide_by_root_with_momentum, 2, 4)
+DIVIDE_BY_ROOT = Kernel(divide_by_root, 1, 4)
+DIVIDE_BY_ROOT_WITH_MOMENTUM = Kernel(divide_by_root_with_momentum, 2, 5)

@@ -50,12 +50,14 @@ class MergedGradient:
         factor: What it is multiplied with after that, to bring its norm down.
         limit: Its elements are brought down to this magnitude, None leaves them.
         is_finite: Whether all elements that were checked are finite.
+        is_in_doubt: Whether what was computed from it may not be finite.
+        dtype: That of its elements, and of what is computed from them.
         num_bytes: How much has to be read to know them all.
     """
 
     __slots__ = (
-        "brought", "divisor", "factor", "is_finite", "limit", "members", "num_bytes", "parts",
-        "scale", "variable",
+        "brought", "divisor", "dtype", "factor", "is_finite", "is_in_doubt", "limit", "members",
+        "num_bytes", "parts", "scale", "variable",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +76,9 @@ class MergedGradient:
         self.factor = 1.0
         self.limit: float | None = None
         self.is_finite = True
+        self.is_in_doubt = False
         first = brought[0]
+        self.dtype: np.dtype[Any] = first.dtype
         self.num_bytes: int = first.nbytes * len(brought)
 
     @property
@@ -309,8 +313,6 @@ def _require_one_kind(variable: Variable, column: Sequence[Any]) -> None:
 
 def _divided(part: Array, divisor: float, out: Array) -> Array:
     """Divide; by a power of two with a multiplication, which is faster and has the same bits."""
-    if part.dtype == np.float16:  # a divisor above 65504 would be infinite, its inverse 0
-        return np.divide(part, divisor, out=out, dtype=np.float32, casting="same_kind")
     if _is_power_of_two(divisor):
         return np.multiply(part, 1.0 / divisor, out=out)
     return np.divide(part, divisor, out=out)
@@ -322,8 +324,6 @@ def _is_power_of_two(divisor: float) -> bool:
 
 def _sum_of_squares(part: Array, out: Array) -> float | None:
     """Square elements and add them up; None if that left the range of their dtype."""
-    if part.dtype == np.float16:
-        return None
     found = float(np.add.reduce(np.multiply(part, part, out=out)))
     return found if math.isfinite(found) and found > 1e-30 else None
 

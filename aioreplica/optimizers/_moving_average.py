@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
-from ..values import Variable
+from ..values import Variable, is_floating
 from ._hyperparameter import checked_decay
 from ._place import (
     replica_on_device,
@@ -22,11 +22,12 @@ from ._place import (
     require_outside_replicas,
     require_owner,
 )
-from ._slots import new_variable
+from ._slots import new_variable, working_dtype
 from ._staged_write import StagedWrite
 from ._step import run_stages
 
 Array = npt.NDArray[Any]
+Components: TypeAlias = tuple[Array, ...]
 
 
 @final
@@ -34,7 +35,8 @@ class ExponentialMovingAverage:
     """Keeps a variable beside each of some variables that follows it slowly.
 
     Make it in `strategy.scope()`; call `update` after each step. An average starts at the value
-    its variable has then, and moves by `1 - decay` of the way at each update.
+    its variable has then, and moves by `1 - decay` of the way at each update. That of a variable of
+    half precision is in float32: in float16 it would stop where a step is less than a rounding.
 
     Args:
         var_list: The variables.
@@ -74,13 +76,17 @@ class ExponentialMovingAverage:
         if not isinstance(var_list, (list, tuple)) or not var_list:
             raise ValueError(f"var_list must be a list of variables, got {var_list!r}.")
         for variable in var_list:
-            if not isinstance(variable, Variable) or variable.dtype.kind != "f":
+            if not isinstance(variable, Variable) or not is_floating(variable.dtype):
                 raise TypeError(f"Averages are of floating-point variables, got {variable!r}.")
         strategy = PLACE.get().strategy
         require_owner(var_list, strategy or var_list[0].strategy)
         owner = var_list[0].strategy
         self._averages = {
-            variable: new_variable(owner, variable.components[0], f"{variable.name}/average")
+            variable: new_variable(
+                owner,
+                variable.components[0].astype(working_dtype(variable.dtype)),
+                f"{variable.name}/average",
+            )
             for variable in var_list
         }
         self._num_updates = new_variable(owner, np.int64(0), "num_averages")
@@ -130,11 +136,12 @@ class ExponentialMovingAverage:
             ContextError: If called inside a replica.
         """
         require_cross_replica_context("ExponentialMovingAverage.swapped")
-        self._swap()
+        exact = {v: v.components for v in self._averages.values()}  # a variable may round them
+        self._swap({})
         try:
             yield
         finally:
-            self._swap()
+            self._swap(exact)
 
     async def _update(self) -> None:
         pending = run_stages(self.stages(), is_blocking=False)
@@ -160,10 +167,14 @@ class ExponentialMovingAverage:
             if write.publish():
                 return  # else another run has written: build on that
 
-    def _swap(self) -> None:
+    def _swap(self, exact: Mapping[Variable, Components]) -> None:
+        """Swap; `exact` has the averages that variables of half precision have rounded."""
         changes = {}
         for variable, average in self._averages.items():
             changes[variable], changes[average] = average.components, variable.components
+            if variable.dtype != average.dtype:
+                changes[variable] = _cast(average.components, variable.dtype)
+                changes[average] = exact.get(average, _cast(variable.components, average.dtype))
         self._num_updates.store.write(changes)
 
     def __repr__(self) -> str:
@@ -243,6 +254,15 @@ class UpdateAverages(Collective):
 
 
 UPDATE_AVERAGES = UpdateAverages("update_averages")
+
+
+def _cast(components: Components, dtype: np.dtype[Any]) -> Components:
+    """Return components in another dtype, read-only; one array for those that share one."""
+    with np.errstate(over="ignore"):
+        made = {id(each): each.astype(dtype, copy=False) for each in components}
+    for each in made.values():
+        each.flags.writeable = False
+    return tuple(made[id(each)] for each in components)
 
 
 def _move(share: float, average: Array, value: Array, new: Array) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, final
 
-from ..collectives import no_data
 from ..context import CLOSURE, PLACE, Place
 from ..devices import is_process_device, run_on_host
 from ..replica import CallSite, ReplicaContext
 from ..values import Variable
-from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._gradient import checked_pairs, has_parts, merged_pairs
+from ._apply_gradients import (
+    APPLY_GRADIENTS,
+    Contribution,
+    apply_across,
+    take_step_alone,
+    written,
+)
+from ._gradient import checked_pairs, merged_pairs
 from ._hyperparameter import LearningRate, Multipliers, checked_learning_rate
 from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
 from ._loss_scale import LossScaling
@@ -33,7 +37,7 @@ from ._place import (
 )
 from ._rule import UpdateRule
 from ._settings import OnNonFinite, StepSettings, checked_settings
-from ._step import APPLY_GRADIENTS, Contribution, optimizer_text, take_step
+from ._step import take_step
 
 
 class Optimizer(UpdateRule):
@@ -55,9 +59,9 @@ class Optimizer(UpdateRule):
         global_clipnorm: Largest norm of all gradients of a step together.
         loss_scale: A number, a `LossScale` or a `DynamicLossScale`: `minimize` and
             `compute_gradients` multiply the loss with it, `apply_gradients` divides by it.
-        on_non_finite: What to do when the sum of the gradients holds NaN or infinity: "raise" a
-            NonFiniteError, "skip" the step on all replicas, or "ignore" it. None raises, but skips
-            with a `DynamicLossScale`.
+        on_non_finite: What to do when the sum of the gradients holds NaN or infinity, or a value or
+            slot would for the first time: "raise" a NonFiniteError, "skip" the step on all
+            replicas, or "ignore" it. None raises, but skips with a `DynamicLossScale`.
         loss_reduction: "sum" adds up the gradients of the replicas, "mean" divides by their number
             too. `Weighted` gradients are divided by their weights either way.
         learning_rate_multipliers: What the learning rate is multiplied with for some variables: a
@@ -194,7 +198,7 @@ class Optimizer(UpdateRule):
                 variable.
             ValueError: If a gradient has another shape than its variable, a variable comes twice
                 or is not trainable, no gradient is left, or all weights are 0.
-            NonFiniteError: If a gradient is not finite, unless such steps are skipped.
+            NonFiniteError: If a gradient or an update is not finite, unless such steps are skipped.
             MergeMismatchError: If replicas have gradients for different variables.
 
         Cancellation:
@@ -299,7 +303,7 @@ class Optimizer(UpdateRule):
             strategy.open()
             reducer = strategy.reducer
             if strategy.workers is not None:
-                await _apply_across(self, pairs, variables, columns, global_step)
+                await apply_across(self, pairs, variables, columns, global_step)
                 return
         gradients = merge_gradients(variables, columns, is_mean=self._settings.is_mean)
         pending = take_step(self, gradients, reducer, global_step)
@@ -324,7 +328,7 @@ class Optimizer(UpdateRule):
         return self._settings.slots.names
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a variable's slot, or None before the variable's first update.
+        """Return a slot, "master" too of half precision; None before the variable's first update.
 
         Raises:
             ValueError: If this optimizer has no slot of that name.
@@ -487,7 +491,7 @@ def _apply_alone(
     pushed: Any = push_elsewhere(optimizer, pairs, global_step)
     if pushed is not None:
         return pushed  # type: ignore[no-any-return]  # it is done, and can be awaited
-    return _take_step_alone(_contribution(optimizer, place, pairs, global_step, is_summed))
+    return take_step_alone(_contribution(optimizer, place, pairs, global_step, is_summed))
 
 
 async def _minimize(
@@ -507,7 +511,7 @@ async def _minimize(
     if isinstance(place.replica, ReplicaContext):
         await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
     else:
-        await _take_step_alone(brought)
+        await take_step_alone(brought)
     return value
 
 
@@ -545,52 +549,3 @@ def _contribution(
     if global_step is not None:
         require_owner(written([], global_step), strategy)
     return Contribution(optimizer, variables, gradients, global_step, is_summed)
-
-
-def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
-    """Return what a step writes for the user; TypeError if the global step is no variable."""
-    if global_step is None:
-        return [*variables]
-    if not isinstance(global_step, Variable):
-        raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
-    return [*variables, global_step]
-
-
-async def _apply_across(
-    optimizer: Optimizer,
-    pairs: Sequence[tuple[Any, Any]],
-    variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
-    global_step: Variable | None,
-) -> None:
-    """Sum over workers what has a part per replica; what is a sum already is one of all."""
-    strategy = variables[0].strategy
-    of_replicas = {variable for gradient, variable in pairs if has_parts(gradient)}
-    summed = [variable not in of_replicas for variable in variables]
-    if any(summed) and not all(summed):
-        raise ValueError(
-            "distributed_apply got gradients with a part per replica and others that are sums. "
-            "Over several workers bring all of one kind."
-        )
-    text = f"{optimizer_text(optimizer)}, {summed[0]}: {gradients_text(variables, columns)}"
-    is_mean = optimizer.settings.is_mean
-    async with strategy.workers.operation("distributed_apply", text) as turn:
-        if summed[0]:
-            await turn.exchange(b"", no_data)
-            merged = merge_gradients(variables, columns, is_mean=is_mean)
-        else:
-            merged = await merge_over_workers(
-                turn, strategy.reducer, variables, columns, is_mean=is_mean
-            )
-        take = partial(take_step, optimizer, merged, None, global_step)
-        await name_the_replica(turn, variables, columns, take)
-
-
-async def _take_step_alone(brought: Contribution) -> None:
-    """Take the step of one replica that is on its own."""
-    optimizer, variables, gradients, global_step, _ = brought
-    columns = [(gradient,) for gradient in gradients]
-    merged = merge_gradients(variables, columns, is_mean=False)
-    pending = take_step(optimizer, merged, None, global_step)
-    if pending is not None:
-        await pending

@@ -81,13 +81,16 @@ class RMSprop(ElementwiseOptimizer):
         gradient, scratch = block.gradient, block.scratch
         rms, *others = block.slots
         new_rms, *new_others = block.new_slots
-        np.multiply(gradient, gradient, out=scratch)
-        _move_mean(rms, scratch, 1 - self._rho, scratch, new_rms)
+        # Sums of shares: a difference of two numbers near the largest one would be infinite.
+        share = np.multiply(gradient, 1 - self._rho, out=scratch)
         if self._centered:
-            mean, new_mean = others[0], new_others[0]
-            np.copyto(scratch, gradient)
-            _move_mean(mean, scratch, 1 - self._rho, scratch, new_mean)
-            np.multiply(new_mean, new_mean, out=scratch)
+            np.multiply(others[0], self._rho, out=new_others[0])
+            np.add(new_others[0], share, out=new_others[0])
+        np.multiply(share, gradient, out=scratch)
+        np.multiply(rms, self._rho, out=new_rms)
+        np.add(new_rms, scratch, out=new_rms)
+        if self._centered:
+            np.multiply(new_others[0], new_others[0], out=scratch)
             np.subtract(new_rms, scratch, out=scratch)
             np.maximum(scratch, 0, out=scratch)  # rounding can make a variance of 0 negative
             np.add(scratch, self._epsilon, out=scratch)
@@ -103,17 +106,10 @@ class RMSprop(ElementwiseOptimizer):
         np.subtract(block.value, scratch, out=block.new_value)
 
     def kernel_numbers(self, prepared: float, block: Block) -> tuple[float, ...]:
-        """Return the share of what is new in the mean, epsilon, the momentum and the rate."""
+        """Return the shares of old and new in the mean, epsilon, the momentum and the rate."""
         momentum = (self._momentum,) if self._momentum else ()
-        return 1 - self._rho, self._epsilon, *momentum, prepared
+        return self._rho, 1 - self._rho, self._epsilon, *momentum, prepared
 
     def finish(self, prepared: float) -> Mapping[Variable, Array]:
         """Nothing."""
         return {}
-
-
-def _move_mean(old: Array, new_sample: Array, share: float, scratch: Array, new: Array) -> None:
-    """Move a running mean towards a sample by a share of the way."""
-    np.subtract(new_sample, old, out=scratch)
-    np.multiply(scratch, share, out=scratch)
-    np.add(old, scratch, out=new)

@@ -122,7 +122,8 @@ class StepSettings:
             (None, name): each for name, each in {**named, **self.restored}.items()
         }
         for owner, slots in self.slots.made.items():
-            found.update({(owner, n): s for n, s in zip(self.slots.names, slots, strict=True)})
+            names = self.slots.names_of(owner)
+            found.update({(owner, n): s for n, s in zip(names, slots, strict=True)})
         for owner, values in self.slots.restored.items():
             found.update({(owner, name): value for name, value in values.items()})
         return found
@@ -130,7 +131,7 @@ class StepSettings:
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether a slot, or shared state, of that name may still be made."""
         if owner is not None:
-            return name in self.slots.names and owner not in self.slots.made
+            return name in self.slots.names_of(owner) and owner not in self.slots.made
         return not self.shared and name.startswith(f"{SHARED}.")
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:

@@ -1,4 +1,8 @@
-"""Slots: what an optimizer remembers for each variable, in variables that live beside it."""
+"""Slots: what an optimizer remembers for each variable, in variables that live beside it.
+
+A variable of half precision has one more, "master": its value in float32. The rule moves that, with
+slots and gradients of float32, and the variable is its rounding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ from typing import Any, final
 import numpy as np
 
 from ..typing import VariableAggregation
-from ..values import PlainVariable, Variable, VariableOptions, WeakVariableDict
+from ..values import PlainVariable, Variable, VariableOptions, WeakVariableDict, is_floating
+
+MASTER = "master"
 
 
 @final
@@ -22,12 +28,23 @@ class SlotTable:
     Attributes:
         made: The slots of each variable, in order of `names`; they go with the variable.
         restored: Values of a checkpoint for slots that are not made yet, by name.
+        in_step: Versions of a variable of half precision and of its master, of which the first is
+            the rounding of the second; another version is looked at.
+
+    Raises:
+        ValueError: If a name is that of the master.
     """
 
-    __slots__ = ("_lock", "made", "names", "restored")
+    __slots__ = ("_lock", "in_step", "made", "names", "restored")
 
     def __init__(self, names: tuple[str, ...]) -> None:
+        if MASTER in names:
+            raise ValueError(
+                f"No slot can be called {MASTER!r}: variables of half precision have one of that "
+                "name. Choose another one."
+            )
         self.names = names
+        self.in_step: WeakVariableDict[tuple[int, int]] = WeakVariableDict()
         self.made: WeakVariableDict[tuple[Variable, ...]] = WeakVariableDict()
         self.restored: WeakVariableDict[dict[str, Any]] = WeakVariableDict()
         self._lock = Lock()
@@ -42,11 +59,18 @@ class SlotTable:
         Raises:
             ValueError: If there is no slot of that name.
         """
-        if name not in self.names:
-            legal = ", ".join(map(repr, self.names)) or "none"
+        names = self.names_of(variable)
+        if name not in names:
+            legal = ", ".join(map(repr, names)) or "none"
             raise ValueError(f"Unknown slot {name!r}. The slots of this optimizer are: {legal}.")
         slots = self.made.get(variable)
-        return None if slots is None else slots[self.names.index(name)]
+        return None if slots is None else slots[names.index(name)]
+
+    def names_of(self, variable: Variable) -> tuple[str, ...]:
+        """Return the names of a variable's slots, in order: a master comes first."""
+        if working_dtype(variable.dtype) == variable.dtype:
+            return self.names
+        return MASTER, *self.names
 
     def all(self) -> tuple[Variable, ...]:
         """Return every slot, variable by variable in order of their first update."""
@@ -55,24 +79,32 @@ class SlotTable:
     def make(
         self, variable: Variable, initial: Callable[[str, Variable], Any]
     ) -> tuple[Variable, ...]:
-        """Return the slots of a variable, in order of `names`, making them the first time.
+        """Return the slots of a variable, in order of their names, making them the first time.
 
         Args:
             variable: Their owner.
             initial: Called as `initial(name, variable)`, gives a new slot's value.
         """
+
+        def start(name: str) -> Any:
+            value = (
+                variable.components[0] if name == MASTER else np.asarray(initial(name, variable))
+            )
+            return value.astype(working_dtype(value.dtype), copy=False)
+
         with self._lock:  # two blocking runs may take the first step at the same time
             slots = self.made.get(variable)
             if slots is None:
                 owner, prefix = variable.strategy, variable.name
                 restored = self.restored.get(variable) or {}
+                names = self.names_of(variable)
                 values = [
-                    value_at_start(f"{prefix}/{name}", initial(name, variable), restored.get(name))
-                    for name in self.names
+                    value_at_start(f"{prefix}/{name}", start(name), restored.get(name))
+                    for name in names
                 ]
                 slots = self.made[variable] = tuple(
                     new_variable(owner, value, f"{prefix}/{name}")
-                    for name, value in zip(self.names, values, strict=True)
+                    for name, value in zip(names, values, strict=True)
                 )
                 self.restored.pop(variable)
             return slots
@@ -87,6 +119,8 @@ def value_at_start(name: str, initial: Any, restored: Any) -> Any:
     if restored is None:
         return initial
     fresh = np.asarray(initial)
+    if working_dtype(restored.dtype) == fresh.dtype:  # it was kept in half precision then
+        restored = restored.astype(fresh.dtype, copy=False)
     if (fresh.shape, fresh.dtype) != (restored.shape, restored.dtype):
         raise ValueError(
             f"The slot {name!r} has shape {fresh.shape} and dtype {fresh.dtype}, but the "
@@ -94,6 +128,12 @@ def value_at_start(name: str, initial: Any, restored: Any) -> Any:
             "the optimizer as it was when the checkpoint was saved."
         )
     return restored
+
+
+def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that updates are computed in: float32 for float16 and bfloat16."""
+    is_half = dtype.itemsize == 2 and is_floating(dtype)
+    return np.dtype(np.float32) if is_half else dtype
 
 
 def new_variable(strategy: Any, value: Any, name: str) -> Variable:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from ..values import Variable, writable_buffer
+from ..values import Variable, is_floating, writable_buffer
 
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = Sequence[Array]
@@ -129,6 +129,46 @@ class StagedWrite:
             array.flags.writeable = False
             made[key] = _fitting(variable, array, fn(array))
         self._new[variable] = tuple(made[id(array)] for array in self._new[variable])
+
+    def round(self, variable: Variable, master: Variable) -> bool:
+        """Stage what the staged components of a master are in its variable's dtype.
+
+        Returns:
+            Whether all of them are finite.
+        """
+        made: dict[int, Array] = {}
+        components = self._new[master]
+        for array, old in zip(components, variable.components, strict=True):
+            if id(array) not in made:
+                made[id(array)] = rounded = _memory(variable, old)
+                with np.errstate(over="ignore"):
+                    np.copyto(rounded, array, casting="unsafe")
+        self._new[variable] = tuple(made[id(array)] for array in components)
+        return all(bool(np.isfinite(rounded).all()) for rounded in made.values())
+
+    def find_non_finite(
+        self, group: Sequence[Variable]
+    ) -> tuple[Variable, tuple[int, ...], float] | None:
+        """Return the first staged element that is not finite while the old one was.
+
+        Args:
+            group: Variables, in the order in which they are looked at.
+
+        Returns:
+            The variable, the index and the number; None if there is no such element.
+        """
+        for variable in dict.fromkeys(group):
+            if not is_floating(variable.dtype):
+                continue
+            pairs = zip(self._old[variable], self._new[variable], strict=True)
+            for old, new in {id(pair[1]): pair for pair in pairs}.values():
+                is_wrong = ~np.isfinite(new)
+                if is_wrong.any():
+                    is_wrong &= np.isfinite(old)
+                if is_wrong.any():
+                    where = np.unravel_index(int(np.argmax(is_wrong)), new.shape)
+                    return variable, tuple(map(int, where)), float(new[where])
+        return None
 
     def publish(self) -> bool:
         """Swap everything in; False, with nothing changed, if somebody has written meanwhile."""

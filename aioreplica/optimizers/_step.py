@@ -3,8 +3,8 @@
 `apply_gradients` is a collective whose merge is one step. A step comes in stages, each of which is
 complete before the next one is asked for. The calling thread carries them out; if one has much to
 read, and the thread is the event loop's, that stage and the others go to several threads. Where no
-norm is needed, gradients are summed, unscaled and checked while the rule reads them: nothing is
-published before the outcome of the check is known.
+norm is needed, gradients are summed, unscaled and checked while the rule reads them, and what it
+writes is looked at while it is in a core's cache: nothing is published before the outcome is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,31 +21,29 @@ import numpy.typing as npt
 from ..collectives import (
     Job,
     Reducer,
-    Turn,
-    leaf_bytes,
-    no_data,
     num_threads,
     run_here,
     run_on_threads,
 )
-from ..context import INLINE_STEP, PLACE
-from ..replica import Call, Collective, Parts, Pending, SyncGroup
+from ..context import INLINE_STEP
+from ..errors import NonFiniteError
 from ..typing import ReduceOp
-from ..values import IndexedSlices, Variable, Weighted
-from ._across import gradients_text, merge_over_workers, name_the_replica
+from ..values import IndexedSlices, Variable
 from ._blocks import BlockRule, Range, block_jobs, run_rows
 from ._fused import fused_rules
 from ._hyperparameter import learning_rate_at
 from ._kernels import Kernel
-from ._merged_gradient import MergedGradient, merge_gradients
-from ._scaled_gradient import ScaledGradient
+from ._merged_gradient import MergedGradient
+from ._slots import SlotTable
 from ._staged_write import StagedWrite
 
 if TYPE_CHECKING:
     from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
-Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable with its slots
+Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable, or its master, with its slots
+_dtype_of = attrgetter("dtype")
+Masters: TypeAlias = Sequence[tuple[MergedGradient, Variable]]
 
 INLINE_STEP_BYTES = 12 * 1024 * 1024
 """A step that reads and writes no more than this runs on the event loop, which takes it up to a
@@ -56,153 +55,6 @@ wait for each other's lock, and up to here that costs more than the second core 
 
 FUSED_THREAD_BYTES = 8 * 1024 * 1024
 """The same where the rule is compiled: then a call takes a range of a variable and no lock."""
-
-SHOWN = 8
-"""So many variables are named in a message; then only the first that differs is."""
-
-
-# ---- the collective ------------------------------------------------------------------------------
-
-
-@final
-class Contribution(NamedTuple):
-    """What one replica brings.
-
-    Attributes:
-        optimizer: Whose step it is.
-        variables: Those with a gradient.
-        gradients: Arrays, IndexedSlices or ScaledGradients of them, or Weighted ones.
-        global_step: Counts steps for the user, None if nothing does.
-        is_summed: Whether every replica brings the sum over all replicas.
-    """
-
-    optimizer: Optimizer
-    variables: Sequence[Variable]
-    gradients: Sequence[Any]
-    global_step: Variable | None
-    is_summed: bool = False
-
-
-@final
-class ApplyGradients(Collective):
-    """Takes one step with the gradients of all replicas; each gets None.
-
-    The argument of a call is None, its args a `Contribution`.
-    """
-
-    __slots__ = ()
-
-    def detail(self, argument: Any) -> str:
-        """Return "": what replicas bring is shown where it differs."""
-        return ""
-
-    def num_bytes(self, call: Call) -> int:
-        """Add up the gradients."""
-        size = 0
-        for gradient in call.args[2]:
-            size += gradient.nbytes if type(gradient) is np.ndarray else _num_bytes(gradient)
-        return size
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether both apply gradients to the same variables with the same optimizer."""
-        ours: Contribution = call.args  # type: ignore[assignment]  # see the class above
-        theirs: Contribution = first.args  # type: ignore[assignment]
-        if (
-            ours.optimizer is not theirs.optimizer
-            or ours.global_step is not theirs.global_step
-            or ours.is_summed is not theirs.is_summed
-            or list(map(id, ours.variables)) != list(map(id, theirs.variables))
-        ):
-            return False
-        for own, other in zip(ours.gradients, theirs.gradients, strict=True):
-            if (type(own) is Weighted) is not (type(other) is Weighted):
-                return False
-        return True
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say what differs: variables, weights, global steps or optimizers."""
-        if self.agrees(first, call):
-            return None
-        here, there = _of(first), _of(call)
-        if list(map(id, here.variables)) != list(map(id, there.variables)):
-            return _other_variables(here.variables, there.variables)
-        if here.is_summed is not there.is_summed:
-            return f"aggregate is {not here.is_summed} here and {not there.is_summed} there"
-        if here.global_step is not there.global_step:
-            return f"global_step is {here.global_step!r} here and {there.global_step!r} there"
-        if here.optimizer is not there.optimizer:
-            return (
-                f"{here.optimizer!r} here and {there.optimizer!r} there are two optimizers, which "
-                "count their iterations apart"
-            )
-        kinds = zip(_which_are_weighted(here), _which_are_weighted(there), strict=True)
-        index = next(i for i, (a, b) in enumerate(kinds) if a != b)
-        with_weight, without = ("here", "there") if _which_are_weighted(here)[index] else (
-            "there", "here"
-        )  # fmt: skip
-        return (
-            f"the gradient of {here.variables[index].name!r} is Weighted {with_weight} and has no "
-            f"weight {without}"
-        )
-
-    def signature(self, call: Call) -> str:
-        """Describe the optimizer, its variables and what their gradients are."""
-        own = _of(call)
-        step = "" if own.global_step is None else f", global step {own.global_step.name!r}"
-        text = gradients_text(own.variables, [[gradient] for gradient in own.gradients])
-        return f"{optimizer_text(own.optimizer)}, aggregate={not own.is_summed}{step}: {text}"
-
-    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
-        """Take the step with the gradients of the replicas of all workers, on each of them."""
-        own = _of(calls[0])
-        optimizer, variables = own.optimizer, own.variables
-        is_mean = optimizer.settings.is_mean
-        if own.is_summed:
-            columns: list[list[Any]] = [[gradient] for gradient in own.gradients]
-            await turn.exchange(b"", no_data)
-            merged = merge_gradients(variables, columns, is_mean=False)
-        else:
-            columns = [list(each) for each in zip(*[_of(c).gradients for c in calls], strict=True)]
-            merged = await merge_over_workers(
-                turn, group.reducer, variables, columns, is_mean=is_mean
-            )
-        take = partial(take_step, optimizer, merged, None, own.global_step)
-        await name_the_replica(turn, variables, columns, take)
-        return [None] * len(calls)
-
-    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
-        """Take the step in cross-replica context, in replica 0's context variables."""
-        nothing = [None] * group.num_replicas
-        pending = calls[0].context.run(_take_step_of_all, group, calls)
-        return nothing if pending is None else Pending(pending, lambda _: nothing)
-
-
-APPLY_GRADIENTS = ApplyGradients("apply_gradients")
-
-
-def optimizer_text(optimizer: Optimizer) -> str:
-    """Name an optimizer by its kind and by the variable that counts its steps."""
-    return f"{type(optimizer).__qualname__} {optimizer.iterations.name!r}"
-
-
-def _of(call: Call) -> Contribution:
-    contribution: Contribution = call.args  # type: ignore[assignment]  # see the class above
-    return contribution
-
-
-def _take_step_of_all(group: SyncGroup, calls: Sequence[Call]) -> Awaitable[None] | None:
-    PLACE.set(group.merge_place)
-    optimizer, variables, gradients, global_step, is_summed = calls[0].args
-    if is_summed or len(calls) == 1:
-        columns: Sequence[Sequence[Any]] = [(gradient,) for gradient in gradients]
-    else:
-        columns = list(zip(*[call.args[2] for call in calls], strict=True))
-    merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
-    reducer = None if is_summed else group.reducer
-    return take_step(optimizer, merged, reducer, global_step, is_blocking=group.is_blocking)
-
-
-# ---- the step ------------------------------------------------------------------------------------
 
 
 def take_step(
@@ -227,7 +79,7 @@ def take_step(
     """
     stages = _stages(optimizer, gradients, reducer, global_step)
     kernel: Kernel | None = getattr(optimizer, "kernel", None)
-    is_fused = fused_rules().has(kernel, gradients[0].variable.dtype)
+    is_fused = fused_rules().has(kernel, gradients[0].parts[0].dtype)
     thread_bytes = FUSED_THREAD_BYTES if is_fused else STEP_THREAD_BYTES
     limit = INLINE_STEP.get()
     if limit is not None and not is_blocking and sum(each.num_bytes for each in gradients) > limit:
@@ -266,7 +118,7 @@ def _stages(
     checks = settings.on_non_finite != "ignore"
     kernel: Kernel | None = getattr(optimizer, "kernel", None)
     if kernel is not None:
-        dtypes = fused_rules().missing(kernel, (each.variable.dtype for each in gradients))
+        dtypes = fused_rules().missing(kernel, map(_dtype_of, gradients))
         if dtypes:  # takes long, so not on the event loop
             yield [(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))]
     yield sum_gradients(gradients, reducer)
@@ -282,12 +134,29 @@ def _stages(
         for gradient in gradients:
             gradient.limit = settings.clipvalue
     while True:
-        write, prepared, jobs = apply(optimizer, gradients, global_step, norm)
+        write, prepared, groups, masters, jobs = apply(optimizer, gradients, global_step, norm)
+        if masters and (stale := _stale(settings.slots, masters)):
+            yield from _begin_anew(settings.slots, stale)
+            continue
         yield jobs
-        if checks and not all(gradient.is_finite for gradient in gradients):
+        is_finite, is_in_doubt = True, bool(masters) or not optimizer.is_elementwise
+        for gradient in gradients:
+            is_finite = is_finite and gradient.is_finite
+            is_in_doubt = is_in_doubt or gradient.is_in_doubt
+        if checks and not is_finite:
             yield from _refuse(optimizer, gradients)
             return
-        if publish(optimizer, write, prepared, gradients):
+        if masters:
+            yield [(g.num_bytes, partial(_round, write, g, master)) for g, master in masters]
+        if checks and is_in_doubt and (doubtful := _doubtful(optimizer, gradients, groups)):
+            found: list[NonFiniteError] = []
+            yield [
+                (sum(each.num_bytes for each in gradients), partial(_look, write, doubtful, found))
+            ]
+            if found:
+                yield from _refuse(optimizer, gradients, found[0])
+                return
+        if publish(optimizer, write, prepared, gradients, groups):
             return  # else another run has written: build on that
 
 
@@ -330,29 +199,35 @@ def apply(
     gradients: Sequence[MergedGradient],
     global_step: Variable | None,
     norm: float | None,
-) -> tuple[StagedWrite, Any, list[Job]]:
+) -> tuple[StagedWrite, Any, Groups, Masters, list[Job]]:
     """Call the hooks of the rule; what it computes is staged.
 
     Returns:
-        The write, what the rule prepared for the step, and the jobs that fill in the write.
+        The write, what the rule prepared for the step, what it moves (a variable, or its master,
+        with the slots), the masters, and the jobs that fill in the write.
     """
     settings = optimizer.settings
     slots, iterations = settings.slots, settings.iterations
-    variables = [gradient.variable for gradient in gradients]
+    variables = list(map(attrgetter("variable"), gradients))
     shared = optimizer.start(variables) if optimizer.is_joint else ()  # type: ignore[attr-defined]
-    made = [slots.made.get(variable) for variable in variables]
-    groups = [
-        (variable, *(slots.make(variable, optimizer.new_slot) if own is None else own))
-        for variable, own in zip(variables, made, strict=True)
-    ]
-    read = [*shared, iterations]
+    groups, masters, read = [], [], [*shared, iterations]
+    for gradient, variable in zip(gradients, variables, strict=True):
+        own = slots.made.get(variable)
+        if own is None:
+            own = slots.make(variable, optimizer.new_slot)
+        group = (variable, *own)
+        read += group
+        if len(own) > len(slots.names):
+            masters.append((gradient, own[0]))
+            group = own  # the master stands for its variable
+        groups.append(group)
     if global_step is not None:
         read.append(global_step)
     scaling = settings.loss_scaling
     if scaling is not None:
         read += scaling.variables
     # Before any of them is read: what another run writes from here on is noticed.
-    write = StagedWrite([*[each for group in groups for each in group], *read])
+    write = StagedWrite(read)
     if scaling is not None:
         for variable, value in _scale_after(optimizer, gradients, is_finite=True).items():
             write.replace(variable, value)
@@ -364,7 +239,8 @@ def apply(
         write.replace(settings.norm, norm)
     prepared, of_each = _prepared(optimizer, variables, iteration)
     if optimizer.is_elementwise:
-        return write, prepared, _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
+        jobs = _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
+        return write, prepared, groups, masters, jobs
     size = sum(gradient.num_bytes for gradient in gradients)
     if optimizer.is_joint:
         if not optimizer.is_warm:  # type: ignore[attr-defined]
@@ -372,7 +248,7 @@ def apply(
         run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
     else:
         run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
-    return write, prepared, [(size, run)]
+    return write, prepared, groups, masters, [(size, run)]
 
 
 def publish(
@@ -380,16 +256,24 @@ def publish(
     write: StagedWrite,
     prepared: Any,
     gradients: Sequence[MergedGradient],
+    groups: Groups,
 ) -> bool:
     """Finish, then write everything; False if somebody else has written meanwhile."""
     for variable, value in optimizer.finish(prepared).items():
         write.replace(variable, value)
-    for gradient in gradients:
+    slots, scaling = optimizer.settings.slots, optimizer.settings.loss_scaling
+    for gradient, (moved, *_) in zip(gradients, groups, strict=True):
         constraint = getattr(gradient.variable, "constraint", None)
         if constraint is not None:
-            write.change(gradient.variable, constraint)
+            write.change(moved, constraint)
+            if moved is not gradient.variable:
+                write.round(gradient.variable, moved)
     is_done = write.publish()
-    scaling = optimizer.settings.loss_scaling
+    for gradient, (moved, *_) in zip(gradients, groups, strict=True):
+        if is_done and moved is not gradient.variable:
+            versions = slots.in_step.get(gradient.variable)
+            if versions is not None:
+                slots.in_step[gradient.variable] = (versions[0] + 1, versions[1] + 1)
     if is_done and scaling is not None:
         scaling.applied_by(optimizer)
     return is_done
@@ -410,22 +294,102 @@ async def _go_on_in_threads(
         jobs = next(stages, None)
 
 
-def _refuse(optimizer: Optimizer, gradients: Sequence[MergedGradient]) -> Iterator[Sequence[Job]]:
-    """Raise, or skip the step: only the loss scale and the count of skipped steps change."""
+def _refuse(
+    optimizer: Optimizer,
+    gradients: Sequence[MergedGradient],
+    error: NonFiniteError | None = None,
+) -> Iterator[Sequence[Job]]:
+    """Raise, or skip the step: only the loss scale and the count of skipped steps change.
+
+    Args:
+        optimizer: Whose step it is.
+        gradients: One of which is not finite; else the scale is not to blame, and stays.
+        error: Says that what was computed from them is not.
+    """
     settings = optimizer.settings
     if settings.skipped is None:
-        found: list[BaseException] = []
-        wrong = next(gradient for gradient in gradients if not gradient.is_finite)
-        yield [(wrong.num_bytes, lambda: found.append(wrong.non_finite_error()))]
+        found: list[BaseException] = [] if error is None else [error]
+        if error is None:
+            wrong = next(gradient for gradient in gradients if not gradient.is_finite)
+            yield [(wrong.num_bytes, lambda: found.append(wrong.non_finite_error()))]
         raise found[0]
-    scaling = settings.loss_scaling
+    scaling = settings.loss_scaling if error is None else None
     while True:
         write = StagedWrite([settings.skipped, *(() if scaling is None else scaling.variables)])
         write.replace(settings.skipped, settings.skipped.components[0] + 1)
-        for variable, value in _scale_after(optimizer, gradients, is_finite=False).items():
-            write.replace(variable, value)
+        if scaling is not None:
+            for variable, value in _scale_after(optimizer, gradients, is_finite=False).items():
+                write.replace(variable, value)
         if write.publish():
             return
+
+
+def _doubtful(
+    optimizer: Optimizer, gradients: Sequence[MergedGradient], groups: Groups
+) -> list[tuple[Variable, ...]]:
+    """Return what is to be looked at before it is published: slots, and what they belong to.
+
+    Blocks are looked at when they are computed, which tells of nearly all that they are finite. The
+    slots of another library's optimizer are its own affair.
+    """
+    found: list[tuple[Variable, ...]] = []
+    for gradient, (moved, *slots) in zip(gradients, groups, strict=True):
+        if gradient.is_in_doubt or not optimizer.is_elementwise:
+            found.append((*(() if optimizer.is_joint else slots), moved, gradient.variable))
+    return found
+
+
+def _look(
+    write: StagedWrite, groups: Sequence[Sequence[Variable]], found: list[NonFiniteError]
+) -> None:
+    """Look for an element that was finite and is no more; append the error."""
+    for group in groups:
+        place = write.find_non_finite(group)
+        if place is not None:
+            which, where, number = place
+            owner = group[-1].name
+            found.append(NonFiniteError(
+                f"The update of {owner!r} is not finite: {which.name!r} would be {number} at index "
+                f"{where}, though the gradient is finite. Nothing was updated. Look for a gradient "
+                "or a learning rate that is too large, clip gradients, or pass "
+                'on_non_finite="skip" to leave out such steps.',
+                variable=owner,
+                index=where,
+            ))  # fmt: skip
+            return
+
+
+def _stale(slots: SlotTable, masters: Masters) -> list[tuple[Variable, Variable]]:
+    """Return variables with masters of which they may not be the rounding: somebody has written."""
+    pairs = [(gradient.variable, master) for gradient, master in masters]
+    return [(v, m) for v, m in pairs if slots.in_step.get(v) != (v.version, m.version)]
+
+
+def _begin_anew(
+    slots: SlotTable, pairs: Sequence[tuple[Variable, Variable]]
+) -> Iterator[Sequence[Job]]:
+    """Make masters what variables are, where these are not their rounding."""
+    write = StagedWrite([each for pair in pairs for each in pair])
+    versions = [(variable.version, master.version + 1) for variable, master in pairs]
+    yield [
+        (3 * master.components[0].nbytes, job)
+        for variable, master in pairs
+        for job in write.follow(master, variable, _follow)
+    ]
+    if write.publish():
+        for (variable, _), both in zip(pairs, versions, strict=True):
+            slots.in_step[variable] = both
+
+
+def _follow(master: Array, value: Array, new: Array) -> None:
+    np.copyto(new, value, casting="unsafe")
+    with np.errstate(over="ignore"):
+        np.copyto(new, master, where=master.astype(value.dtype) == value)
+
+
+def _round(write: StagedWrite, gradient: MergedGradient, master: Variable) -> None:
+    if not write.round(gradient.variable, master):
+        gradient.is_in_doubt = True
 
 
 def _scale_after(
@@ -520,7 +484,8 @@ def _run_rule(
 
         def update(old: tuple[Array, ...], of_one: Any = of_one, dense: Array = dense) -> Any:
             slots = dict(zip(names, old[1:], strict=True))
-            value, new_slots = optimizer.update(of_one, old[0], dense, slots)
+            with np.errstate(over="ignore"):  # it is looked at before it is published
+                value, new_slots = optimizer.update(of_one, old[0], dense, slots)
             new = (value, *[new_slots[name] for name in names])
             return [_apart(each, dense) for each in new]
 
@@ -538,7 +503,8 @@ def _run_joint_rule(
     dense = [gradient.dense() for gradient in gradients]
     checks = optimizer.settings.on_non_finite != "ignore"
     if not checks or all(gradient.is_finite for gradient in gradients):
-        optimizer.update_all(prepared, groups, shared, dense, write)  # type: ignore[attr-defined]
+        variables = [gradient.variable for gradient in gradients]
+        optimizer.update_all(prepared, variables, groups, shared, dense, write)  # type: ignore[attr-defined]
 
 
 def _apart(new: Any, gradient: Array) -> Any:
@@ -550,30 +516,3 @@ def _apart(new: Any, gradient: Array) -> Any:
 
 def _counted(old: tuple[Array, ...]) -> tuple[Array, ...]:
     return (np.add(old[0], 1, dtype=old[0].dtype),)
-
-
-# ---- differences ---------------------------------------------------------------------------------
-
-
-def _num_bytes(gradient: Any) -> int:
-    if type(gradient) is Weighted:
-        gradient = gradient.total
-    return leaf_bytes(gradient.values if type(gradient) is ScaledGradient else gradient)
-
-
-def _which_are_weighted(contribution: Contribution) -> list[bool]:
-    return [type(gradient) is Weighted for gradient in contribution.gradients]
-
-
-def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str:
-    if len(here) <= SHOWN and len(there) <= SHOWN:
-        names = [", ".join(variable.name for variable in each) for each in (here, there)]
-        return f"gradients for {names[0]} here and gradients for {names[1]} there"
-    pairs = zip(here, there, strict=False)
-    index = next((i for i, (a, b) in enumerate(pairs) if a is not b), None)
-    text = f"gradients for {len(here)} variables here and for {len(there)} there"
-    if index is None:  # one begins like the other and ends earlier
-        more, where = (here, "here") if len(here) > len(there) else (there, "there")
-        index = min(len(here), len(there))
-        return f"{text}; number {index} is {more[index].name!r} and comes only {where}"
-    return f"{text}; number {index} is {here[index].name!r} here and {there[index].name!r} there"

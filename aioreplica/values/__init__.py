@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._array_like import ArrayLike as ArrayLike
+from ._array_like import is_floating as is_floating
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
@@ -64,6 +65,7 @@ __all__ = [
     "argument_difference",
     "between_steps",
     "default_store",
+    "is_floating",
     "is_own",
     "merged_column",
     "new_per_replica",

@@ -10,6 +10,11 @@ import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is floating-point: bfloat16 too, for which NumPy has no kind."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
 class ArrayLike(NDArrayOperatorsMixin, ABC):
     """Something with a `value` that takes part in NumPy expressions with it.
 

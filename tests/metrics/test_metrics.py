@@ -291,3 +291,49 @@ def test_metrics_say_what_is_wrong_with_their_arguments(name: str) -> None:
 def test_metrics_are_checked_when_they_are_made(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "torch.bfloat16"])
+def test_values_of_half_precision_are_added_up_in_float64(kind: str) -> None:
+    numbers: Any = np.full(4, 6e4, np.float16)
+    if kind == "bfloat16":
+        numbers = numbers.astype(pytest.importorskip("ml_dtypes").bfloat16)
+    if kind == "torch.bfloat16":
+        torch = pytest.importorskip("torch")
+        numbers = torch.full((4,), 6e4, dtype=torch.bfloat16)
+    mean, total = Mean(), Sum()
+    mean.update_state(numbers)
+    total.update_state(numbers)
+    assert mean.result() == pytest.approx(6e4, rel=2.0**-8)
+    assert total.result() == 4 * mean.result()
+
+
+def test_what_is_masked_does_not_count() -> None:
+    values = np.ma.masked_array([1.0, np.nan, 5.0], mask=[0, 1, 0])
+    mean, total, tensor = Mean(), Sum(), ar.metrics.MeanTensor((3,))
+    for metric in (mean, total, tensor):
+        metric.update_state(values)
+    assert (mean.result(), total.result(), tensor.result().tolist()) == (3.0, 6.0, [1.0, 0.0, 5.0])
+    mean.update_state(values, sample_weight=[0, 1, 2])
+    assert mean.result() == pytest.approx((6 + 10) / 4)
+
+    labels = np.ma.masked_array([1, 7, 0], mask=[0, 1, 0])
+    accuracy, overlap = Accuracy(), ar.metrics.MeanIoU(2)
+    precision, recall = ar.metrics.Precision(), ar.metrics.Recall()
+    accuracy.update_state(labels, [1, 7, 1])
+    overlap.update_state(labels, [1, 1, 0])
+    for metric in (precision, recall):
+        metric.update_state(labels, [0.9, 0.9, 0.8])
+    assert (accuracy.result(), overlap.result()) == (0.5, 1.0)
+    assert (precision.result(), recall.result()) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["Precision", "Recall", "AUC"])
+def test_a_score_that_is_no_number_is_refused(kind: str) -> None:
+    metric = getattr(ar.metrics, kind)()
+    with pytest.raises(ValueError, match=r"score nan at index \(1,\)"):
+        metric.update_state([0, 1], [0.2, np.nan])
+    assert [float(np.sum(v.value)) for v in metric.variables] == [0.0, 0.0]
+
+    metric.update_state([0, 1, 1], [0.2, np.nan, 0.9], sample_weight=[1, 0, 1])
+    assert metric.result() == pytest.approx(1.0)

@@ -11,17 +11,17 @@ from tests.replica.gated import my_id
 
 
 async def assert_fresh_one_goes_on(
-    strategy: ar.Strategy, folder: Path, make: Callable[[], Any]
+    strategy: ar.Strategy, folder: Path, make: Callable[[], Any], dtype: Any = np.float32
 ) -> None:
     """Train, save, train on; restore a fresh one from there, train that on, and compare all."""
 
     def build() -> dict[str, Any]:
         with strategy.scope():
-            return {"model": [ar.Variable(np.float32([1.0, 2.0]))], "by": make()}
+            return {"model": [ar.Variable(np.array([1.0, 2.0], dtype))], "by": make()}
 
     async def train(state: dict[str, Any], numbers: range) -> None:
         async def step(number: int) -> None:
-            gradient = np.float32([number, my_id()])
+            gradient = np.array([number, my_id()], dtype)
             await state["by"].apply_gradients([(gradient, state["model"][0])])
 
         for number in numbers:

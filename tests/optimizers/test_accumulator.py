@@ -1,5 +1,6 @@
 """GradientAccumulator: several batches are one, whatever their sizes and numbers."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, NonFiniteError
-from aioreplica.optimizers import SGD, Adam
+from aioreplica.optimizers import SGD, Adam, ScaledGradient
 from aioreplica.optimizers._step import INLINE_STEP_BYTES
 from tests.conftest import mirrored
 from tests.optimizers.rules import made
@@ -163,3 +164,55 @@ async def test_sums_that_overflow_are_refused_when_they_are_applied() -> None:
     with pytest.raises(ar.errors.NonFiniteError, match="'w'"):
         await window.apply()
     assert w.version == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("scale", [None, 4.0])
+async def test_a_restored_window_is_divided_by_what_was_added(
+    tmp_path: Path, is_sparse: bool, scale: float | None
+) -> None:
+    """Unequal numbers of gradients without weights, averaged: 3 and 1, saved after 2 and 1."""
+
+    def gradient(number: float) -> Any:
+        values: Any = np.array([number, 2 * number])
+        if is_sparse:
+            values = ar.IndexedSlices(values, [0, 1], (2,))
+        return values if scale is None else ScaledGradient(values * scale, scale)
+
+    async def trained(*, is_interrupted: bool) -> Any:
+        async with mirrored(2) as strategy:
+            w, window = window_in(strategy, loss_reduction="mean")
+
+            async def step(own: Any) -> None:
+                for number in own:
+                    await window.add([(gradient(number), w)])
+
+            await strategy.run(step, args=(ar.PerReplica([(1.0, 2.0), (3.0,)]),))
+            if is_interrupted:
+                manager = ar.CheckpointManager(tmp_path)
+                await manager.save(1, {"w": w, "window": window})
+                window.discard()
+                await manager.restore({"w": w, "window": window})
+            await strategy.run(step, args=(ar.PerReplica([(6.0,), ()]),))
+            assert window.num_added == 4
+            await window.apply()
+            return w.value.tolist()
+
+    assert await trained(is_interrupted=False) == [-3.0, -6.0]
+    assert await trained(is_interrupted=True) == [-3.0, -6.0]
+
+
+@pytest.mark.asyncio
+async def test_an_empty_batch_after_a_good_one_counts_for_nothing(
+    pair: ar.MirroredStrategy,
+) -> None:
+    w, window = window_in(pair)
+
+    async def step() -> None:
+        await window.add([(ar.Weighted(np.array([2.0, 4.0]), 2), w)])
+        await window.add([(ar.Weighted(np.full(2, np.nan), 0), w)])
+        await window.apply()
+
+    await pair.run(step)
+    assert w.value.tolist() == [-1.0, -2.0]

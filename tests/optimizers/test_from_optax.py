@@ -31,6 +31,7 @@ RULES: dict[str, Callable[[], Any]] = {
     ),
     "every third step": lambda: optax.MultiSteps(optax.adamw(0.01), 3),
     "factored": lambda: optax.adafactor(0.01),
+    "noisy": lambda: optax.noisy_sgd(0.1, key=jax.random.key(3)),
     "masked": lambda: optax.chain(
         optax.adam(0.01),
         optax.masked(optax.add_decayed_weights(0.1), lambda tree: dict.fromkeys(tree, True)),

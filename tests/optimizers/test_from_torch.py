@@ -64,6 +64,49 @@ async def test_twenty_steps_are_torchs_bit_by_bit(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_grouped", [False, True])
+@pytest.mark.parametrize(("name", "shapes"), [
+    ("Muon", [(3, 2), (4, 4)]), ("Adafactor", [(3, 2), (5,), ()])
+])  # fmt: skip
+async def test_classes_that_tell_matrices_from_vectors_are_torchs(
+    name: str, shapes: Any, is_grouped: bool
+) -> None:
+    rng = np.random.default_rng(3)
+    starts = [rng.normal(size=shape).astype("f4") for shape in shapes]
+    parameters = [torch.nn.Parameter(torch.tensor(start)) for start in starts]
+    variables = [ar.Variable(start) for start in starts]
+    kind = getattr(torch.optim, name)
+
+    def scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    plain = kind(parameters, lr=0.1)
+    rate = scheduler(plain)
+    groups = [{"params": variables}] if is_grouped else None
+    optimizer = from_torch(kind, groups, scheduler=scheduler, lr=0.1)
+    for _ in range(5):
+        gradients = [rng.normal(size=shape).astype("f4") for shape in shapes]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.tensor(gradient)
+        plain.step()
+        rate.step()
+        await optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    for parameter, variable in zip(parameters, variables, strict=True):
+        np.testing.assert_array_equal(variable.value, parameter.detach().numpy())
+
+
+@pytest.mark.asyncio
+async def test_a_shape_that_torch_refuses_changes_nothing() -> None:
+    w = ar.Variable(np.ones(3, "f4"))
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        await from_torch(torch.optim.Muon, lr=0.1).apply_gradients([(np.ones(3, "f4"), w)])
+    assert w.version == 0
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        from_torch(torch.optim.Muon, [{"params": [w]}], lr=0.1)
+
+
+@pytest.mark.asyncio
 async def test_groups_and_a_scheduler_are_torchs(pair: ar.MirroredStrategy) -> None:
     rng = np.random.default_rng(3)
     starts = [rng.normal(size=3) for _ in range(3)]

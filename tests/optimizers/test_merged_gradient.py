@@ -147,24 +147,6 @@ def test_dividing_by_a_power_of_two_changes_no_bit(exponent: int, values: list[f
     assert found.tobytes() == expected.tobytes()
 
 
-def test_half_precision_is_divided_as_it_is() -> None:
-    part = np.array([1.0, 3e-5], np.float16)
-    w = ar.Variable(np.zeros_like(part), name="w")
-
-    assert (MergedGradient(w, [part], [0], 2.0**12).dense() == part / np.float16(2.0**12)).all()
-
-
-@pytest.mark.parametrize("divisor", [1e5, 2.0**20, 2.0**26, 2.0**40])
-def test_divisors_beyond_half_precision_are_not_infinite(divisor: float) -> None:
-    part = np.array([6e4, -3e4], np.float16)
-    w = ar.Variable(np.zeros_like(part), name="w")
-    total = MergedGradient(w, [part], [0], divisor)
-
-    expected = (part.astype(np.float64) / divisor).astype(np.float16)
-    np.testing.assert_array_equal(total.dense(), expected)
-    assert total.squares() == pytest.approx(((part.astype(np.float64) / divisor) ** 2).sum())
-
-
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [

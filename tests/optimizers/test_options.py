@@ -231,3 +231,9 @@ def test_a_dynamic_scale_and_a_plateau_are_both_remembered() -> None:
     sgd = SGD(ReduceOnPlateau(1.0), loss_scale=DynamicLossScale(), measure_norm=True)
 
     assert len(sgd.variables) == len({*sgd.variables}) == 1 + 1 + 1 + 2 + 4
+
+
+def test_a_minimum_above_the_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"minimum=0\.1 is above initial_learning_rate=0\.01"):
+        ReduceOnPlateau(0.01, minimum=0.1)
+    assert ReduceOnPlateau(0.1, minimum=0.1)(0) == 0.1

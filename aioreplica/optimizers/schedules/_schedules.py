@@ -232,7 +232,8 @@ class ReduceOnPlateau:
         minimum: Where it stops falling.
 
     Raises:
-        ValueError: If a number is out of range, or the mode is unknown.
+        ValueError: If a number is out of range, the minimum is above the initial rate, or the mode
+            is unknown.
         TypeError: If one is no number.
         ContextError: If made inside a replica.
 
@@ -272,6 +273,12 @@ class ReduceOnPlateau:
         self._threshold = checked_number("threshold", threshold, ">= 0", lambda n: n >= 0)
         self._cooldown = checked_number("cooldown", cooldown, ">= 0", lambda number: number >= 0)
         self._minimum = checked_number("minimum", minimum, ">= 0", lambda number: number >= 0)
+        if self._minimum > start:
+            raise ValueError(
+                f"minimum={minimum!r} is above initial_learning_rate={initial_learning_rate!r}, so "
+                "the rate would rise where it is meant to fall. Pass a minimum that is at most "
+                "the initial rate."
+            )
         self._mode = mode
         strategy = PLACE.get().strategy
         worst = np.float64(np.inf if mode == "min" else -np.inf)

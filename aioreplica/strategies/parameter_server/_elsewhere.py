@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
+from ...optimizers import working_dtype
 from ...values import Variable, VariableOptions
 from ._messages import Array, Key
 from ._servers import Servers
@@ -64,7 +65,8 @@ class Elsewhere:
             known = settings.slots.made.get(variable)
             if known is None:
                 known = tuple(
-                    self._slot_variable(variable, optimizer, name) for name in settings.slots.names
+                    self._slot_variable(variable, optimizer, name)
+                    for name in settings.slots.names_of(variable)
                 )
                 settings.slots.made[variable] = known
             made += [slot for slot in known if not slot.is_home]
@@ -72,7 +74,10 @@ class Elsewhere:
 
     def _slot_variable(self, variable: ServedVariable, optimizer: int, name: str) -> ServedVariable:
         full = f"{variable.name}/{name}"
-        spec = variable.spec._replace(name=full, trainable=False, slot=(optimizer, name))
+        dtype = working_dtype(variable.dtype)
+        spec = variable.spec._replace(
+            name=full, dtype=dtype, trainable=False, slot=(optimizer, name)
+        )
         options = VariableOptions(full, trainable=False, aggregation=variable.aggregation)
         return new_served(spec, options, variable.strategy, variable.store, self._servers)
 
@@ -127,7 +132,7 @@ class Elsewhere:
                 if all(slot.cell.number > 0 for slot in slots):
                     values[owner] = {
                         name: slot.cell.components[0]
-                        for name, slot in zip(table.names, slots, strict=True)
+                        for name, slot in zip(table.names_of(owner), slots, strict=True)
                     }
             values.update(table.restored.items())
             for owner, named in values.items():

@@ -122,8 +122,8 @@ class ParameterServer:
     def _slot(self, shard: PlainVariable, slot: Slot) -> PlainVariable:
         optimizer, name = slot
         owner = self._optimizers[optimizer]
-        slots = owner.settings.slots.make(shard, owner.new_slot)
-        found: Any = slots[owner.slot_names.index(name)]
+        owner.settings.slots.make(shard, owner.new_slot)
+        found: Any = owner.get_slot(shard, name)
         return found  # type: ignore[no-any-return]  # made without a strategy
 
     # ---- pushes --------------------------------------------------------------------------
@@ -270,8 +270,8 @@ class ParameterServer:
             (key, (number, name))
             for key, shard in self._shards.items()
             for number, optimizer in self._optimizers.items()
-            if optimizer.slot_names and optimizer.settings.slots.made.get(shard) is not None
-            for name in optimizer.slot_names
+            if optimizer.settings.slots.made.get(shard) is not None
+            for name in optimizer.settings.slots.names_of(shard)
         ]
 
     def load(

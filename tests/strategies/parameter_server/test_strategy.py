@@ -558,3 +558,34 @@ async def test_one_coordinator_at_a_time() -> None:
 def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ar.ParameterServerStrategy(LocalClosureEngine(1), **options)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+async def test_half_precision_has_masters_on_the_servers(dtype: str, tmp_path: Path) -> None:
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    start, one = np.ones((6, 2), dtype), np.ones((6, 2), dtype)
+
+    def pull_down(w: Any, optimizer: Any) -> None:
+        optimizer.apply_gradients([(one, w)])
+
+    partitioner = ar.FixedShardsPartitioner(2)
+    async with opened(num_ps=2, variable_partitioner=partitioner) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(start, name="w"), ar.optimizers.SGD(2.0**-12)
+        state = {"w": w, "optimizer": optimizer}
+        manager = ar.CheckpointManager(tmp_path)
+
+        async def steps(count: int) -> Any:
+            for _ in range(count):
+                await coordinator.schedule(pull_down, (w, optimizer))
+            await coordinator.join()
+            return np.array(await w.read()).astype(np.float32)
+
+        await steps(32)
+        await manager.save(1, state)
+        expected = await steps(32)
+        await manager.restore(state)
+        np.testing.assert_array_equal(await steps(32), expected)
+        assert expected.tolist() == [[1 - 2.0**-6] * 2] * 6
