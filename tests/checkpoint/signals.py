@@ -192,7 +192,8 @@ async def what_is_wrong(way: Way, directory: str, begun: int) -> str:
         training = Training(manager, strategy)
         steps = manager.steps()
         if not steps:
-            return "nothing was saved" if way.must_save else ""
+            is_early = way.saving == "behind" and not begun  # no save had begun
+            return "nothing was saved" if way.must_save and not is_early else ""
         for step in steps:
             await manager.verify(step)
         step = await manager.restore(training.state)
