@@ -49,8 +49,8 @@ class Adapter(ABC):
             NumPy array is an `IndexedSlices`.
 
         Raises:
-            TypeError: If a watched array is not of floating point, the result is no number, or it
-                is no pair where one is due.
+            TypeError: If a watched array is not of floating point, the result is not a number, or
+                it is not a pair where one is due.
             ValueError: If the result is not a scalar.
 
         Shapes:
@@ -73,7 +73,7 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Take what a differentiated function returned apart: the loss, and its auxiliary output.
 
     Raises:
-        TypeError: If `has_aux` and it is no pair.
+        TypeError: If `has_aux` and it is not a pair.
     """
     if not has_aux:
         return result, None

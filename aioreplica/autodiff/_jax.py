@@ -89,7 +89,7 @@ class JaxAdapter(Adapter):
 
 @final
 class _Extra:
-    """What a function returned besides its value: jax takes the arrays out of the trace."""
+    """Additional result of a function; jax takes its arrays out of the trace."""
 
     __slots__ = ("_inner", "_leaves", "_positions", "_spec", "arrays")
 

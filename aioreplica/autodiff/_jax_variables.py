@@ -67,7 +67,7 @@ class JaxVariables:
     def set_value(self, tree: Any) -> None:
         """Set the variables from a pytree of the same structure, as one write.
 
-        In a replica, state only: its own component. Leaves that are no variables are passed over.
+        In a replica, state only: its own component. Leaves that are not variables are passed over.
 
         Raises:
             ValueError: If the structure, a shape or a dtype does not fit.

@@ -42,7 +42,7 @@ from ..typing import ReduceOp
 @final
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who called a differentiable collective, and where.
+    """Caller of a differentiable collective, and the line of the call.
 
     Attributes:
         replica: The replica; None outside every run, where one replica meets itself.

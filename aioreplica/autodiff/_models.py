@@ -27,8 +27,8 @@ def torch_module(module: Any, *, name: str | None = None) -> TorchModule:
 
     Raises:
         ImportError: If torch is not installed.
-        TypeError: If it is no module, is compiled, a tensor's dtype has no NumPy counterpart, or a
-            parameter has a hook of `register_post_accumulate_grad_hook`.
+        TypeError: If it is not a module, is compiled, a tensor's dtype has no NumPy counterpart, or
+            a parameter has a hook of `register_post_accumulate_grad_hook`.
         ValueError: If a parameter has no shape yet (lazy modules), or a variable of that name
             exists.
         ContextError: If called inside a replica.

@@ -117,7 +117,7 @@ class _Outside:
 @final
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    """What a traced function gave.
+    """Result of a traced function.
 
     Attributes:
         value: Its value; of a tree the tuple of those leaves that depend on the arguments.

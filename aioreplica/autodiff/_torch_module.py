@@ -96,7 +96,7 @@ class TorchModule:
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
+        """True if the module is in training mode."""
         return self._modes[0]
 
     def train(self, mode: bool = True) -> TorchModule:

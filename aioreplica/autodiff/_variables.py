@@ -23,7 +23,7 @@ Pairs = list[tuple[Array | IndexedSlices | None, Variable]]
 
 
 class Held(Protocol):
-    """What a model needs until the gradients of a loss are there."""
+    """Resources that a model holds until the gradients of a loss are computed."""
 
     def release(self) -> None:
         """Give it back."""
@@ -232,7 +232,7 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
         In a loss an array of the library that differentiates, elsewhere a NumPy array.
 
     Raises:
-        TypeError: If it is no variable, or the indices are no integers.
+        TypeError: If it is not a variable, or the indices are not integers.
         ValueError: If an index is negative or too large.
 
     Shapes:

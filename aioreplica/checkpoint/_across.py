@@ -95,7 +95,7 @@ async def agree_on_restored(state: Any, step: int) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """What the worker that has done most steps has kept.
+    """Savepoint of the worker that has completed most steps.
 
     Attributes:
         next_steps: The numbers of its next steps.

@@ -33,7 +33,7 @@ class EntryDescription:
 @final
 @dataclass(frozen=True, slots=True)
 class StepDescription:
-    """What a step holds.
+    """Contents of a step.
 
     Attributes:
         step: Its number.

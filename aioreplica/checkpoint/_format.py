@@ -58,7 +58,7 @@ class DamagedError(Exception):
 
 
 class TensorRecord(NamedTuple):
-    """Where one array is stored.
+    """Location of one stored array.
 
     Attributes:
         file: Index in the list of files.
@@ -132,7 +132,7 @@ class EntryRecord:
 @final
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         step: The step it was saved as.

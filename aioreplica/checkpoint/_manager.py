@@ -47,7 +47,7 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, slots=True)
 class CheckpointStatistics:
-    """What a manager has done.
+    """Counters of a manager.
 
     Attributes:
         num_saved: Steps it has saved.
@@ -82,7 +82,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: If a number is below 1.
-        TypeError: If one is no int, or `directory` is neither a path nor a storage.
+        TypeError: If one is not an int, or `directory` is neither a path nor a storage.
 
     Example:
         >>> import asyncio, tempfile
@@ -139,7 +139,7 @@ class CheckpointManager:
             CheckpointUncertainError: If it was, but may not survive a crash of the machine; or
                 if its manifest cannot be read back, so that this is not known.
             TypeError: If something in the state cannot be saved.
-            ValueError: If `step` is negative, the state is no container, or two of its entries
+            ValueError: If `step` is negative, the state is not a container, or two of its entries
                 have one name.
             ContextError: If called in a step.
 
@@ -188,7 +188,7 @@ class CheckpointManager:
             What `work` returns.
 
         Raises:
-            TypeError: If `step` is no plain function.
+            TypeError: If `step` is not a plain function.
             CheckpointError: If the state could not be saved.
             SystemExit: After SIGTERM, once the state is saved.
             Exception: What `work` raises; nothing is saved then, also if it was being stopped.
@@ -309,7 +309,7 @@ class CheckpointManager:
 
     @property
     def restored(self) -> Restored | None:
-        """What the last `restore` did, and what did not match; None before the first one."""
+        """Result of the last `restore`, with all that did not match; None before the first one."""
         return self._restored
 
     # ---- looking -------------------------------------------------------------------------

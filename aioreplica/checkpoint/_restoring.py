@@ -37,7 +37,7 @@ NUM_LISTED = 8
 @final
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What became of a state and of the checkpoint it was restored from.
+    """Result of restoring a state from a checkpoint.
 
     Attributes:
         step: The step that was restored.
@@ -114,7 +114,7 @@ async def _restore_from(
 @final
 @dataclass(slots=True)
 class Plan:
-    """What of a checkpoint goes where.
+    """Plan of which tensor of a checkpoint restores which part of the state.
 
     Attributes:
         direct: Entries of the state that have one in the checkpoint.
@@ -316,7 +316,7 @@ def apply_plan(
 
 
 def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
-    """Return what an entry that is no variable in place holds.
+    """Return what an entry that is not a variable in place holds.
 
     Raises:
         DamagedError: If no plain data are written like that.

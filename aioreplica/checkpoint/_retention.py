@@ -1,4 +1,4 @@
-"""Which steps are removed after a save."""
+"""Retention: the steps that are removed after a save."""
 
 from __future__ import annotations
 

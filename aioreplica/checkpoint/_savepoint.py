@@ -16,7 +16,7 @@ NOWHERE = TensorRecord(0, 0, 0, 0)
 
 @final
 class Savepoint:
-    """References to everything in a state; what is no variable is copied.
+    """References to everything in a state; what is not a variable is copied.
 
     Take one, and put it back, between two steps: no step that writes the state may be under way.
     The old arrays live as long as the savepoint does.
@@ -26,7 +26,7 @@ class Savepoint:
 
     Raises:
         TypeError: If something in it cannot be saved.
-        ValueError: If it is no container, or two of its entries have one name.
+        ValueError: If it is not a container, or two of its entries have one name.
 
     Example:
         >>> import asyncio

@@ -1,4 +1,4 @@
-"""What a state is made of: its entries, by key, and a cut of them between two steps.
+"""Entries of a state, by key, and a cut of them between two steps.
 
 A key is the way to an entry through the containers of the state, such as `model/0`. What an object
 consists of is below its own key: `optimizer/iterations`, `optimizer/slots/model/0/m`.
@@ -34,13 +34,13 @@ class Composite(Protocol):
 
 @runtime_checkable
 class Deferring(Protocol):
-    """A composite with parts that it makes later, or that are no variables: an optimizer."""
+    """A composite with parts that it makes later, or that are not variables: an optimizer."""
 
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether `load_entries` has a use for a value of that name."""
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
-        """Take values of parts that are no variables, or not made yet. Must not fail."""
+        """Take values of parts that are not variables, or not made yet. Must not fail."""
 
     def forget_entries(self, owner: Variable) -> None:
         """Let go of the parts of a variable that were not made when the state was saved."""
@@ -145,7 +145,7 @@ def read_state(state: Any) -> State:
 
     Raises:
         TypeError: If something in it cannot be saved.
-        ValueError: If the state is no container, or two entries have one key.
+        ValueError: If the state is not a container, or two entries have one key.
     """
     if not isinstance(state, (Mapping, list, tuple)):
         raise ValueError(
@@ -292,7 +292,7 @@ class Cut:
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor was written, and its shape and dtype."""
+    """Location, shape and dtype of a stored tensor."""
 
     record: TensorRecord
     form: tuple[tuple[int, ...], str]
@@ -396,7 +396,7 @@ def encode(value: Any, key: str, arrays: list[Array]) -> Any:
     """Return plain data as JSON has it; arrays go to `arrays` and leave their number.
 
     Raises:
-        TypeError: If something is no plain data.
+        TypeError: If something is not plain data.
 
     Example:
         >>> encode({"rate": 0.5, "shape": (2, 3)}, "settings", [])

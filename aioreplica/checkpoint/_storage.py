@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a small protocol, and the local file system.
+"""Storage of checkpoints: a small protocol, and the local file system.
 
 All calls may block, so the manager makes them on threads. Paths are relative, with `/`; the manager
 makes them of numbers and never of what it has read.
@@ -53,7 +53,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class Storage(Protocol):
-    """What a checkpoint manager needs of a file system or an object store.
+    """Interface of a file system or an object store for a checkpoint manager.
 
     Every method may raise an OSError. FileNotFoundError from `open` says that there is no such
     file: a step that needs it is damaged. Any other error says that this cannot be told now.

@@ -1,4 +1,4 @@
-"""How commands print: a table on a terminal, one line per row with tabs into a pipe.
+"""Output of commands: a table on a terminal, one line per row with tabs into a pipe.
 
 Only the table needs rich: `doctor` also prints where the extra `cli` is missing.
 """

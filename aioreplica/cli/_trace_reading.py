@@ -22,7 +22,7 @@ TRACK_DESCRIPTOR, TRACK_EVENT = 60, 11
 SLICE_BEGIN, SLICE_END, INSTANT, COUNTER = 1, 2, 3, 4
 
 UNREADABLE = (
-    ArithmeticError,  # a time that is no number
+    ArithmeticError,  # a time that is not a number
     AttributeError,
     LookupError,
     RecursionError,
@@ -41,7 +41,7 @@ def read_trace(path: Path) -> tuple[str, Timeline]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is no trace, or damaged.
+        ValueError: If it is not a trace, or damaged.
     """
     content = path.read_bytes()
     if not content.strip():

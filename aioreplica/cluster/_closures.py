@@ -45,11 +45,11 @@ class ClosureWorker:
 
 
 class ClosureTask(Protocol):
-    """What an engine runs on a worker; it can be pickled."""
+    """Function that an engine runs on a worker; it can be pickled."""
 
     @property
     def is_async(self) -> bool:
-        """Whether it awaits."""
+        """True if it awaits."""
 
     def run(self, worker: ClosureWorker) -> Any:
         """Do it in the calling thread, which must have no running event loop."""
@@ -170,7 +170,7 @@ class ClosureEngine(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """How many workers there are, as far as is known."""
+        """Number of workers, as far as is known."""
 
     @abstractmethod
     async def restart_worker(self, submission: Submission) -> None:

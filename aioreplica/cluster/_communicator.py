@@ -65,7 +65,7 @@ class Call:
 @final
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group has ended, in the same words for all of its workers.
+    """Reason for the end of a group, in the same words on all of its workers.
 
     Attributes:
         kind: LOST, STALLED, ENDED (by `abort`), or CLOSED (this communicator only).
@@ -91,7 +91,7 @@ class Failure:
 @final
 @dataclass(frozen=True, slots=True)
 class CommunicatorStatistics:
-    """What a communicator has done and is doing.
+    """Counters and state of a communicator.
 
     Attributes:
         calls: Collectives started since it was made.
@@ -163,22 +163,22 @@ class Communicator(ABC):
 
     @property
     def size(self) -> int:
-        """How many workers there are in the group."""
+        """Number of workers in the group."""
         return self._size
 
     @property
     def timeout(self) -> float | None:
-        """How long a collective may wait for the others, in seconds; None waits for ever."""
+        """Limit of a collective's wait for the others, in seconds; None waits for ever."""
         return self._timeout
 
     @property
     def is_closed(self) -> bool:
-        """Whether `aclose` was called."""
+        """True after `aclose` was called."""
         return self._is_closed
 
     @property
     def has_failed(self) -> bool:
-        """Whether the group has ended by a failure, for this worker at least."""
+        """True if the group has ended by a failure, for this worker at least."""
         return self._failure is not None
 
     def statistics(self) -> CommunicatorStatistics:
@@ -256,7 +256,7 @@ class Communicator(ABC):
             A future of the root's array.
 
         Raises:
-            Exception: As in `all_reduce`; a ValueError also if `root` is no rank of the group.
+            Exception: As in `all_reduce`; a ValueError also if `root` is not a rank of the group.
         """
         if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self._size:
             raise ValueError(f"root must be a rank from 0 to {self._size - 1}, got {root!r}.")
@@ -314,7 +314,7 @@ class Communicator(ABC):
             ranks: Ranks of this group, this worker's among them.
 
         Raises:
-            TypeError: If `ranks` are no integers.
+            TypeError: If `ranks` are not integers.
             ValueError: If a rank is not in the group or given twice, or this worker is left out.
             Exception: What ended the group, if it has ended.
         """
@@ -358,7 +358,7 @@ class Communicator(ABC):
             reason: Shown to all workers; at most 400 characters of it.
 
         Raises:
-            TypeError: If `reason` is no string.
+            TypeError: If `reason` is not a string.
         """
         if not isinstance(reason, str):
             raise TypeError(f"The reason is a string, got {reason!r} ({type(reason).__name__}).")
@@ -460,7 +460,7 @@ def require_timeout(timeout: Any) -> float | None:
     """Check a timeout in seconds.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is not above 0.
     """
     if timeout is None:

@@ -58,7 +58,7 @@ class DaskClosureEngine(ClosureEngine):
     Raises:
         ImportError: If Dask distributed is not installed.
         TypeError: If `target` is nothing of these.
-        ValueError: If `num_workers` is no positive integer.
+        ValueError: If `num_workers` is not a positive integer.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class DaskClosureEngine(ClosureEngine):
 
     @property
     def num_workers(self) -> int:
-        """How many workers the scheduler had when it was asked last."""
+        """Number of workers that the scheduler had when it was last asked."""
         return self._num_workers
 
     async def add_worker(self) -> str:

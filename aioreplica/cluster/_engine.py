@@ -45,7 +45,7 @@ NOTE_BYTES = 1024
 @final
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What one worker tells all others.
+    """Message of one worker to all others.
 
     Attributes:
         kind: WAITING or LEFT, or the kind of a failure.
@@ -83,7 +83,7 @@ class Note:
 
 
 class Engine(Exchange):
-    """What an adapter gives of its engine; called on the lane's thread only."""
+    """Interface of an engine's adapter; called on the lane's thread only."""
 
     @abstractmethod
     def tell(self, note: Note) -> None:
@@ -413,7 +413,7 @@ def _failure_of(error: BaseException) -> Failure:
 
 @final
 class _Performed:
-    """What a call has come to, on its way from the lane to the event loop.
+    """Result of a call, on its way from the lane to the event loop.
 
     The op of the call would bring it a cycle of the loop later, to its done callbacks.
     """

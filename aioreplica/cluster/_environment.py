@@ -1,4 +1,4 @@
-"""What launchers tell a process of its cluster, in environment variables."""
+"""Description of the cluster that launchers put into environment variables."""
 
 from __future__ import annotations
 

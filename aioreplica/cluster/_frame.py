@@ -1,7 +1,7 @@
 """The frame that every cross-worker operation begins with, and what follows from the frames of all.
 
-A frame has a size that all workers know and is no pickle, so they can exchange it whatever each of
-them is about to do. Pure decision code: frames go in, one decision comes out, the same on every
+A frame has a size that all workers know and is not a pickle, so they can exchange it whatever each
+of them is about to do. Pure decision code: frames go in, one decision comes out, the same on every
 worker.
 
 Layout, little-endian: magic and version, kind, length of the slot, run, sequence, stage, digest of
@@ -36,7 +36,7 @@ ROOM_MEMORY = 8  # operations: those of one training step, or two
 @final
 @unique
 class FrameKind(IntEnum):
-    """What a worker has come for."""
+    """Kind of a frame: a collective, a failure, a close."""
 
     COLLECTIVE = 1
     FAILED = 2
@@ -49,7 +49,7 @@ _COLLECTIVE = MAGIC + bytes([FrameKind.COLLECTIVE])
 @final
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one worker says at the beginning of an operation.
+    """Message of one worker at the beginning of an operation.
 
     Attributes:
         kind: What it has come for.
@@ -96,7 +96,7 @@ class Frame:
         """Read what was sent.
 
         Raises:
-            ValueError: If it is no frame of this release.
+            ValueError: If it is not a frame of this release.
         """
         raw = data[:FRAME_BYTES].tobytes()
         if len(raw) != FRAME_BYTES or not raw.startswith(MAGIC):

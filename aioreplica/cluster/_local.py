@@ -65,8 +65,8 @@ class LocalCommunicator(Communicator):
             timeout: How long a collective may wait for the others, in seconds; None waits for ever.
 
         Raises:
-            TypeError: If `timeout` is no number.
-            ValueError: If `size` is no positive integer, or `timeout` is not above 0.
+            TypeError: If `timeout` is not a number.
+            ValueError: If `size` is not a positive integer, or `timeout` is not above 0.
         """
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"A group has at least 1 worker, got {size!r}.")
@@ -138,7 +138,7 @@ def message() -> None:
 @final
 @dataclass(slots=True)
 class _Meeting:
-    """Who has come to one call of the group."""
+    """Arrivals of the members at one call of the group."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     timer: asyncio.TimerHandle | None = None
@@ -146,7 +146,7 @@ class _Meeting:
 
 @final
 class _Group:
-    """What the members of a group share.
+    """State shared by the members of a group.
 
     Invariants:
         * A meeting is in `_meetings` from the first call with its number until all have come.

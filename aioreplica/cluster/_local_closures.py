@@ -35,7 +35,7 @@ class LocalClosureEngine(ClosureEngine):
         num_workers: How many tasks run at a time.
 
     Raises:
-        ValueError: If `num_workers` is no positive integer.
+        ValueError: If `num_workers` is not a positive integer.
     """
 
     def __init__(self, num_workers: int = 2) -> None:
@@ -112,7 +112,7 @@ class LocalClosureEngine(ClosureEngine):
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return len(self._idle) + len(self._busy)
 
     async def restart_worker(self, submission: Submission) -> None:

@@ -57,7 +57,7 @@ class MpiCommunicator(EngineCommunicator):
             ContextError: If the process was forked from one that uses MPI, or MPI was started
                 without support for threads.
             StallError: If not all workers came before the timeout.
-            TypeError: If `timeout` is no number.
+            TypeError: If `timeout` is not a number.
             ValueError: If `timeout` is not above 0.
 
         Cancellation:

@@ -40,7 +40,7 @@ NOTHING_AHEAD = Ahead(ReduceOp.SUM, [], are_lent=False)
 
 @final
 class Operation(asyncio.Future[T]):
-    """What a worker does together with all others; it comes to its end whoever waits for it.
+    """Operation of a worker with all others; it is completed even if nobody awaits it.
 
     Args:
         run: Of which it is a part.

@@ -91,7 +91,7 @@ class ClusterResolver:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what is done once, such as writing checkpoints."""
+        """True if this process does what is done once, such as writing checkpoints."""
         return self.rank == 0
 
 

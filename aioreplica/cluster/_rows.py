@@ -1,4 +1,4 @@
-"""What workers tell each other when they are in different operations, and the error made of it."""
+"""Exchange of the workers' rows when their operations differ, and the error made of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN = 600
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerRows:
-    """Where one worker is.
+    """Position of one worker's replicas.
 
     Attributes:
         run: Number of its run.

@@ -67,7 +67,7 @@ class TorchCommunicator(EngineCommunicator):
         Raises:
             ImportError: If torch is not installed, or is built without torch.distributed.
             StallError: If not all workers came before the timeout; names those that did not.
-            TypeError: If `timeout` is no number.
+            TypeError: If `timeout` is not a number.
             ValueError: If the coordinator's address is missing or in use, this worker was started
                 twice, workers were told of different numbers of workers, or GLOO_SOCKET_IFNAME is
                 not the name of one interface.

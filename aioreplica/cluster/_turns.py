@@ -70,7 +70,7 @@ class WorkersRun:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
+        """Number of replicas of all workers."""
         return self.workers.num_replicas
 
     def raise_if_over(self) -> None:

@@ -37,7 +37,7 @@ CLOSING_S = 30.0
 
 @final
 class Workers:
-    """What a strategy does together with the same strategy of other workers.
+    """Connection of a strategy with the same strategy of other workers.
 
     Args:
         connect: Gives the communicator, at the first operation.
@@ -80,17 +80,17 @@ class Workers:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
+        """Number of replicas of all workers."""
         return self.num_workers * self.num_local_replicas
 
     @property
     def has_others(self) -> bool:
-        """Whether there are other workers than this one."""
+        """True if there are other workers than this one."""
         return self.num_workers > 1
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if nothing can be sent any more."""
         return self._broken is not None
 
     # ---- runs ----------------------------------------------------------------------------

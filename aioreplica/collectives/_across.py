@@ -43,7 +43,7 @@ _NUMBER_BYTES = 16
 
 
 class Wire(Protocol):
-    """What carries arrays between workers; every worker makes the same calls in the same order."""
+    """Carrier of arrays between workers; every worker makes the same calls in the same order."""
 
     def all_reduce(self, x: Array, op: Any) -> Awaitable[Array]:
         """Combine an array over all workers."""

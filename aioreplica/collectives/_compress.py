@@ -15,7 +15,7 @@ from ._sparse import require_sum
 
 @final
 class Compressed:
-    """One compressed reduction. Leaves that are no floating-point arrays pass as they are.
+    """One compressed reduction. Leaves that are not floating-point arrays pass as they are.
 
     Args:
         compression: The code.

@@ -52,7 +52,7 @@ def share(value: Any, inputs: Sequence[Any]) -> list[Any]:
     """Return a result of a collective once per replica, where each replica's input lives.
 
     Args:
-        value: The result; what is no array is handed on as it is.
+        value: The result; what is not an array is handed on as it is.
         inputs: What each replica brought.
 
     Returns:

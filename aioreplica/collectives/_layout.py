@@ -1,4 +1,4 @@
-"""Which leaves of a tree are reduced together: alone, in packs, or not as arrays at all."""
+"""Layout of a reduction: leaves reduced alone, in packs, or not as arrays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Pack(NamedTuple):
 
 @final
 class Layout:
-    """How one kind of tree is reduced, whatever the numbers in it.
+    """Layout of the reduction of one kind of tree, independent of the numbers in it.
 
     Args:
         leaves: The leaves of one replica.
@@ -73,7 +73,7 @@ class Layout:
     Attributes:
         packs: The small arrays.
         singles: Indices of large arrays, and of small ones without neighbours.
-        others: Indices of leaves that are no arrays.
+        others: Indices of leaves that are not arrays.
     """
 
     __slots__ = ("_pack_bytes", "others", "packs", "singles")

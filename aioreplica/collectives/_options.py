@@ -1,4 +1,4 @@
-"""How collectives are carried out."""
+"""Options of collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IMPLEMENTATIONS = ("auto", "mpi", "torch")
 @final
 @dataclass(frozen=True, slots=True)
 class CommunicationOptions:
-    """How collectives are carried out, for a strategy or for one call.
+    """Options of collectives, for a strategy or for one call.
 
     Options of a call replace those of its strategy as a whole. Nothing here but `compression`
     changes a bit of any result.

@@ -22,7 +22,7 @@ Leaves: TypeAlias = Sequence[Any]  # of one replica
 
 @final
 class Plan:
-    """What has to be done in one reduction.
+    """Work of one reduction.
 
     Args:
         op: The operator.

@@ -19,7 +19,7 @@ _PYTHON_NUMBERS = (bool, int, float, complex)
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Return the size of a leaf in bytes, 0 for what is no array."""
+    """Return the size of a leaf in bytes, 0 for what is not an array."""
     if type(leaf) is np.ndarray:
         return leaf.nbytes
     size = getattr(leaf, "nbytes", 0)

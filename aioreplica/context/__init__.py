@@ -1,4 +1,4 @@
-"""Where code runs: the context variables, and the one registry of the process."""
+"""Context of running code: the context variables, and the one registry of the process."""
 
 from .._export import export_public
 from ._place import CARRIER as CARRIER

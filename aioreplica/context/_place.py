@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 
 
 class CurrentReplica(Protocol):
-    """What lower layers need to know of the replica they run in."""
+    """Interface of the current replica for lower layers."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -33,7 +33,7 @@ class CurrentReplica(Protocol):
 
     @property
     def op_tracker(self) -> Any:  # Any: the devices layer lies above this one
-        """What counts the ops of this replica's run that are in flight."""
+        """Tracker of the ops of this replica's run that are in flight."""
 
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
@@ -49,11 +49,11 @@ class CurrentReplica(Protocol):
 
 
 class CurrentStrategy(Protocol):
-    """What lower layers need to know of the strategy in charge."""
+    """Interface of the current strategy for lower layers."""
 
     @property
     def num_local_replicas(self) -> int:
-        """How many of them are in this process: as many as values have components."""
+        """Number of replicas in this process, which is the number of components of a value."""
 
     @property
     def workers(self) -> Any:  # Any: the cluster layer lies above this one
@@ -61,11 +61,11 @@ class CurrentStrategy(Protocol):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
 
     @property
     def has_plain_values(self) -> bool:
-        """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
+        """True if values stay plain instead of becoming PerReplica (the default strategy)."""
 
 
 @final
@@ -108,7 +108,7 @@ class Place:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether this is in a replica, or where one component is updated."""
+        """True in a replica, and where one component is updated."""
         return self.replica is not None or self.update_replica_id is not None
 
     def end(self) -> None:
@@ -152,7 +152,7 @@ DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", def
 
 
 class Carrier(Protocol):
-    """What takes objects to another process and back."""
+    """Carrier of objects to another process and back."""
 
     def refer(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return what `thing.__reduce__` shall give: it is sent as a name, not as a copy."""

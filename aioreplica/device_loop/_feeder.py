@@ -57,7 +57,7 @@ Reading: TypeAlias = Any
 
 @final
 class KeptIterator:
-    """What belongs to an iterator from one call of run_steps to the next.
+    """State of an iterator that is kept from one call of run_steps to the next.
 
     Attributes:
         lane: The thread that advances it, if it is a plain one.
@@ -193,7 +193,7 @@ class Feeder(ABC):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether the loop has all it wants, or wants nothing any more."""
+        """True if the loop has all it wants, or wants nothing any more."""
         return self._infeed.num_put >= self._num_wanted or self._infeed.is_aborted
 
     def _put(self, element: Any) -> None:
@@ -223,7 +223,7 @@ class Feeder(ABC):
         return [self._unfinished.popleft() for _ in range(count)]
 
     def _was_told(self, reading: Reading) -> bool:
-        """Whether the caller of run_steps is told by the call itself: an end, or what it raises."""
+        """Return True if the call itself tells its caller: an end, or what the iterator raises."""
         return reading is Mark.END or (type(reading) is Raised and reading.error is self.error)
 
 

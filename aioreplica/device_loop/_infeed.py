@@ -20,7 +20,7 @@ AHEAD_BYTES = 8 * 1024 * 1024
 @final
 @unique
 class Mark(Enum):
-    """What stands in a queue in place of an element."""
+    """Mark in a queue in place of an element."""
 
     END = "end"
     ABORTED = "aborted"
@@ -72,7 +72,7 @@ class Infeed:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more element may be put."""
+        """True if one more element may be put."""
         return self.num_put - min(self._taken) < self.capacity
 
     def wait_for_room(self, wake: Callable[[], None]) -> bool:
@@ -156,7 +156,7 @@ class DeviceQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether taking would have to wait."""
+        """True if taking would have to wait."""
         return not self._items
 
     def put(self, item: Any) -> None:

@@ -1,4 +1,4 @@
-"""What one call of run_steps leaves behind: each replica's outputs, and all of them together."""
+"""Outputs of one call of run_steps: of each replica, and of all of them together."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class MultiStepContext:
                 apart, as a PerReplica. Nothing is combined between steps.
 
         Raises:
-            TypeError: If `name` is no str, or a leaf that is to be reduced is no number.
+            TypeError: If `name` is not a str, or a leaf that is to be reduced is not a number.
             ValueError: If `reduce_op` is unknown.
             ContextError: If called after the loop.
         """
@@ -104,7 +104,7 @@ class MultiStepContext:
             value: Kept whole.
 
         Raises:
-            TypeError: If `name` is no str.
+            TypeError: If `name` is not a str.
             ContextError: If called after the loop.
         """
         self._require_loop("set_non_tensor_output")

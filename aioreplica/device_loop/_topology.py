@@ -8,15 +8,15 @@ from typing import Any, Protocol, final
 
 
 class HasTopology(Protocol):
-    """What a resolver has to know of the hardware."""
+    """Interface of a resolver that knows the hardware."""
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
 
     @property
     def cores_per_host(self) -> int | None:
-        """How many cores each has; None for all that this process can use."""
+        """Number of cores of each host; None for all that this process can use."""
 
 
 @final
@@ -30,7 +30,7 @@ class TPUClusterResolver:
 
     Raises:
         ValueError: If a number is below 1.
-        TypeError: If it is no int.
+        TypeError: If it is not an int.
 
     Example:
         >>> TPUClusterResolver(num_hosts=2, cores_per_host=4)
@@ -52,7 +52,7 @@ class TPUClusterResolver:
 @final
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which replica is on which host: core after core, host after host.
+    """Assignment of replicas to hosts: core after core, host after host.
 
     Attributes:
         num_cores: How many cores are used, one replica on each.
@@ -71,7 +71,7 @@ class Topology:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts are in use."""
+        """Number of hosts in use."""
         return -(-self.num_cores // self.cores_per_host)
 
     @property
@@ -104,7 +104,7 @@ def find_topology(
         num_available: How many devices there are, for what the resolver leaves open.
 
     Raises:
-        TypeError: If the resolver has no topology, or a number is no int.
+        TypeError: If the resolver has no topology, or a number is not an int.
         ValueError: If a number is below 1, the devices cannot be shared out evenly, or there are
             more cores wanted than the topology has.
     """
@@ -133,7 +133,7 @@ def require_positive(name: str, value: Any) -> None:
     """Check a count.
 
     Raises:
-        TypeError: If it is no int.
+        TypeError: If it is not an int.
         ValueError: If it is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):

@@ -17,7 +17,7 @@ BATCH = 128  # bounds how long one wake-up keeps the loop from its other callbac
 
 
 class Completion(Protocol):
-    """What a thread leaves for the event loop, such as an op that has ended."""
+    """Message of a thread to the event loop, such as an op that has ended."""
 
     def resolve(self) -> None:
         """Wake those who wait for it; called once, on the event loop."""

@@ -25,7 +25,7 @@ STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it
 @final
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """What a worker process of a device is doing.
+    """Counters and state of a device's worker process.
 
     Attributes:
         pid: Its process id; None before the first op, and after the worker has ended.
@@ -60,7 +60,7 @@ class LaneWorker(OpWorker, Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class LaneStatistics:
-    """What a lane is doing.
+    """Counters and state of a lane.
 
     Attributes:
         queued: Ops that no thread has taken yet, withdrawn ones included.

@@ -1,4 +1,4 @@
-"""Which devices this process has, splitting the host into logical ones, and the current one."""
+"""Devices of this process: logical devices of the host, and the current device."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ AnyOp: TypeAlias = "Op[Any]"  # of whatever result
 
 
 class OpQueue(Protocol):
-    """Where ops are put: a lane, or what stands for one in a test."""
+    """Queue of ops: a lane, or its stand-in in a test."""
 
     @property
     def name(self) -> str:
@@ -41,7 +41,7 @@ class OpQueue(Protocol):
 
 
 class OpWorker(Protocol):
-    """What runs ops elsewhere than in the thread that takes them."""
+    """Runner of ops outside the thread that takes them."""
 
     def call(
         self,
@@ -99,7 +99,7 @@ class Op(asyncio.Future[T]):
         "tracker",
     )
 
-    # Seldom set, so these are no slots: each of those costs every op its initialisation.
+    # Seldom set, so these are not slots: each of those costs every op its initialisation.
     writes_files = False  # set by those who made it
     _error: BaseException | None = None
     _was_withdrawn = False
@@ -192,7 +192,7 @@ class Op(asyncio.Future[T]):
 
     @property
     def place(self) -> Place:
-        """What was current where the op was made."""
+        """Place in which the op was made."""
         return self._context.get(PLACE) or DEFAULT_PLACE
 
     @property
@@ -202,12 +202,12 @@ class Op(asyncio.Future[T]):
 
     @property
     def is_running(self) -> bool:
-        """Whether its call has begun and not ended."""
+        """True if its call has begun and not ended."""
         return not self._claim and self._args is not None
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its result is wanted no more, although its call has begun."""
+        """True if its result is wanted no more, although its call has begun."""
         return self.done()
 
     def runs(self, fn: Callable[..., object]) -> bool:

@@ -40,12 +40,12 @@ class OwnedTask(Generic[T]):
 
     @property
     def is_done(self) -> bool:
-        """Whether the task has ended, in whatever way."""
+        """True if the task has ended, in whatever way."""
         return self._task.done()
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the task that asks: it must not wait for its own end."""
+        """True if it is the task that asks: it must not wait for its own end."""
         return asyncio.current_task() is self._task
 
     def cancel(self) -> None:

@@ -54,7 +54,7 @@ async def run_on_host(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) 
         **kwargs: Passed on.
 
     Raises:
-        TypeError: If `fn` is no plain function.
+        TypeError: If `fn` is not a plain function.
         Exception: Whatever `fn` raises.
 
     Cancellation:

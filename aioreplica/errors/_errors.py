@@ -15,7 +15,7 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True)
 class ReplicaRow:
-    """What one replica was doing when a run was judged.
+    """State of one replica when a run was judged.
 
     Attributes:
         replica_id: Index of the replica in its sync group.

@@ -40,9 +40,9 @@ class ArrayDataset:
         drop_remainder: Leave out a last batch that is shorter than `batch_size`.
 
     Raises:
-        ValueError: If `batch_size` is below 1, `seed` is no int >= 0, or the leaves have no
+        ValueError: If `batch_size` is below 1, `seed` is not an int >= 0, or the leaves have no
             common leading axis.
-        TypeError: If a leaf is no array, or a flag no bool.
+        TypeError: If a leaf is not an array, or a flag not a bool.
 
     Determinism:
         The order is a pure function of (seed, epoch, index): `batches(epoch)` gives the same
@@ -85,7 +85,7 @@ class ArrayDataset:
 
     @property
     def num_examples(self) -> int:
-        """How many examples one epoch holds."""
+        """Number of examples of one epoch."""
         return self._rows.num_examples
 
     @property
@@ -99,7 +99,7 @@ class ArrayDataset:
         return spec_of(self._rows.like())
 
     def __len__(self) -> int:
-        """How many batches one epoch has."""
+        """Return the number of batches of one epoch."""
         full, rest = divmod(self.num_examples, self._batch_size)
         return full + (rest > 0 and not self._drop_remainder)
 
@@ -116,7 +116,7 @@ class ArrayDataset:
 
     @property
     def _order_name(self) -> object:
-        """What tells this order from another one, for states."""
+        """Name that tells this order from another one, for states."""
         if not self._shuffle:
             return "in order"
         return self._seed if self._reshuffles else f"{self._seed}, the same in every epoch"
@@ -171,7 +171,7 @@ def array_source(dataset: ArrayDataset) -> Source:
 
 @final
 class _Cut:
-    """Which rows make up each batch of an epoch.
+    """Rows of each batch of an epoch.
 
     Attributes:
         offset: Examples in the batches cut so far.
@@ -228,7 +228,7 @@ class Rows(ABC):
 
     @abstractmethod
     def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
-        """Whether so many rows are read in microseconds, without touching a disk."""
+        """Return True if so many rows are read in microseconds, without touching a disk."""
 
     @abstractmethod
     def read(self, picked: Picked) -> Any:
@@ -291,7 +291,7 @@ class ArrayRows(Rows):
         self._row_bytes = sum(array.nbytes // max(1, self.num_examples) for array in self._arrays)
 
     def is_inline(self, num_rows: int, *, shuffled: bool) -> bool:
-        """Whether the rows are views, or small."""
+        """Return True if the rows are views, or small."""
         if self._is_mapped:
             return False
         return not (shuffled or _is_torch_loaded()) or num_rows * self._row_bytes < INLINE_BYTES
@@ -343,7 +343,7 @@ def rows_of(arrays: Any) -> Rows:
 
 
 def _is_torch_loaded() -> bool:
-    """Whether views have to be copied: torch takes an array's address and not its flags.
+    """Return True if views have to be copied: torch takes an array's address, not its flags.
 
     A copy always would tax programs without torch; a warning would leave the dataset changed.
     """

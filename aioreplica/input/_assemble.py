@@ -73,7 +73,7 @@ def _copy_all(arrays: list[Array]) -> list[Array]:
 @final
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How a global batch is shared out.
+    """Rule by which a global batch is shared out.
 
     Attributes:
         remainder: What becomes of examples that cannot be shared out evenly.
@@ -369,12 +369,12 @@ class Row:
 
     @property
     def length(self) -> int:
-        """How many replicas have got something, or are known to get nothing."""
+        """Number of replicas that have got something, or are known to get nothing."""
         return len(self._parts)
 
     @property
     def is_complete(self) -> bool:
-        """Whether each replica has got something, or is known to get nothing."""
+        """True if each replica has got something, or is known to get nothing."""
         return len(self._parts) == self._num_replicas
 
     def add(self, item: Item | None) -> None:
@@ -405,7 +405,7 @@ class Row:
 
     @property
     def is_the_end(self) -> bool:
-        """Whether no replica has got a batch, or not all of them where parts must be equal."""
+        """True if no replica has got a batch, or not all of them where parts must be equal."""
         is_missing = [part is None for part in self._parts]
         return any(is_missing) if self._remainder == "drop" else all(is_missing)
 

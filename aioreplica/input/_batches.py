@@ -49,7 +49,7 @@ def to_array(leaf: Any, path: str) -> Array:
     """Return a leaf as a NumPy array, without a copy where its library allows it.
 
     Raises:
-        TypeError: If it is no array, or has a mask.
+        TypeError: If it is not an array, or has a mask.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
@@ -98,7 +98,7 @@ class BatchReader:
 
     @property
     def name(self) -> str:
-        """What to call the batch that was read last."""
+        """Name of the batch that was read last."""
         return self._named(self._num_read - 1)
 
     def read(self, batch: Any) -> tuple[list[Array], TreeSpec]:
@@ -107,7 +107,7 @@ class BatchReader:
         Raises:
             ValueError: If leaves differ in length or are scalars, there is none, or the structure
                 is not that of the batches before.
-            TypeError: If a leaf is no array.
+            TypeError: If a leaf is not an array.
         """
         found, spec = flatten(batch)
         for leaf in found:

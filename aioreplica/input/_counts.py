@@ -10,7 +10,7 @@ def as_count(name: str, value: Any, *, least: int = 0, advice: str = "") -> int:
     """Return `value` as an int; a bool is refused.
 
     Raises:
-        ValueError: If it is no integer, or below `least`.
+        ValueError: If it is not an integer, or below `least`.
 
     Example:
         >>> import numpy as np

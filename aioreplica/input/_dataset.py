@@ -73,7 +73,7 @@ class Dataset:
             num_parallel: Calls in progress at once.
 
         Raises:
-            TypeError: If `fn` is no function, or contains `yield`.
+            TypeError: If `fn` is not a function, or contains `yield`.
             ValueError: If `num_parallel` is below 1.
         """
         if not callable(fn):

@@ -84,7 +84,7 @@ def distribute_from_function(
     """Feed each replica whole batches of a dataset that `dataset_fn` makes.
 
     Raises:
-        TypeError: If `dataset_fn` is no function, returns nothing that yields batches, or
+        TypeError: If `dataset_fn` is not a function, returns nothing that yields batches, or
             `options` no InputOptions.
         ValueError: If the options share files out, which is the function's own task.
     """

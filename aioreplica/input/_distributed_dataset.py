@@ -22,7 +22,7 @@ NUMBERS = ("version", "epoch", "position", "pipelines", "fingerprint")
 @final
 @dataclass(frozen=True, slots=True)
 class InputStatistics:
-    """How far a distributed dataset is.
+    """Position and counters of a distributed dataset.
 
     Attributes:
         state: "new", "open" (a loop goes on), "idle" (between loops) or "closed".
@@ -168,7 +168,7 @@ class DistributedDataset:
     # ---- describing ----------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """How many batches one epoch has.
+        """Return the number of batches of one epoch.
 
         Raises:
             TypeError: If the source does not say.
@@ -246,7 +246,7 @@ class DistributedDataset:
 
         Raises:
             ValueError: If the state is not complete, or of another version or dataset.
-            TypeError: If it is no dict.
+            TypeError: If it is not a dict.
             ContextError: If the dataset is closed.
         """
         if self._is_closed:
@@ -338,7 +338,7 @@ class DistributedIterator:
 
     @property
     def is_going_on(self) -> bool:
-        """Whether its loop has begun and is not over."""
+        """True if its loop has begun and is not over."""
         return self._epoch is not None and not self._epoch.is_over
 
     @property
@@ -458,7 +458,7 @@ def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) 
 
     Raises:
         ValueError: If it is not complete, or of another version, dataset or number of pipelines.
-        TypeError: If it is no dict.
+        TypeError: If it is not a dict.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes what state_dict returned, got {state!r}.")

@@ -94,7 +94,7 @@ class Epoch:
 
     @property
     def is_closing(self) -> bool:
-        """Whether it is being closed in the background."""
+        """True if it is being closed in the background."""
         return self._closing is not None and not self._closing.is_done
 
     async def next(self) -> Item | None:
@@ -297,7 +297,7 @@ class Epoch:
 
 
 def _is_cancellation(error: BaseException) -> bool:
-    """Whether `error` is a cancellation that was asked for, of the task that runs."""
+    """Return True if `error` is a cancellation that was asked for, of the task that runs."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
 
@@ -330,7 +330,7 @@ class OpenLoops:
 
     @property
     def num_open(self) -> int:
-        """How many epochs go on, or were broken off and not closed by hand."""
+        """Number of epochs that go on, or were broken off and not closed."""
         return len(self._epochs) + self._num_forgotten
 
     def leave(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How a dataset is fed to replicas, and what the function that makes one is told."""
+"""Options of feeding a dataset to replicas, and the context of functions that make datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REMAINDERS = ("weight", "drop", "error")
 @final
 @unique
 class InputReplicationMode(Enum):
-    """How many datasets `distribute_datasets_from_function` makes.
+    """Number of datasets that `distribute_datasets_from_function` makes.
 
     Example:
         >>> InputReplicationMode.parse("per_replica")
@@ -54,7 +54,7 @@ class InputReplicationMode(Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class InputOptions:
-    """How a dataset is fed to the replicas.
+    """Options of feeding a dataset to the replicas.
 
     Attributes:
         fetch_to_device: Whether batches are brought to the devices ahead of time; needs PER_WORKER.
@@ -111,7 +111,7 @@ class InputOptions:
 
     @property
     def is_per_replica(self) -> bool:
-        """Whether there is one dataset per replica."""
+        """True if there is one dataset per replica."""
         return self.replication_mode is InputReplicationMode.PER_REPLICA
 
 
@@ -156,7 +156,7 @@ class InputContext:
 
         Raises:
             ValueError: If it is not divisible by the number of replicas.
-            TypeError: If it is no int.
+            TypeError: If it is not an int.
         """
         size = index(global_batch_size)
         share, rest = divmod(size, self.num_replicas_in_sync)

@@ -1,4 +1,4 @@
-"""Who reads what where several workers feed one sync group: all of it, its parts, or its files."""
+"""Sharding of input over the workers of one sync group: off, by data, or by files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @final
 class Files:
-    """What `read(path)` yields for each path in turn.
+    """Source of the items that `read(path)` yields for each path in turn.
 
     Args:
         paths: Files in the order to read them.
@@ -24,7 +24,7 @@ class Files:
 
     Raises:
         ValueError: If there is no path.
-        TypeError: If `paths` is a single path or `read` is no function.
+        TypeError: If `paths` is a single path or `read` is not a function.
 
     Example:
         >>> files = Files(["a", "b"], lambda path: [path + "1", path + "2"])

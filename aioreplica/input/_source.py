@@ -1,4 +1,4 @@
-"""What every stage of an input pipeline is: a source, whose passes are async generators of items.
+"""Source of items, which every stage of an input pipeline is; a pass is an async generator.
 
 A pass is made for each epoch, and closed by its maker. Each item carries the offset of its
 source behind it, through every stage that it passes. So the newest item delivered says where to go
@@ -17,7 +17,7 @@ VERSION = 2  # of states; with 1, small datasets too were shuffled without a lis
 @final
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a pass over a source begins.
+    """Position at which a pass over a source begins.
 
     Attributes:
         epoch: Number of the pass, which shuffling depends on.

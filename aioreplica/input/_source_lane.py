@@ -37,7 +37,7 @@ class SourceLane:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call runs that was given up because of an interrupt."""
+        """True if a call runs that was given up because of an interrupt."""
         return self._lane is not None and self._lane.statistics().running > 0
 
     def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:

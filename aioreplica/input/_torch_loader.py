@@ -1,4 +1,4 @@
-"""What a torch DataLoader needs beyond being an iterable; torch is never imported from here."""
+"""Support of torch's DataLoader beyond its being an iterable; never imports torch."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Where aioreplica meets other programs: exporters, the live view, the pytest plugin."""
+"""Connections to other programs: exporters, the live view, the pytest plugin."""
 
 __all__ = ()

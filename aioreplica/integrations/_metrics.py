@@ -102,7 +102,7 @@ class MeteredStrategies:
         """Count what a strategy does from now on.
 
         Raises:
-            TypeError: If it is no strategy, or the name no str.
+            TypeError: If it is not a strategy, or the name not a str.
             ValueError: If another strategy has that name.
         """
         if not isinstance(strategy, Strategy):

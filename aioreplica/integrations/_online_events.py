@@ -20,7 +20,7 @@ NUM_STEPS = 32
 
 @final
 class Closing:
-    """Whether a service closes. It may run several times, each time on another event loop."""
+    """Event of a service that closes. It may run several times, each time on another event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -30,7 +30,7 @@ class Closing:
         self._event = asyncio.Event()
 
     def is_set(self) -> bool:
-        """Whether it closes."""
+        """Return True if it closes."""
         return self._event.is_set()
 
     def set(self) -> None:

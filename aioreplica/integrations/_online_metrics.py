@@ -46,7 +46,7 @@ FLAGS = (
 
 @final
 class ServiceMetrics:
-    """What a service counts, and its text for Prometheus.
+    """Counters of a service, and their text for Prometheus.
 
     Args:
         learner: Whose statistics are read when a registry is scraped.

@@ -224,7 +224,7 @@ async def read_body(scope: Scope, receive: Receive, limits: Limits) -> bytes:
 
 @final
 class _Body:
-    """What has come of a body, and why it is refused."""
+    """Received part of a body, and the reason for its refusal."""
 
     def __init__(self, limits: Limits) -> None:
         self.read = bytearray()
@@ -235,7 +235,7 @@ class _Body:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so much of it came that no more is read."""
+        """True if so much of it came that no more is read."""
         return self._count > DROPPED * self._limit
 
     def add(self, piece: bytes) -> None:

@@ -89,7 +89,7 @@ def name_strategies(strategies: tuple[Strategy, ...]) -> dict[str, Strategy]:
     """Give each strategy a name: its class, and a number if there are several.
 
     Raises:
-        TypeError: If there is none, or one is no strategy.
+        TypeError: If there is none, or one is not a strategy.
     """
     if not strategies:
         raise TypeError("Give at least one strategy to look at.")
@@ -186,7 +186,7 @@ def read_status(path: Path, timeout_s: float = 2.0) -> Status:
 
     Raises:
         OSError: If no process answers there in time.
-        ValueError: If what it sends is no status.
+        ValueError: If what it sends is not a status.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)

@@ -74,7 +74,7 @@ def export_metrics(
 
     Raises:
         ImportError: If opentelemetry-api is not installed.
-        TypeError: If this is no strategy.
+        TypeError: If this is not a strategy.
         ValueError: If the provider reads another strategy by that name.
     """
     try:

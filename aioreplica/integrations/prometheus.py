@@ -48,7 +48,7 @@ def export(
 
     Raises:
         ImportError: If prometheus-client is not installed.
-        TypeError: If this is no strategy.
+        TypeError: If this is not a strategy.
         ValueError: If the registry shows another strategy by that name.
     """
     try:

@@ -39,7 +39,7 @@ class Accuracy(Metric):
 
         Raises:
             ValueError: If the shapes differ, or the weights do not fit.
-            TypeError: If the weights are no numbers.
+            TypeError: If the weights are not numbers.
             ContextError: If the metric belongs to another strategy.
         """
         labels, predictions = np.asarray(y_true), np.asarray(y_pred)
@@ -97,7 +97,7 @@ class TopKAccuracy(Metric):
 
         Raises:
             ValueError: If the shapes do not fit, or an id is out of range.
-            TypeError: If labels are no integers, or scores or weights no numbers.
+            TypeError: If labels are not integers, or scores or weights not numbers.
             ContextError: If the metric belongs to another strategy.
 
         Shapes:

@@ -45,7 +45,7 @@ class Precision(Metric):
         Raises:
             ValueError: If the shapes differ, a label is neither 0 nor 1, a score that has a weight
                 is NaN, or the weights do not fit.
-            TypeError: If something is no number.
+            TypeError: If something is not a number.
             ContextError: If the metric belongs to another strategy.
         """
         labels, scores, weights = _checked(self.name, y_true, y_pred, sample_weight)

@@ -44,7 +44,7 @@ class Mean(Metric):
                 mask of booleans is one.
 
         Raises:
-            TypeError: If something is no number.
+            TypeError: If something is not a number.
             ValueError: If the weights do not fit, or there are weights for a `Weighted`.
             ContextError: If the metric belongs to another strategy.
         """
@@ -101,7 +101,7 @@ class MeanTensor(Metric):
             sample_weight: A weight for each, or for each of the leading axes.
 
         Raises:
-            TypeError: If something is no number.
+            TypeError: If something is not a number.
             ValueError: If the shape is another one, or the weights do not fit.
             ContextError: If the metric belongs to another strategy.
         """
@@ -150,7 +150,7 @@ class Sum(Metric):
             sample_weight: A weight per value, or per example: it belongs to the leading axes.
 
         Raises:
-            TypeError: If something is no number.
+            TypeError: If something is not a number.
             ValueError: If the weights do not fit.
             ContextError: If the metric belongs to another strategy.
         """

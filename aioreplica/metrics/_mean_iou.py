@@ -48,7 +48,7 @@ class MeanIoU(Metric):
 
         Raises:
             ValueError: If the shapes differ, an id is out of range, or the weights do not fit.
-            TypeError: If ids are no integers, or the weights no numbers.
+            TypeError: If ids are not integers, or the weights not numbers.
             ContextError: If the metric belongs to another strategy.
         """
         count = self._num_classes

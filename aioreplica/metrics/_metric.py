@@ -218,7 +218,7 @@ def weighted_total(name: str, values: Any, sample_weight: Any, *given: Any) -> t
         given: As for `weights_like`; the values are among it.
 
     Raises:
-        TypeError: If something is no number.
+        TypeError: If something is not a number.
         ValueError: If the weights cannot be broadcast to the values.
     """
     array = numbers(name, "values", values)
@@ -241,7 +241,7 @@ def weights_like(name: str, array: Array, sample_weight: Any, *given: Any) -> Ar
             `numpy.ma.MaskedArray`, have no weight.
 
     Raises:
-        TypeError: If the weights are no numbers.
+        TypeError: If the weights are not numbers.
         ValueError: If they cannot be broadcast to the array.
     """
     weights = (
@@ -282,7 +282,7 @@ def class_ids(name: str, what: str, value: Any, num_classes: int) -> npt.NDArray
     """Return class ids as integers.
 
     Raises:
-        TypeError: If they are no integers.
+        TypeError: If they are not integers.
         ValueError: If one is out of range.
     """
     array = np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)

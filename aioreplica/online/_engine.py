@@ -1,4 +1,4 @@
-"""What runs inside an open learner: it decides what to do next, learns, sets aside, publishes.
+"""Engine of an open learner: decides what is next, learns, sets aside, publishes.
 
 Invariants:
     * Every number up to `learned_number` was learned into the variables, or set aside.
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def journal_id(self) -> str:
-        """Which journal it has; "" without one."""
+        """Identifier of its journal; "" without one."""
         return "" if self.journal is None else self.journal.facts.id
 
     async def aclose(self) -> None:
@@ -187,7 +187,7 @@ class Engine:
 
     @property
     def _is_drained(self) -> bool:
-        """Whether nothing is left to do for a learner that closes."""
+        """True if nothing is left to do for a learner that closes."""
         has_work = bool(self.intake.queue) or self.has_backlog
         return self.is_closing and (not has_work or bool(self.failure))
 
@@ -195,7 +195,7 @@ class Engine:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether examples of earlier learners are not learned yet."""
+        """True if examples of earlier learners are not learned yet."""
         return self.learned_number < self.backlog_end
 
     async def _act(self) -> None:

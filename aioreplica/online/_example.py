@@ -231,7 +231,7 @@ def unpack_example(data: bytes) -> Any:
     """Return the example that was packed.
 
     Raises:
-        ValueError: If the bytes are no packed example.
+        ValueError: If the bytes are not a packed example.
     """
     metadata, arrays, _ = load_tensors(memoryview(data))
     try:

@@ -18,7 +18,7 @@ from ._records import DeadLetter
 
 @final
 class Journal:
-    """Where examples are kept that were taken and may have to be learned again.
+    """Durable record of accepted examples, which may have to be learned again.
 
     One learner at a time has it open; any other program may read it meanwhile, and copy it with
     SQLite's own backup.
@@ -76,18 +76,18 @@ class OpenJournal:
 
     @property
     def path(self) -> Path:
-        """Where the file is."""
+        """Path of the file."""
         return self._path
 
     @property
     def facts(self) -> JournalFacts:
-        """What it said of itself when it was opened."""
+        """Facts read from the journal when it was opened."""
         assert self._facts is not None  # it is opened first
         return self._facts
 
     @property
     def clock_s(self) -> float:
-        """How many seconds learners have had the journal open, this one included."""
+        """Seconds for which learners have had the journal open, this one included."""
         return self.facts.clock_s + asyncio.get_running_loop().time() - self._opened_at
 
     async def open(self) -> None:

@@ -77,7 +77,7 @@ class Dead(NamedTuple):
 
 
 class Appended(NamedTuple):
-    """What became of submissions.
+    """Outcome of submissions.
 
     Attributes:
         results: For each the number of its first example and whether that was known; or an error.
@@ -91,7 +91,7 @@ class Appended(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class JournalFacts:
-    """What an open journal says of itself.
+    """Facts of an open journal.
 
     Attributes:
         id: Drawn when it was made.
@@ -353,7 +353,7 @@ class JournalFile:
     # ---- reading -------------------------------------------------------------------------
 
     def rows(self, after: int, limit: int) -> list[Row]:
-        """Return examples behind a number that are no dead letters, in order; blocks.
+        """Return examples behind a number that are not dead letters, in order; blocks.
 
         Raises:
             JournalError: If one is damaged, or the file cannot be read.

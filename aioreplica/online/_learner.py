@@ -193,7 +193,7 @@ class OnlineLearner:
 
     @property
     def state(self) -> str:
-        """Where it stands.
+        """State of the learner.
 
         "new", "recovering" (learning what earlier learners left), "running", "paused", "failed",
         "closing" or "closed".
@@ -211,7 +211,7 @@ class OnlineLearner:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it learns or is paused, has caught up, and its journal takes examples."""
+        """True if it learns or is paused, has caught up, and its journal takes examples."""
         engine = self._engine
         if engine is None or self.state not in {"running", "paused"}:
             return False
@@ -258,7 +258,7 @@ class OnlineLearner:
 
     @property
     def learning_rate(self) -> Any:
-        """That of all optimizers in `variables`; the next step uses a new one.
+        """Learning rate of all optimizers in `variables`; a new one takes effect at the next step.
 
         It is a setting of the program: no checkpoint has it.
 

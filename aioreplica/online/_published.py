@@ -119,7 +119,7 @@ class SnapshotReader:
 
     @property
     def is_published(self) -> bool:
-        """Whether there is something to read."""
+        """True if there is something to read."""
         return self._path.exists()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a learner tells: a record of each step, dead letters, statistics."""
+"""Records of a learner: steps, dead letters, statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, final
 @final
 @dataclass(frozen=True, slots=True)
 class ReplicaTiming:
-    """When one replica ran its part of a step.
+    """Times at which one replica ran its part of a step.
 
     Attributes:
         replica_id: Which one.
@@ -79,7 +79,7 @@ class DeadLetter:
 @final
 @dataclass(frozen=True, slots=True)
 class LearnerStatistics:
-    """What a learner has done since it was opened, and where it stands.
+    """Counters of a learner since it was opened, and its state.
 
     Attributes:
         state: As `OnlineLearner.state`.

@@ -39,7 +39,7 @@ BLAMELESS = (DeviceError, LoopMismatchError, MemoryError)
 @final
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step that was kept has told.
+    """Result of a step that was kept.
 
     Attributes:
         scalars: As in `StepRecord`, like the following.
@@ -163,7 +163,7 @@ def _require_blame(strategy: Strategy, error: Exception) -> None:
 
 @final
 class _Report:
-    """What the replicas of a step tell while they run it."""
+    """Reports of the replicas during a step."""
 
     def __init__(self, step_fn: Callable[..., Any], sizes: Sequence[int]) -> None:
         self._step_fn = step_fn
@@ -199,7 +199,7 @@ class _Report:
         totals: dict[str, list[float]] = {}
         for size, (_, _, scalars) in zip(self._sizes, self._told, strict=True):
             for name, value in scalars.items():
-                if size:  # a mean over no examples is no number
+                if size:  # a mean over no examples is not a number
                     total = totals.setdefault(name, [0.0, 0])
                     total[0] += value * size
                     total[1] += size

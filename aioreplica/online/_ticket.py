@@ -36,12 +36,12 @@ class Ticket:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the example is durable; without a journal, whether it was taken."""
+        """True if the example is durable; without a journal, whether it was taken."""
         return self._is_saved
 
     @property
     def is_done(self) -> bool:
-        """Whether the example was learned or set aside, or never will be."""
+        """True if the example was learned or set aside, or never will be."""
         return self._outcome is not None or self._failure is not None
 
     async def saved(self) -> Ticket:

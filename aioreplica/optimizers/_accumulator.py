@@ -33,7 +33,7 @@ SUM = "sum."  # begins the name of a replica's sum in a checkpoint
 
 @final
 class _Sum:
-    """What one replica has gathered for one variable; its buffer outlives a window."""
+    """Gradient sum of one replica for one variable; its buffer outlives a window."""
 
     __slots__ = ("_buffer", "_rows", "count", "is_weighted", "scale", "variable", "weight")
 
@@ -133,7 +133,7 @@ class GradientAccumulator:
         optimizer: What applies the gradients.
 
     Raises:
-        TypeError: If it is no `Optimizer`.
+        TypeError: If it is not an `Optimizer`.
 
     Example:
         >>> import asyncio
@@ -212,7 +212,7 @@ class GradientAccumulator:
 
     @property
     def num_added(self) -> int:
-        """How many gradients the sums of all replicas hold, at most, for one variable."""
+        """Largest number of gradients in the sums of all replicas for one variable."""
         return max(
             (sum(each.count for each in own.values()) for own in self._sums.values()), default=0
         )

@@ -30,7 +30,7 @@ class Adagrad(ElementwiseOptimizer):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ContextError: If made inside a replica.
 
     Example:

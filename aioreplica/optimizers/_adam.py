@@ -129,7 +129,7 @@ class Adam(AdamRule):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ContextError: If made inside a replica.
 
     Example:
@@ -181,7 +181,7 @@ class AdamW(AdamRule):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number, or the mask is neither a collection of variables nor a
+        TypeError: If one is not a number, or the mask is neither a collection of variables nor a
             function.
         ContextError: If made inside a replica.
 
@@ -214,7 +214,7 @@ class AdamW(AdamRule):
         self._decays = _checked_mask(weight_decay_mask)
 
     def kept(self, prepared: AdamStep, block: Block) -> float:
-        """What decay leaves."""
+        """Return the weights that remain after decay."""
         if block.variable is not None and not self._decays(block.variable):
             return 1.0
         return 1 - prepared.learning_rate * self._decay

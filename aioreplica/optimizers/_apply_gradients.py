@@ -27,7 +27,7 @@ SHOWN = 8
 
 @final
 class Contribution(NamedTuple):
-    """What one replica brings.
+    """Contribution of one replica.
 
     Attributes:
         optimizer: Whose step it is.
@@ -207,7 +207,7 @@ async def take_step_alone(brought: Contribution) -> None:
 
 
 def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
-    """Return what a step writes for the user; TypeError if the global step is no variable."""
+    """Return what a step writes for the user; TypeError if the global step is not a variable."""
     if global_step is None:
         return [*variables]
     if not isinstance(global_step, Variable):

@@ -70,7 +70,7 @@ class Block:
 
 
 class BlockRule(Protocol):
-    """What an `ElementwiseOptimizer` supplies for every block; it explains the methods."""
+    """Interface of an `ElementwiseOptimizer`'s rule for a block."""
 
     @property
     def kernel(self) -> Kernel | None:

@@ -28,7 +28,7 @@ from .schedules import ReduceOnPlateau
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerRecipe:
-    """What an optimizer is made of, without its state; it can be pickled.
+    """Recipe of an optimizer without its state; it can be pickled.
 
     Attributes:
         kind: Its class.

@@ -38,7 +38,7 @@ def from_optax(transformation: Any, **options: Unpack[OptimizerOptions]) -> Opti
 
     Raises:
         ImportError: If optax is not installed.
-        TypeError: If it is no gradient transformation, or an option is of the wrong type.
+        TypeError: If it is not a gradient transformation, or an option is of the wrong type.
         ValueError: If an option is out of range; at a step, if it has other variables than the
             first one had: the state is that of one tree.
         ContextError: If made inside a replica.

@@ -50,8 +50,8 @@ def from_torch(
 
     Raises:
         ImportError: If torch is not installed.
-        TypeError: If it is no such class, refuses the options, needs a closure, or keeps state
-            that is no tensor; or if a scheduler needs a metric.
+        TypeError: If it is not such a class, refuses the options, needs a closure, or keeps state
+            that is not a tensor; or if a scheduler needs a metric.
         ValueError: If torch refuses the options, or an option is out of range; at a step, if a
             variable is in no group.
         ContextError: If made inside a replica.
@@ -191,7 +191,7 @@ class _Rule:
         """Return a part of a parameter's state.
 
         Raises:
-            TypeError: If it is no tensor.
+            TypeError: If it is not a tensor.
         """
         if isinstance(part, self.torch.Tensor):
             return part
@@ -203,7 +203,7 @@ class _Rule:
 
 @final
 class _Schedule:
-    """What a scheduler of torch makes of the groups' options, by the number of updates.
+    """Options of the groups under a scheduler of torch, by number of updates.
 
     It is a function of that number: a scheduler of its own is stepped up to there. An earlier
     number, as after a checkpoint was loaded, starts another one.

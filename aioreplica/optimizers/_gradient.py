@@ -25,7 +25,7 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
         IndexedSlices, ScaledGradients or Weighted ones), and the variables.
 
     Raises:
-        TypeError: If something is no pair, no variable or no array of real numbers.
+        TypeError: If something is not a pair, not a variable or not an array of real numbers.
         ValueError: If a shape or weight is wrong, a variable comes twice or is not trainable, or
             nothing is left.
     """
@@ -211,7 +211,7 @@ def _on_host(gradient: Any, variable: Variable) -> Any:
 
 
 def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, ...]:
-    """Take a gradient of all replicas apart; what is no PerReplica is one part: the sum."""
+    """Take a gradient of all replicas apart; what is not a PerReplica is one part: the sum."""
     if isinstance(gradient, Weighted):
         totals = _parts(gradient.total, variable, num_replicas)
         weights = _parts(gradient.weight, variable, num_replicas)

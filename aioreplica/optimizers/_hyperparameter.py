@@ -16,7 +16,7 @@ def checked_number(name: str, value: Any, legal: str, is_legal: Callable[[float]
     """Return a hyperparameter as a float.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is not finite, or not legal; `legal` says in words what is.
 
     Example:
@@ -36,7 +36,7 @@ def checked_learning_rate(value: Any) -> float:
     """Return a learning rate as a float.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is negative or not finite.
     """
     return checked_number("learning_rate", value, ">= 0", lambda number: number >= 0)
@@ -58,7 +58,7 @@ def checked_decay(name: str, value: float) -> float:
     """Return what a running mean is multiplied with at every step.
 
     Raises:
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
         ValueError: If it is not in [0, 1).
     """
     return checked_number(name, value, "in [0, 1)", lambda number: 0 <= number < 1)

@@ -27,7 +27,7 @@ class JointOptimizer(Optimizer):
 
     @abstractmethod
     def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
-        """Get ready for these variables; return state of the optimizer that is no slot.
+        """Get ready for these variables; return state of the optimizer that is not a slot.
 
         Called before `new_slot`, at every step.
 

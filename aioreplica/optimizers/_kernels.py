@@ -76,7 +76,7 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
     if limit <= largest:
         for i in range(size):
             slope = room[i]
-            if slope > limit:  # noqa: PLR1730 - what is no number stays
+            if slope > limit:  # noqa: PLR1730 - what is not a number stays
                 slope = limit
             if slope < -limit:  # noqa: PLR1730
                 slope = -limit

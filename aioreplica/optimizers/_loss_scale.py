@@ -18,7 +18,7 @@ from ._slots import new_variable
 
 
 class LossScaling(ABC):
-    """What a loss is multiplied with before it is differentiated, and gradients are divided by.
+    """Scale that multiplies a loss before differentiation and divides its gradients.
 
     Several optimizers may share one: gradients carry the scale they were computed with, and a step
     in which each of them updates once counts as one.
@@ -34,12 +34,12 @@ class LossScaling(ABC):
     @property
     @abstractmethod
     def variables(self) -> tuple[Variable, ...]:
-        """What it remembers from step to step."""
+        """Variables that keep its state from step to step."""
 
     @property
     @abstractmethod
     def skips(self) -> bool:
-        """Whether gradients that are not finite are a reason to skip the step, not to fail."""
+        """True if gradients that are not finite skip the step instead of failing it."""
 
     @abstractmethod
     def after(self, is_finite: bool) -> Mapping[Variable, Any]:
@@ -84,7 +84,7 @@ class LossScale(LossScaling):
 
     Raises:
         ValueError: If it is not above 0 and finite.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
 
     Example:
         >>> LossScale(1024.0).scaled(0.5)
@@ -134,7 +134,7 @@ class DynamicLossScale(LossScaling):
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ContextError: If made inside a replica.
 
     Example:

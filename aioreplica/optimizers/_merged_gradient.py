@@ -83,12 +83,12 @@ class MergedGradient:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it has some rows of the variable only."""
+        """True if it has some rows of the variable only."""
         return isinstance(self.parts[0], IndexedSlices)
 
     @property
     def needs_sum(self) -> bool:
-        """Whether its parts have to be summed before they are read."""
+        """True if its parts have to be summed before they are read."""
         for part in self.parts:
             if type(part) is not np.ndarray or part.dtype.char not in "fd":
                 return True

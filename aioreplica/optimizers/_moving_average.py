@@ -46,7 +46,7 @@ class ExponentialMovingAverage:
 
     Raises:
         TypeError: If `var_list` holds something else than floating-point variables, or the decay
-            is no number.
+            is not a number.
         ValueError: If there are no variables, or the decay is not in [0, 1).
         ContextError: If made inside a replica, or the variables belong to another strategy.
 

@@ -194,8 +194,8 @@ class Optimizer(UpdateRule):
         Raises:
             ContextError: If called in cross-replica context (use `distributed_apply` there), or
                 with variables of another strategy.
-            TypeError: If a gradient is no array, sparse on some replicas only, or `global_step` no
-                variable.
+            TypeError: If a gradient is not an array, sparse on some replicas only, or `global_step`
+                not a variable.
             ValueError: If a gradient has another shape than its variable, a variable comes twice
                 or is not trainable, no gradient is left, or all weights are 0.
             NonFiniteError: If a gradient or an update is not finite, unless such steps are skipped.
@@ -319,7 +319,7 @@ class Optimizer(UpdateRule):
 
     @property
     def iterations(self) -> Variable:
-        """How many updates were done, a variable."""
+        """Number of updates so far, a variable."""
         return self._settings.iterations
 
     @property
@@ -351,12 +351,12 @@ class Optimizer(UpdateRule):
 
     @property
     def loss_scale(self) -> LossScaling | None:
-        """What losses are multiplied with, None if with nothing."""
+        """Multiplier of the loss; None for no scaling."""
         return self._settings.loss_scaling
 
     @property
     def skipped_steps(self) -> Variable | None:
-        """How many steps were left out because of gradients that were not finite.
+        """Number of steps skipped because of gradients that were not finite.
 
         None if such steps are not skipped.
         """
@@ -377,12 +377,12 @@ class Optimizer(UpdateRule):
 
     @property
     def checkpoint_parts(self) -> StepSettings:
-        """What names everything that a checkpoint keeps, slots included."""
+        """Named parts that a checkpoint keeps, slots included."""
         return self._settings
 
     @property
     def settings(self) -> StepSettings:
-        """What a step needs besides the rule; for the library."""
+        """Settings of a step besides the rule; for the library."""
         return self._settings
 
     def __repr__(self) -> str:

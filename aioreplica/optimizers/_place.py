@@ -1,4 +1,4 @@
-"""Where optimizers may be made and applied, and whose variables they may write."""
+"""Checks of where optimizers are made and applied, and of whose variables they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a subclass of `Optimizer` supplies: the hooks of its rule, called in order."""
+"""Hooks of an optimizer's rule, which a subclass of `Optimizer` supplies."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def finish(self, prepared: Any) -> Mapping[Variable, Array]:
-        """Return new values of variables that are no slots, if the rule has any; on the loop."""
+        """Return new values of variables that are not slots, if the rule has any; on the loop."""

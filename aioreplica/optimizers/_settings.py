@@ -1,4 +1,4 @@
-"""What a step needs of an optimizer besides its rule: options, counters, slots, memory."""
+"""Settings of an optimizer's step besides its rule: options, counters, slots, memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StepSettings:
 
     @property
     def needs_norms(self) -> bool:
-        """Whether norms have to be known before the first element is updated."""
+        """True if norms have to be known before the first element is updated."""
         return self.clipnorm is not None or self.norm is not None  # as with global_clipnorm
 
     @property

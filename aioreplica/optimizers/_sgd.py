@@ -30,7 +30,7 @@ class SGD(ElementwiseOptimizer):
 
     Raises:
         ValueError: If a number is out of range, or `nesterov` is asked for without momentum.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ContextError: If made inside a replica.
 
     Example:

@@ -50,7 +50,7 @@ class SlotTable:
         self._lock = Lock()
 
     def __len__(self) -> int:
-        """How many variables have slots."""
+        """Return the number of variables that have slots."""
         return len(self.made)
 
     def find(self, variable: Variable, name: str) -> Variable | None:

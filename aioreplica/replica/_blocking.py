@@ -72,7 +72,7 @@ class BlockingCollectives(Collectives):
 
 @final
 class BlockingContext(BlockingCollectives):
-    """What a plain function calls to meet the other replicas; got as `ctx.blocking`.
+    """Collectives for plain functions, as `ctx.blocking`.
 
     Usable on the device thread of its replica only (ContextError elsewhere). In a plain step
     function and a device loop the threads meet by themselves. A function that an `async def` step
@@ -110,12 +110,12 @@ class BlockingContext(BlockingCollectives):
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is the replica's, inside its step function."""
+        """True if the calling thread is the replica's, inside its step function."""
         return self._waiter.is_here
 
     @property
     def is_live(self) -> bool:
-        """Whether the replica runs a device program now, on whatever thread."""
+        """True if the replica runs a device program now, on whatever thread."""
         return self._waiter.place is not None
 
     def check_running(self) -> None:
@@ -130,7 +130,7 @@ class BlockingContext(BlockingCollectives):
             members: Ids of the replicas, in any order; every member has to name the same.
 
         Raises:
-            TypeError: If they are no ints.
+            TypeError: If they are not ints.
             ValueError: If there is none, one is repeated or is not a replica, or this one is left
                 out.
             ContextError: If called elsewhere than on the replica's device thread.

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Collectives(ABC):  # noqa: B024 - what it lacks is a context
-    """What replicas of one sync group can do together.
+    """Collectives of the replicas of one sync group.
 
     Args:
         waiter: How this replica waits: as a task, or in a thread.
@@ -77,7 +77,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas meet in a collective."""
+        """Number of replicas that meet in a collective."""
         across = self._members.across
         return len(self._members.members) if across is None else across.num_replicas
 
@@ -351,7 +351,7 @@ def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup
         point: Where those meet.
 
     Raises:
-        TypeError: If they are no ints.
+        TypeError: If they are not ints.
         ValueError: As `require_members`; or if they are some of the replicas of several workers.
     """
     run = point.everyone
@@ -376,7 +376,7 @@ def require_members(members: Iterable[int], own: int, num_replicas: int) -> tupl
     """Return the ids of a group in ascending order.
 
     Raises:
-        TypeError: If they are no ints.
+        TypeError: If they are not ints.
         ValueError: If there is none, one is given twice or is not a replica, or the caller is not
             among them.
     """

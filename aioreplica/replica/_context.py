@@ -152,7 +152,7 @@ class ReplicaContext(Collectives):
 
     @property
     def op_tracker(self) -> OpTracker:
-        """What counts the ops of this run that are in flight."""
+        """Tracker of the ops of this run that are in flight."""
         return self._group.ops
 
     def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -190,7 +190,7 @@ class ReplicaContext(Collectives):
             members: Ids of the replicas, in any order; every member has to name the same.
 
         Raises:
-            TypeError: If they are no ints.
+            TypeError: If they are not ints.
             ValueError: If there is none, one is repeated or is not a replica, this one is left
                 out, or they are some of the replicas of several workers.
             ContextError: If called outside this replica.

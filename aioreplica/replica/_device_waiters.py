@@ -1,4 +1,4 @@
-"""How a device thread waits in a meeting: it parks at a gate, or asks the event loop.
+"""Waiting of device threads in a meeting: at a gate, or by way of the event loop.
 
 In a plain step function and a device loop the threads meet by themselves (`ThreadWaiter`). An op
 of an `async def` step meets through the event loop (`OpWaiter`).

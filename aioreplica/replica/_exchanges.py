@@ -34,7 +34,7 @@ from ._signature import joined_text, payload_signature
 @final
 @dataclass(frozen=True, slots=True)
 class Along:
-    """How to exchange: the decisive argument of a call that works along an axis.
+    """Decisive argument of a call that works along an axis.
 
     Attributes:
         axis: Which axis.
@@ -46,7 +46,7 @@ class Along:
 
 
 class Exchange(Collective):
-    """What gathering and exchanging have in common: an axis, and sizes that may differ."""
+    """Base of gathering and exchanging: an axis, and sizes that may differ."""
 
     __slots__ = ()
     is_uneven = True

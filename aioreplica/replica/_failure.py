@@ -1,4 +1,4 @@
-"""What ends a run, which exception it raises then, and the notes that carries."""
+"""End of a run: its causes, the exception it raises, and the notes of that exception."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RunControl(ABC):
-    """What a meeting point asks of the run it belongs to."""
+    """Interface of a run for its meeting point."""
 
     @abstractmethod
     def abort(self, cause: BaseException | None) -> None:

@@ -116,7 +116,7 @@ class ReplicaGroup(RunControl):
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the run was ended early."""
+        """True if the run was ended early."""
         return self.point.is_aborted
 
     @property
@@ -230,7 +230,7 @@ class ReplicaGroup(RunControl):
 
     @property
     def is_over(self) -> bool:
-        """Whether every replica has ended, or was given up under an interrupt."""
+        """True if every replica has ended, or was given up under an interrupt."""
         return (self._num_left == 0 and not self.point.merging) or self._gave_up
 
     def _cancel_all(self) -> None:

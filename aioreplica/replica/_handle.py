@@ -120,7 +120,7 @@ class Handle(Awaitable[Any]):
             context: Context variables to call it in; None takes a copy of the caller's.
 
         Raises:
-            TypeError: If `fn` is no plain function.
+            TypeError: If `fn` is not a plain function.
             ContextError: If called on another thread than the event loop's.
         """
         if not callable(fn) or is_async(fn):

@@ -1,4 +1,4 @@
-"""What a meeting is made of: who meets, in which collective, and what each replica brought.
+"""Parts of a meeting: the members, the collective, and the call of each replica.
 
 A `SyncGroup` is some replicas of a run, or all. A `Call` is what one of them brought to a
 `Collective`. The calls with one number of a group are a `Generation`; when it is complete the
@@ -53,7 +53,7 @@ class MergeTurn(Protocol):
 
 @final
 class CallSite(NamedTuple):
-    """Where a call was made; can stand in for the frame, which would keep its variables alive."""
+    """Line of a call, in place of its frame, which would keep variables alive."""
 
     f_code: CodeType
     f_lasti: int
@@ -99,7 +99,7 @@ class Pending:
 
 
 class AcrossWorkers(Protocol):
-    """What a run needs of the same run of other workers."""
+    """Interface of a run's connection with other workers."""
 
     @property
     def first_replica(self) -> int:
@@ -107,7 +107,7 @@ class AcrossWorkers(Protocol):
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas all workers have together."""
+        """Number of replicas of all workers."""
 
     def merge(self, generation: Generation) -> Pending:
         """Take a turn for a generation that is complete here; return what to await."""
@@ -273,7 +273,7 @@ class Collective(ABC):
 
 @final
 class Call:
-    """What a replica brought to a collective, and from where.
+    """Arguments that a replica brought to a collective, and the line of its call.
 
     Its line is looked up when it is wanted: only errors and readers of the record do.
 
@@ -285,7 +285,7 @@ class Call:
         group: Whom it wants to meet.
         position: Index of the caller in that group.
         sequence: Number of the call among those of its replica in that group, from 1; 0 as long as
-            it has none, and for what is no collective.
+            it has none, and for what is not a collective.
         context: Context variables at the await, for the group's first member only.
         code: The code object that made the call.
         instruction: Where in it, as a byte offset.

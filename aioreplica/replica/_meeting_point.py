@@ -1,4 +1,4 @@
-"""Where the replicas of one run meet: they arrive, one merge runs, all are released.
+"""Meeting point of the replicas of one run: they arrive, one merge runs, all are released.
 
 The shell around the rendezvous, for tasks and device threads alike. Tasks share one future per
 generation (`TaskWaiter`, the hot path), threads park at a gate each (`_device_waiters.py`). The
@@ -52,7 +52,7 @@ NO_LOCK = nullcontext()
 
 @final
 class MeetingPoint:
-    """Where the replicas of one run meet.
+    """Meeting point of the replicas of one run.
 
     Args:
         replicas: The state of each replica.
@@ -409,7 +409,7 @@ def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
 
 
 class Waiter(ABC):
-    """How the calls of one replica wait.
+    """Waiting of the calls of one replica.
 
     Attributes:
         point: Where the replicas meet.
@@ -441,7 +441,7 @@ class Waiter(ABC):
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling code may make calls."""
+        """True if the calling code may make calls."""
         return PLACE.get() is self.place and get_ident() == self.thread_id
 
     @abstractmethod
@@ -488,7 +488,7 @@ class TaskWaiter(Waiter):
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling code may make calls: the replica's own, and no op holds it."""
+        """True if the calling code may make calls: the replica's own, and no op holds it."""
         if PLACE.get() is self.place and get_ident() == self.thread_id and not self._ops.pending:
             return True
         return (PLACE.get() is self.place and self.is_on_loop()) or self.is_free()

@@ -147,7 +147,7 @@ def _short(names: Sequence[str]) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How to reduce: the decisive argument of a reducing call.
+    """Decisive argument of a reducing call: the operation and its options.
 
     Attributes:
         op: The operator.
@@ -178,7 +178,7 @@ _USUAL = {name: Reduction(op) for op in ReduceOp for name in (op.name, op.name.l
 
 
 class Reducing(Collective):
-    """What all reductions have in common.
+    """Base of all reductions.
 
     Args:
         name: What users call it.

@@ -29,7 +29,7 @@ from ._meeting import Call, Generation, SyncGroup, new_generation
 @final
 @unique
 class ReplicaState(Enum):
-    """Where a replica is in its run."""
+    """State of a replica in its run."""
 
     RUNNING = "running"
     WAITING = "waiting"

@@ -27,7 +27,7 @@ class Replica:
         sequences: The same for groups of some replicas.
         unawaited: Calls whose coroutine has not been started.
         started: Calls made with a handle that has not been awaited, as the keys.
-        was_cancelled: Whether the group cancelled it; what it raises then is no failure.
+        was_cancelled: Whether the group cancelled it; what it raises then is not a failure.
         thread_id: The device thread that a plain function runs on; None elsewhere.
         steps_done: In a device loop, how many of its steps are complete.
         activity: What the replica waits for outside every collective, for tables; else None.
@@ -77,7 +77,7 @@ class Replica:
     def not_awaited(self) -> list[str]:
         """Name the calls whose coroutine has not been started so far.
 
-        What is no collective may be given up before that: nobody waits for it.
+        What is not a collective may be given up before that: nobody waits for it.
         """
         return [
             f"replica {self.replica_id}: {call.describe()} at {call.site}"

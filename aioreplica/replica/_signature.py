@@ -1,4 +1,4 @@
-"""What has to be equal on all workers of a call, as text that is the same in every process.
+"""Signature of a call, which must be equal on all workers: text that is equal in every process.
 
 The replicas of one worker compare what they bring itself. Workers compare a hash of this text, so
 it says exactly what decides there: kinds, dtypes, shapes and constants, and nothing that belongs to

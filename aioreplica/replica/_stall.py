@@ -245,7 +245,7 @@ def rows_of(run: ReplicaGroup) -> tuple[ReplicaRow, ...]:
 
 
 def format_stack(replica: Replica) -> str:
-    """Format the awaits of a replica, outermost first; a future that is no task has no stack."""
+    """Format the awaits of a replica, outermost first; a future that is not a task has no stack."""
     work = replica.work
     if work is None or work.done():
         return "  (ended)"

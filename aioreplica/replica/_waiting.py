@@ -1,4 +1,4 @@
-"""Who waits for whom in a run that is in progress, read from outside it."""
+"""Waits of a run in progress, read from outside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy does with the same strategy of other workers, beside running steps."""
+"""Operations of a strategy across workers, other than running steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HasVariables(Protocol):
 
     @property
     def store(self) -> VariableStore:
-        """Where their writes are published."""
+        """Store that publishes their writes."""
 
 
 def function_name(fn: Any) -> str:
@@ -139,7 +139,7 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
 
 
 class Spread(ABC):
-    """Where the replicas of a strategy are: here, or on other workers too.
+    """Distribution of the replicas of a strategy over workers.
 
     Only `Strategy` inherits it.
     """
@@ -153,12 +153,12 @@ class Spread(ABC):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
         return self.num_local_replicas if self._workers is None else self._workers.num_replicas
 
     @property
     def num_local_replicas(self) -> int:
-        """How many of them are in this process: as many as values have components."""
+        """Number of replicas in this process, which is the number of components of a value."""
         return len(self.device_names)
 
     @property

@@ -349,7 +349,7 @@ def _require_destination(
     """Check a destination; return on how many replicas it lives, or None if it is a device.
 
     Raises:
-        TypeError: If it is a list or anything else that is no destination.
+        TypeError: If it is a list or anything else that is not a destination.
         ValueError: If a name is malformed, or a distributed value has another number of components
             than the strategy has replicas.
         DeviceError: If there is no such device.

@@ -27,7 +27,7 @@ class DeviceLoops(ABC):
     @property
     @abstractmethod
     def num_local_replicas(self) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
 
     @abstractmethod
     def require_cross_replica(self, what: str, twin: str | None) -> None:
@@ -95,17 +95,17 @@ class DeviceLoops(ABC):
 
     @property
     def events(self) -> EventLog:
-        """What device loops reported, newest last."""
+        """Events that device loops reported, newest last."""
         return self._events
 
     @property
     def needs_static_shapes(self) -> bool:
-        """Whether programs are made for one set of shapes (a TPU's are)."""
+        """True if programs are made for one set of shapes (a TPU's are)."""
         return self._topology is not None
 
     @property
     def steps_per_run(self) -> int:
-        """How many steps `run_steps` runs unless a call says otherwise."""
+        """Default number of steps of `run_steps`."""
         return self._steps_per_run
 
     @property

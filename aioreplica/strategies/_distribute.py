@@ -51,7 +51,7 @@ class Distribution(ABC):
     @property
     @abstractmethod
     def num_replicas_in_sync(self) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class Distribution(ABC):
     @property
     @abstractmethod
     def has_plain_values(self) -> bool:
-        """Whether values stay plain instead of becoming PerReplica."""
+        """True if values stay plain instead of becoming PerReplica."""
 
     @abstractmethod
     def require_cross_replica(self, what: str, twin: str | None) -> None:
@@ -89,7 +89,7 @@ class Distribution(ABC):
             it in `async with`, which closes the source.
 
         Raises:
-            TypeError: If `dataset` yields no batches, or `options` are no `ar.InputOptions`.
+            TypeError: If `dataset` yields no batches, or `options` are not `ar.InputOptions`.
             ValueError: If the options cannot be met.
             ContextError: If called inside a replica.
 
@@ -118,7 +118,7 @@ class Distribution(ABC):
             got one, the others get empty ones; the loop ends for all replicas together.
 
         Raises:
-            TypeError: If `dataset_fn` is no function, or returns no dataset.
+            TypeError: If `dataset_fn` is not a function, or returns no dataset.
             ValueError: If the options cannot be met.
             ContextError: If called inside a replica.
 
@@ -135,7 +135,7 @@ class Distribution(ABC):
         Under the default strategy, the one value itself.
 
         Raises:
-            TypeError: If `value_fn` is no plain function.
+            TypeError: If `value_fn` is not a plain function.
             ContextError: If called inside a replica.
         """
         self.require_cross_replica("distribute_values_from_function", None)

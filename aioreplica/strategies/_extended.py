@@ -266,7 +266,7 @@ class Extended:
 
         Raises:
             ContextError: If called inside a replica.
-            TypeError: If `fn` is not callable, or `devices` are no devices.
+            TypeError: If `fn` is not callable, or `devices` are not devices.
             ValueError: If a device is not one of the strategy's or named twice, there is none, or
                 an argument holds a PerReplica.
             DeviceError: If there is no such device.
@@ -366,12 +366,12 @@ class Extended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process writes checkpoints: of several workers the first one does."""
+        """True if this process writes checkpoints: of several workers the first one does."""
         return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this process writes summaries: of several workers the first one does."""
+        """True if this process writes summaries: of several workers the first one does."""
         return self._is_chief
 
     @property
@@ -381,7 +381,7 @@ class Extended:
 
     @property
     def require_static_shapes(self) -> bool:
-        """Whether shapes have to stay the same from step to step: on cores of a TPUStrategy."""
+        """True if shapes have to stay the same from step to step: on cores of a TPUStrategy."""
         return self._strategy.needs_static_shapes
 
 

@@ -1,4 +1,4 @@
-"""What a merge function among some of the replicas gets: the strategy, with their values."""
+"""View of a strategy for merge functions of a group of replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GroupView:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas are in the group."""
+        """Number of replicas in the group."""
         return len(self.members)
 
     @property
@@ -66,12 +66,12 @@ class GroupView:
 
     @property
     def has_plain_values(self) -> bool:
-        """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
+        """True if values stay plain instead of becoming PerReplica (the default strategy)."""
         return self.strategy.has_plain_values
 
     @property
     def reducer(self) -> Reducer:
-        """What does the work of collectives on arrays."""
+        """Reducer that carries out collectives on arrays."""
         return self.strategy.reducer
 
     @property

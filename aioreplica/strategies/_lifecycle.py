@@ -30,7 +30,7 @@ from ..values import StepGate, VariableStore
 @final
 @dataclass(frozen=True, slots=True)
 class StrategyStatistics:
-    """What a strategy is doing.
+    """Counters and state of a strategy.
 
     Attributes:
         state: "new", "open" or "closed".
@@ -117,7 +117,7 @@ class Lifecycle:
 
     @property
     def state(self) -> str:
-        """Whether the strategy is new, open or closed; a fork closes it in the child."""
+        """State of the strategy: new, open or closed; a fork closes it in the child."""
         if self._state == "open" and self._generation != lane_table().generation:
             self._holds_lanes = False
             self._active.clear()

@@ -1,4 +1,4 @@
-"""What the parts of this package know of a strategy, or of the group of its replicas they serve."""
+"""Interfaces of a strategy, or of a group of its replicas, within this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReplicaSet(CurrentStrategy, Protocol):
 
     @property
     def reducer(self) -> Reducer:
-        """What does the work of collectives on arrays."""
+        """Reducer that carries out collectives on arrays."""
 
     @property
     def members(self) -> tuple[int, ...] | None:
@@ -47,11 +47,11 @@ class Runner(ReplicaSet, HasVariables, Protocol):
 
     @property
     def observers(self) -> Observers:
-        """Who is told what happens in runs."""
+        """Observers of runs."""
 
     @property
     def events(self) -> EventLog:
-        """What device loops reported."""
+        """Events that device loops reported."""
 
     @property
     def replica_devices(self) -> tuple[Device | None, ...]:
@@ -59,7 +59,7 @@ class Runner(ReplicaSet, HasVariables, Protocol):
 
     @property
     def merge_place(self) -> Place:
-        """Where merge functions of this strategy run."""
+        """Place in which merge functions of this strategy run."""
 
     @property
     def blocking_merge_place(self) -> Place:

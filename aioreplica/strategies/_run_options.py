@@ -10,7 +10,7 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How one `strategy.run` behaves.
+    """Options of one `strategy.run`.
 
     Attributes:
         stall_timeout: Seconds without progress (a collective called or merged, a device op ended,
@@ -19,7 +19,7 @@ class RunOptions:
 
     Raises:
         ValueError: If `stall_timeout` is not positive, or `seed` no int or negative.
-        TypeError: If `stall_timeout` is no number.
+        TypeError: If `stall_timeout` is not a number.
 
     Example:
         >>> RunOptions(stall_timeout=30.0)

@@ -31,7 +31,7 @@ from ._run_options import RunOptions
 @final
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """What one call of run_steps is asked to do, checked.
+    """Checked arguments of one call of run_steps.
 
     Attributes:
         fn: The step function.
@@ -54,8 +54,8 @@ def checked_plan(
     """Check the arguments of run_steps.
 
     Raises:
-        TypeError: If `fn` is no plain function, `initial_loop_values` no dict of names, `options`
-            no RunOptions, or `iterations` no int.
+        TypeError: If `fn` is not a plain function, `initial_loop_values` not a dict of names,
+            `options` not a RunOptions, or `iterations` not an int.
         ValueError: If `iterations` is below 1.
     """
     if not callable(fn):
@@ -82,7 +82,7 @@ def checked_count(name: str, value: Any) -> int:
     """Return a count of steps as an int.
 
     Raises:
-        TypeError: If it is no int.
+        TypeError: If it is not an int.
         ValueError: If it is below 1.
     """
     try:

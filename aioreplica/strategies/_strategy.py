@@ -234,7 +234,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def cluster_resolver(self) -> Any:
-        """What said which hosts and workers there are; None for a strategy that needs none."""
+        """Resolver of hosts and workers; None for a strategy that needs none."""
         return self._resolver
 
     @property
@@ -244,7 +244,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def reducer(self) -> Reducer:
-        """What does the work of collectives on arrays."""
+        """Reducer that carries out collectives on arrays."""
         return self._reducer
 
     @property
@@ -254,7 +254,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def observers(self) -> Observers:
-        """Who is told what happens in the runs of this strategy."""
+        """Observers of the runs of this strategy."""
         return self._observers
 
     @property
@@ -264,7 +264,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
-        """Where variables live; empty where each replica has a copy on its own device."""
+        """Devices of the variables; empty if each replica has a copy on its own device."""
         return self._parameter_devices
 
     @property
@@ -274,7 +274,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def merge_place(self) -> Place:
-        """Where merge functions of this strategy run."""
+        """Place in which merge functions of this strategy run."""
         return self._merge_place
 
     @property
@@ -284,7 +284,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     @property
     def has_plain_values(self) -> bool:
-        """Whether values stay plain instead of becoming PerReplica (the default strategy)."""
+        """True if values stay plain instead of becoming PerReplica (the default strategy)."""
         return self._devices is None
 
     async def aclose(self) -> None:

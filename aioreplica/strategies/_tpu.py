@@ -33,7 +33,7 @@ class TPUStrategy(Strategy):
     Raises:
         DeviceError: If there are more cores than devices.
         ValueError: If a number is below 1, or `num_cores` more than the resolver has.
-        TypeError: If `resolver` says nothing of hosts and cores, or a number is no int.
+        TypeError: If `resolver` says nothing of hosts and cores, or a number is not an int.
 
     Example:
         >>> strategy = TPUStrategy(num_cores=2, steps_per_run=10)
@@ -72,12 +72,12 @@ class TPUStrategy(Strategy):
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts are in use."""
+        """Number of hosts in use."""
         return self.topology.num_hosts
 
     @property
     def num_replicas_per_host(self) -> int:
-        """How many replicas a host has; the last one may have fewer."""
+        """Number of replicas per host; the last host may have fewer."""
         return len(self.host_replicas[0])
 
     def host_of(self, replica_id: int) -> int:

@@ -1,4 +1,4 @@
-"""What a strategy does with the variables it has made."""
+"""Bookkeeping of the variables that a strategy has made."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class VariableTable:
         self._lock = threading.Lock()  # device threads make slots and variables too
 
     def __len__(self) -> int:
-        """How many variables there are."""
+        """Return the number of variables."""
         return len(self._by_number)
 
     def all(self) -> tuple[Variable, ...]:
@@ -144,7 +144,7 @@ class VariableOwner(ABC):
         """Wait until a variable has seen `version` writes; return its version then.
 
         Raises:
-            TypeError: If `variable` is no variable or `version` no int.
+            TypeError: If `variable` is not a variable or `version` not an int.
             ContextError: If it belongs to another strategy, or the strategy is closed before the
                 variable has seen so many.
 
@@ -160,7 +160,7 @@ class VariableOwner(ABC):
 
     @property
     def elsewhere(self) -> Any:
-        """What brings values home that live on parameter servers; None if they live here."""
+        """Fetcher of values that live on parameter servers; None if they live here."""
         return None
 
     @property
@@ -170,7 +170,7 @@ class VariableOwner(ABC):
 
     @property
     def store(self) -> VariableStore:
-        """Where the writes of this strategy's variables are numbered and published."""
+        """Store that numbers and publishes the writes of this strategy's variables."""
         return self._store
 
     @property

@@ -52,7 +52,7 @@ class EventLog:
         """Add a number or a text that a step reports.
 
         Raises:
-            TypeError: If `name` is no str, or the value neither a number nor a text.
+            TypeError: If `name` is not a str, or the value neither a number nor a text.
         """
         if not isinstance(name, str):
             raise TypeError(f"The name of an event must be a str, got {name!r}.")

@@ -131,7 +131,7 @@ class ObservedMerge(Protocol):
 
 
 class ObservedWait(Protocol):
-    """What a task or a device thread of a replica waits for, inside the library."""
+    """Wait of a task or a device thread of a replica inside the library."""
 
     def describe(self) -> str:
         """Say what is waited for, such as "all_reduce #3 (SUM)" or "the infeed"."""
@@ -168,7 +168,7 @@ class ObservedOp(Protocol):
 
     @property
     def seconds(self) -> float:
-        """How long it ran; 0 before its end."""
+        """Duration in seconds; 0 before its end."""
 
     @property
     def replica_id(self) -> int | None:
@@ -182,7 +182,7 @@ class ObservedOp(Protocol):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """What is told of a run: a function for each kind of event that is wanted, None for the others.
+    """Callbacks for the events of a run; a kind that is None is not wanted.
 
     Functions are called where the event happens, on the event loop or on a device thread, and must
     return quickly. What they raise is logged and does not reach the run, and the observer is told
@@ -347,7 +347,7 @@ def observe_everywhere(observer: Observer) -> Callable[[], None]:
 
 @final
 class _Everywhere:
-    """What is told to the observers of all strategies of the process."""
+    """Observers of all strategies of the process."""
 
     def __init__(self) -> None:
         self.observers: list[Observer] = []

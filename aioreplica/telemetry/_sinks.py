@@ -60,7 +60,7 @@ def events_to(
         now: The clock, in seconds.
 
     Raises:
-        TypeError: If `emit` is no plain function.
+        TypeError: If `emit` is not a plain function.
         ValueError: If a kind is unknown.
 
     Example:
@@ -146,7 +146,7 @@ def log_observer(
 
     Args:
         logger: None takes the logger "aioreplica.telemetry".
-        level: The level of what is no fault.
+        level: The level of what is not a fault.
         kinds: The fields of `Observer` that are wanted; None wants all.
 
     Raises:

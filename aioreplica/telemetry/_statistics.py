@@ -1,4 +1,4 @@
-"""What can be asked of running strategies: skew, waits, and how the library is used."""
+"""Statistics of running strategies: skew, waits, and use of the library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._recorder import MergeRecord
 @final
 @dataclass(frozen=True, slots=True)
 class ReplicaSkew:
-    """How late one replica came to the merges that the recorder keeps.
+    """Lateness of one replica at the merges that the recorder keeps.
 
     Attributes:
         replica_id: Whose.
@@ -67,7 +67,7 @@ class ReplicaWait:
 @final
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How this process has used the library; it is counted here and sent nowhere.
+    """Counts of this process's use of the library; they are sent nowhere.
 
     Attributes:
         strategies: How many strategies of each kind were made, by class name.

@@ -14,7 +14,7 @@ from ._observer import Event, ObservedMerge, ObservedRun, Observer
 @final
 @dataclass(frozen=True, slots=True)
 class CollectiveTotals:
-    """What one kind of collective has cost.
+    """Cost of one kind of collective.
 
     Attributes:
         num_merges: How often replicas have met in it.

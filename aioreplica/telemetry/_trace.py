@@ -82,7 +82,7 @@ class Sample:
 @final
 @dataclass(slots=True)
 class Timeline:
-    """What a trace shows.
+    """Tracks and events of a trace.
 
     Attributes:
         worker: Name of the process.

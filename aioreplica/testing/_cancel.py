@@ -105,7 +105,7 @@ class StepCanceller:
 @final
 @dataclass(slots=True)
 class _Plan:
-    """When one task is cancelled: after so many of its awaits, and some steps of others.
+    """Moment at which one task is cancelled: after so many of its awaits and of steps of others.
 
     If it is late, that is when the task has been woken and has not gone on.
     """

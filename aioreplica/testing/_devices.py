@@ -91,7 +91,7 @@ class SimGate:
 
 @final
 class LentLane:
-    """What an op waits for that wants back the lane that it has lent; an `ObservedWait`."""
+    """Wait of an op for the lane that it has lent; an `ObservedWait`."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What a step does to others: whom it wakes and cancels, what it sets; and wake-ups that are lost.
+"""Effects of a step on others: wake-ups, cancellations, events set; and wake-ups that are lost.
 
 A wake-up is lost where a signal comes before the wait that it is for, or where whoever was woken is
 cancelled before it goes on and wakes nobody in its place.
@@ -52,7 +52,7 @@ class Signal:
 @final
 @dataclass(slots=True)
 class _State:
-    """What is known of a task since the last step."""
+    """State of a task as of the last step."""
 
     num_cancels: int = 0
     is_awake: bool = False

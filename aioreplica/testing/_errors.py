@@ -1,4 +1,4 @@
-"""What a schedule can show: deadlock, starvation, nondeterminism, leaks; and real I/O, refused.
+"""Errors that a schedule can show: deadlock, starvation, nondeterminism, leaks, real I/O.
 
 As all errors of the library these carry strings and numbers only, and survive pickling.
 """

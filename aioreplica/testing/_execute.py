@@ -30,7 +30,7 @@ SETTLE_STEPS: Final = 3
 @final
 @dataclass(slots=True)
 class Outcome:
-    """How one schedule ended.
+    """Result of running one schedule.
 
     Attributes:
         kind: "passed", "raised", "leaked", "deadlock", "endless", or "stuck" in one step.
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the schedule shows a bug."""
+        """True if the schedule shows a bug."""
         return self.kind != "passed"
 
 

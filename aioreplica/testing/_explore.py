@@ -49,7 +49,7 @@ def explore(
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
         max_steps: When to call a schedule endless; 100 000 steps if not given.
-        leaks: What is no leak: "ignore" for nothing at all, functions, names of functions or tasks.
+        leaks: Functions, or names of functions or tasks, that may be left; "ignore" for all.
 
     Returns:
         What was found; `check()` raises it.

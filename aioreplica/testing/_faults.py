@@ -85,7 +85,7 @@ def same_name(wanted: str, name: str) -> bool:
 
 @final
 class Faults:
-    """What may go wrong in the pools, devices and tasks of a program.
+    """Faults to inject into the pools, devices and tasks of a program.
 
     Every fault is a decision of the schedule: it strikes in some schedules and not in others, at
     an op or a task that the schedule picks, and strikes alike when the schedule is replayed. With

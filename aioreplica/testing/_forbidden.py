@@ -1,4 +1,4 @@
-"""What a simulated loop cannot do: everything that reaches outside the process."""
+"""Refusal of calls that reach outside the process, which a simulated loop cannot make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program left behind: tasks, generators, threads, exceptions; not what is ignored."""
+"""Detection of leaks: tasks, generators, threads and exceptions that a program left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library reports of a run: who waits in which of its calls, and in which order they came.
+"""Observer of the library's runs: the calls in which replicas wait, in order of arrival.
 
 All of it comes through the observer protocol of `aioreplica.telemetry`, so nothing here depends on
 how the library is made.

@@ -66,7 +66,7 @@ class Link:
 
     @property
     def latency_s(self) -> float:
-        """How much longer than usual something takes to arrive."""
+        """Additional latency of the connection, in seconds."""
         return 0.0 if self._faults is None else self._faults.link_latency_s(self.names)
 
     def describe(self) -> str:

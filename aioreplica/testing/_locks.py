@@ -89,7 +89,7 @@ class SimLock:
                 run.wake()
 
     def locked(self) -> bool:
-        """Whether the lock is held."""
+        """Return True if the lock is held."""
         return self._lock.locked()
 
     def _wait(self, timeout_s: float | None) -> bool:

@@ -77,17 +77,17 @@ BUILTIN: Final = type(len)
 
 
 class Due(Protocol):
-    """What waits for a moment of virtual time: a timer, or an op that sleeps."""
+    """Something that waits for a moment of virtual time: a timer, or an op that sleeps."""
 
     def is_off(self) -> bool:
-        """Whether it waits no longer."""
+        """Return True if it waits no longer."""
 
     def become_due(self, loop: SimLoop) -> None:
         """Go on: the moment has come."""
 
 
 class Executors(Protocol):
-    """What runs the calls that a program gives to executors."""
+    """Runner of the calls that a program gives to executors."""
 
     def submit_call(
         self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]

@@ -322,7 +322,7 @@ class Network:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether a fault keeps something on its way."""
+        """True if a fault keeps something on its way."""
         return any(sock.reads.state == DELAYED for sock in self.sockets.values())
 
     def silent_links(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a schedule chooses among: tasks, the queue of callbacks, timers, free callbacks, the clock.
+"""Participants of a schedule: tasks, the queue of callbacks, timers, free callbacks, the clock.
 
 A set of tasks is walked in the order of their hashes, and an ordinary task hashes by its address,
 which no two runs share. `SimTask` hashes by its number, so whatever walks a set of tasks (anyio's
@@ -221,7 +221,7 @@ class SimTimer(events.TimerHandle):
         self.is_due = False
 
     def is_off(self) -> bool:
-        """Whether it was cancelled."""
+        """Return True if it was cancelled."""
         return self._cancelled
 
     def become_due(self, loop: SimLoop) -> None:
@@ -259,7 +259,7 @@ class SimHandle(events.Handle):
         self.index = loop.new_index()
 
     def cancel(self) -> None:
-        """Cancel the callback, which is no option any more."""
+        """Cancel the callback, which is not an option any more."""
         super().cancel()
         enabled = self._loop.enabled  # type: ignore[attr-defined]  # typeshed leaves it out
         enabled[:] = [each for each in enabled if each is not self]

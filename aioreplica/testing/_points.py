@@ -1,4 +1,4 @@
-"""Where a task or an op stands: the chain of frames it is suspended in, in words."""
+"""Description of the point at which a task or an op is suspended: its chain of frames, in words."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _place_of(frame: FrameType, frames: list[FrameType]) -> str:
 
 
 def _is_installed(frame: FrameType) -> bool:
-    """Whether a frame is of a package that was installed, not of the program."""
+    """Return True if a frame is of a package that was installed, not of the program."""
     return "site-packages" in frame.f_code.co_filename
 
 

@@ -106,7 +106,7 @@ class PoolOp:
 
     @property
     def lender(self) -> Any:
-        """What ops that belong together have in common; None where the pool knows of nothing."""
+        """Object shared by ops that belong together; None if the pool knows of none."""
         return None
 
     def describe(self) -> str:
@@ -234,12 +234,12 @@ class PoolOp:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is suspended until another participant wakes it."""
+        """True if it is suspended until another participant wakes it."""
         return self.state == WAITING
 
     @property
     def is_awake(self) -> bool:
-        """Whether it may go on where it stood still."""
+        """True if it may go on where it stood still."""
         return self.state == AWAKE
 
     def on_thread(self) -> OpRun:

@@ -1,4 +1,4 @@
-"""When sockets of a run become ready, and who is told: selectors, and the moments of a schedule.
+"""Readiness of sockets in a run: selectors, and the moments of a schedule.
 
 A moment is a participant, as an op of a pool is one. It keeps the order that asyncio promises for
 one socket: a task that was woken, or made, when something came from a socket takes that step
@@ -26,7 +26,7 @@ IDLE, OFFERED, DELAYED, FIRED = range(4)
 
 
 class SimSelector(ABC):
-    """What a loop has registered, as `selectors.BaseSelector` keeps it.
+    """Registrations of a loop, as `selectors.BaseSelector` keeps them.
 
     Args:
         network: Of the run.
@@ -84,7 +84,7 @@ class SimSelector(ABC):
 
 @final
 class LoopSelector(SimSelector):
-    """That of the loop of a run."""
+    """Selector of the loop of a run."""
 
     needs_loop = True
 
@@ -105,7 +105,7 @@ def _number(fd: Any) -> int:
 
 
 def _has_done_its_work(handle: Any) -> bool:
-    """Whether what is called back has ended, or was cancelled, and is about to unregister.
+    """Return True if what is called back has ended, or was cancelled, and is about to unregister.
 
     A real loop may call it all the same, in the round in which it was cancelled: asyncio and anyio
     then log an `InvalidStateError`, of which no program can know.
@@ -145,7 +145,7 @@ class Ready:
 
     @property
     def name(self) -> str:
-        """What traces call it: the socket."""
+        """Name in traces: the socket."""
         sock = self.sock
         if sock.link is not None:
             return f"network {sock.link.describe()}"
@@ -165,17 +165,17 @@ class Ready:
 
     @property
     def needs_loop(self) -> bool:
-        """Whether it can do nothing while the loop is blocked."""
+        """True if it can do nothing while the loop is blocked."""
         watcher = self.pool.watchers.get(self.sock.number)
         return self.waiter is None and watcher is not None and watcher.needs_loop
 
     @property
     def is_overdue(self) -> bool:
-        """Whether time has passed in which it would have happened."""
+        """True if time has passed in which it would have happened."""
         return self.due > 0 and self.pool.loop.now > self.deadline
 
     def is_off(self) -> bool:
-        """Whether nothing is delayed."""
+        """Return True if nothing is delayed."""
         return self.state != DELAYED
 
     def update(self) -> None:
@@ -275,7 +275,7 @@ class Ready:
         (loop.external if self.may_go(loop) else loop.postponed).append(self)
 
     def may_go(self, loop: SimLoop) -> bool:
-        """Whether the tasks have gone on that came before, see above."""
+        """Return True if the tasks have gone on that came before, see above."""
         followers = self.sock.followers
         if self.is_write or not followers or loop.fidelity != "reorder":
             return True

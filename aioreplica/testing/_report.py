@@ -1,4 +1,4 @@
-"""What exploring found: a report, the failure in it, and its timeline as text and as a page."""
+"""Report of an exploration, the failure in it, and its timeline as text and as a page."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def unread_reports() -> list[UnreadReport]:
 @final
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Report:
-    """What was explored.
+    """Result of an exploration.
 
     A failed one that is collected before anyone has asked for `failed`, `failure`, `complete`,
     `check()` or its `repr` is a RuntimeWarning with the failure; in pytest the test fails that

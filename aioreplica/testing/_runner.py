@@ -45,7 +45,7 @@ def check_no_loop(what: str) -> None:
 
 
 def check_integer(name: str, value: object) -> None:
-    """Refuse what is no integer.
+    """Refuse what is not an integer.
 
     Raises:
         TypeError: If it is none.

@@ -45,7 +45,7 @@ class Hold:
 @final
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What decides one run.
+    """Decisions that determine one run.
 
     Attributes:
         maker: Number of the strategy, `CHOICES`, `CANCELLED` or `HELD`.
@@ -98,7 +98,7 @@ class Ranks:
 
     @property
     def is_spinning(self) -> bool:
-        """Whether the last task has to step back."""
+        """True if the last task has to step back."""
         return self._in_a_row > SPIN
 
     def rank(self, options: list[Participant]) -> list[int]:

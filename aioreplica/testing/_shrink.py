@@ -25,7 +25,7 @@ Fails = Callable[[Sequence[Hold]], bool]
 @final
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """What shrinking found.
+    """Result of shrinking.
 
     Attributes:
         holds: The constraints; empty if the program fails without any, or if none are certain.

@@ -1,4 +1,4 @@
-"""What runs now: the loop and pools of the current schedule, and whether the caller is in it."""
+"""Current simulation: the loop and pools of the schedule that runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Simulation:
         self._is_running = False
 
     def is_here(self) -> bool:
-        """Whether the caller is the program under test."""
+        """Return True if the caller is the program under test."""
         if not self._is_running:
             return False
         ident = threading.get_ident()

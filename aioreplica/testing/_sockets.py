@@ -33,7 +33,7 @@ def error_of(code: int) -> OSError:
 
 
 class SocketSettings(socket.socket):
-    """What a socket is told and asked about itself."""
+    """Options and names of a simulated socket."""
 
     kernel_family: int
     kernel_type: socket.SocketKind
@@ -76,7 +76,7 @@ class SocketSettings(socket.socket):
         self.timeout_s = None if flag else 0.0
 
     def getblocking(self) -> bool:
-        """Whether calls may block."""
+        """Return True if calls may block."""
         return self.timeout_s != 0
 
     def setsockopt(self, level: int, name: int, value: Any, *rest: Any) -> None:
@@ -95,7 +95,7 @@ class SocketSettings(socket.socket):
         return self.options.get((level, name), bytes(size) if size else 0)
 
     def get_inheritable(self) -> bool:
-        """Whether other processes get it: there are none."""
+        """Return False: there are no other processes to inherit it."""
         return False
 
     def set_inheritable(self, inheritable: bool) -> None:
@@ -182,11 +182,11 @@ class SimSocket(SocketSettings):
 
     @property
     def is_datagram(self) -> bool:
-        """Whether it is a socket of datagrams."""
+        """True if it is a socket of datagrams."""
         return self.kernel_type == socket.SOCK_DGRAM
 
     def can_read(self) -> bool:
-        """Whether reading could come to something, once the schedule lets it arrive."""
+        """Return True if reading could come to something, once the schedule lets it arrive."""
         if self.state == LISTENING:
             return bool(self.backlog)
         if self.arrived or self.packets or self.end_arrived or self.reset_arrived:
@@ -195,7 +195,7 @@ class SimSocket(SocketSettings):
         return not is_silent and bool(self.in_flight or self.end_sent or self.reset_sent)
 
     def can_write(self) -> bool:
-        """Whether writing, or connecting, could come to something."""
+        """Return True if writing, or connecting, could come to something."""
         if self.state == CONNECTING:
             return True
         if self.state != CONNECTED or self.reset_arrived:

@@ -45,13 +45,13 @@ class StartedOp(PoolOp):
 
     @property
     def thread(self) -> threading.Thread:
-        """What the program has made."""
+        """Thread object that the program has made."""
         thread: threading.Thread = self.fn.__self__  # type: ignore[attr-defined]
         return thread
 
     @property
     def is_daemon(self) -> bool:
-        """Whether it may be left behind."""
+        """True if it may be left behind."""
         return bool(getattr(getattr(self.fn, "__self__", None), "daemon", False))
 
     def perform(self, context: contextvars.Context) -> None:
@@ -83,7 +83,7 @@ def start(simulation: Simulation, thread: threading.Thread) -> None:
 
 @final
 class _Body:
-    """What runs in a started thread."""
+    """Body of a started thread."""
 
     def __init__(
         self, simulation: Simulation, thread: threading.Thread, done: threading.Event
@@ -136,7 +136,7 @@ def _mark_as_ended(thread: Any) -> None:
 
 @final
 class ThreadSelector(SimSelector):
-    """That of a loop in a thread: `select` suspends the op.
+    """Selector of a loop in a thread; `select` suspends the op.
 
     Args:
         simulation: Of the run.

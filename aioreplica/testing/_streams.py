@@ -1,4 +1,4 @@
-"""What simulated loops add to asyncio's selector loop: Unix sockets, and servers that close."""
+"""Additions of simulated loops to asyncio's selector loop: Unix sockets, servers that close."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._participants import SimFuture
 
 
 class Networks(Protocol):
-    """What makes sockets ready.
+    """Source of the readiness of sockets.
 
     Attributes:
         selector: Where the loop registers what it wants to be told of.
@@ -23,7 +23,7 @@ class Networks(Protocol):
 
     @property
     def is_delayed(self) -> bool:
-        """Whether something is on its way for longer than usual."""
+        """True if something is on its way for longer than usual."""
 
     def open_sockets(self, is_closing: Callable[[int], bool]) -> Iterable[str]:
         """Name what was left open."""
@@ -118,7 +118,7 @@ class StreamLoop:
 
 
 class NetworkLoop(StreamLoop):
-    """What the loop of a run has to do with the network, which is made once it is needed.
+    """Network part of a simulated loop; the network is made when it is first needed.
 
     Attributes:
         network: What the run opens sockets in; None before.
@@ -155,7 +155,7 @@ class NetworkLoop(StreamLoop):
 
     @property
     def open_sockets(self) -> Iterable[str]:
-        """What the program has left open in the network, and is not about to close."""
+        """Sockets that the program has left open and is not about to close."""
         transports = self._transports
         if self.network is None:
             return ()
@@ -172,7 +172,7 @@ class NetworkLoop(StreamLoop):
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing goes on but timers of the program."""
+        """True if nothing goes on but timers of the program."""
         delayed = self.network is not None and self.network.is_delayed
         return not (self.enabled or self.external or delayed)
 

@@ -155,7 +155,7 @@ class OpThread:
 
     @property
     def is_doomed(self) -> bool:
-        """Whether the op is being ended."""
+        """True if the op is being ended."""
         return self._is_doomed
 
     def _serve(self) -> None:
@@ -218,7 +218,7 @@ class OpThreads:
 
 
 class Held(Protocol):
-    """What an op waits for: a lock.
+    """Lock that an op waits for.
 
     Attributes:
         holder: The participant that took it last; known only where a trace is made.
@@ -255,7 +255,7 @@ class OpRun:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its wait ends by itself."""
+        """True if its wait ends by itself."""
         return self._timer is not None
 
     # ---- on whatever thread lets it go on ----------------------------------------------------
@@ -346,7 +346,7 @@ class _Timer:
         self.run: OpRun | None = run
 
     def is_off(self) -> bool:
-        """Whether the op waits no longer."""
+        """Return True if the op waits no longer."""
         return self.run is None
 
     def become_due(self, loop: SimLoop) -> None:

@@ -81,7 +81,7 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
         faults: What may go wrong, where the token has no room to say so.
 
     Raises:
-        TypeError: If it is no string.
+        TypeError: If it is not a string.
         ValueError: If it is damaged, of another program, or lacks its faults.
     """
     program, body = _open(token)
@@ -153,7 +153,7 @@ def _open(token: Any) -> tuple[int, bytes]:
 
 
 def _damaged(token: str) -> str:
-    """Say what is wrong with what is no token of this version."""
+    """Say what is wrong with what is not a token of this version."""
     shown = token if len(token) <= SHOWN else f"{token[:SHOWN]}..."
     other = VERSIONED.match(token)
     if other is not None and other[0] != PREFIX:

@@ -84,7 +84,7 @@ class Step:
 
     @property
     def story(self) -> str:
-        """What it did, to itself and to others."""
+        """Description of the step and of its effects on others."""
         return "; ".join((self.did, *self.effects))
 
     def is_same(self, other: Step) -> bool:

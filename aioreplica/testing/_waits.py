@@ -26,7 +26,7 @@ NameOf = Callable[[Any], str]
 @final
 @dataclass(frozen=True, slots=True)
 class WaitGraph:
-    """Who waits for whom.
+    """Graph of the waits between participants.
 
     Attributes:
         waits: One edge for each task that waits, in the order the tasks were made.

@@ -2,7 +2,7 @@
 
 Nothing of the kit goes on during a step, so a thread of its own looks at the run from outside. It
 counts real time and the processor's, as a step that is slow because the machine is busy, or that
-imports a large module, is no spin.
+imports a large module, is not a spin.
 """
 
 from __future__ import annotations

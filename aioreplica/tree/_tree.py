@@ -266,6 +266,6 @@ def flatten_one_level(tree: Tree) -> tuple[list[Any], Callable[[Sequence[Any]], 
     if spec.is_leaf():
         return None
     one_level = spec.one_level()
-    assert one_level is not None  # a spec that is no leaf has one
+    assert one_level is not None  # a spec that is not a leaf has one
     children = optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=OPAQUE)[0]
     return list(children), lambda parts: optree.tree_unflatten(one_level, parts), one_level

@@ -9,7 +9,7 @@ from typing import final
 @final
 @unique
 class ReduceOp(Enum):
-    """How values of several replicas become one.
+    """Reduction of the values of several replicas to one.
 
     Example:
         >>> ReduceOp.parse("Mean")

@@ -9,7 +9,7 @@ from typing import TypeVar, final
 @final
 @unique
 class VariableSynchronization(Enum):
-    """When the components of a distributed variable are brought together.
+    """Time at which the components of a distributed variable are synchronized.
 
     AUTO is ON_WRITE: every write is merged, so the components stay equal. ON_READ lets every
     replica write its own component and combines them where they are read outside the replicas.
@@ -38,7 +38,7 @@ class VariableSynchronization(Enum):
 @final
 @unique
 class VariableAggregation(Enum):
-    """How values assigned by several replicas become the one value of a mirrored variable.
+    """Aggregation of values that several replicas assign to a mirrored variable.
 
     Source:
         tf.VariableAggregation.

@@ -1,4 +1,4 @@
-"""What makes a variable behave like its value in expressions."""
+"""Operators that make a variable behave like its value in expressions."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
     @property
     @abstractmethod
     def is_mirrored(self) -> bool:
-        """Whether all components are meant to be equal."""
+        """True if all components are meant to be equal."""
 
     def __len__(self) -> int:
         return len(self._values)

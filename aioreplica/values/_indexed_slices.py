@@ -22,7 +22,7 @@ _WIDE = 512  # from this width on a row is added by one call of its own
 class IndexedSlices:
     """Rows of an array whose other rows are 0: what the gradient of a lookup is.
 
-    It is no pytree node but a leaf: reductions join the rows of all replicas, which need not
+    It is not a pytree node but a leaf: reductions join the rows of all replicas, which need not
     have the same number of them.
 
     Attributes:

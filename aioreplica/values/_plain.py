@@ -51,7 +51,7 @@ class PublishedVariable(Variable):
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the components of the variable are meant to be equal."""
+        """True if the components of the variable are meant to be equal."""
         return self._is_mirrored
 
     def take_value(self, num_writes: int, value: Array) -> None:

@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 
 
 class Stored(Protocol):
-    """What a store needs of a variable; two are one only if they are the same object."""
+    """Interface of a variable for its store; compared by identity."""
 
     cell: Cell
     store: VariableStore
@@ -69,7 +69,7 @@ class Stored(Protocol):
 
     @property
     def version(self) -> int:
-        """How many writes it has seen."""
+        """Number of writes so far."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ V = TypeVar("V", bound=Stored)
 
 @final
 class Done:
-    """What a write returns where it takes effect at the call; awaiting it gives the new value."""
+    """Awaitable of a write that takes effect at the call; awaiting it gives the new value."""
 
     __slots__ = ("result",)
 

@@ -65,7 +65,7 @@ class VariableOptions:
 
 @final
 class Publication(NamedTuple):
-    """What an op in a worker process reads of a variable.
+    """Value of a variable as an op in a worker process reads it.
 
     Attributes:
         key: The number of the write that made it, and which of the components it is.
@@ -161,22 +161,22 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     @property
     def trainable(self) -> bool:
-        """Whether optimizers update it by default."""
+        """True if optimizers update it by default."""
         return self._options.trainable
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How values assigned by several replicas are combined."""
+        """Rule that combines values assigned by several replicas."""
         return self._options.aggregation
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """When the components are brought together."""
+        """Time at which the components are synchronized."""
         return self._options.synchronization
 
     @property
     def constraint(self) -> Constraint | None:
-        """What optimizers apply to a new value; None for nothing."""
+        """Function that optimizers apply to a new value; None for no constraint."""
         return self._options.constraint
 
     def rename(self, name: str) -> None:
@@ -186,7 +186,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     @property
     @abstractmethod
     def is_mirrored(self) -> bool:  # type: ignore[empty-body]  # abstract
-        """Whether the components are meant to be equal."""
+        """True if the components are meant to be equal."""
 
     @property
     def strategy(self) -> Any:
@@ -195,13 +195,13 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     @property
     def version(self) -> int:
-        """How many writes it has seen."""
+        """Number of writes so far."""
         cell = self.cell
         return cell.num_writes if cell.number <= self.store.version else cell.num_writes - 1
 
     @property
     def num_copies(self) -> int:
-        """How many components can differ, and are updated each on its own."""
+        """Number of components that can differ and are updated separately."""
         return len(self.cell.components)
 
     @property

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Writes(ABC, Generic[R]):
-    """How a variable is written. Every method gives the new value, as `value` gives it there.
+    """Writing methods of a variable. Each returns the new value, as `value` gives it there.
 
     An on-read variable without aggregation that is written outside the replicas gives its first
     component.

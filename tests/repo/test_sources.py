@@ -89,6 +89,20 @@ def test_every_module_starts_with_one_sentence() -> None:
     assert [named(p) for p in SOURCES if not opening(p).endswith(".")] == []
 
 
+def test_no_summary_begins_with_a_question_word() -> None:
+    """A function's begins with a verb, that of a class, a module or a property with a noun."""
+    words = {"What", "Who", "Whom", "Whose", "How", "Where", "Whether", "When", "Why", "Which"}
+    documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    summaries = [
+        (f"{named(path)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or "")
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented)
+    ]
+
+    assert [place for place, text in summaries if text.partition(" ")[0] in words] == []
+
+
 def test_asyncio_barrier_is_not_used() -> None:
     def is_barrier(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):

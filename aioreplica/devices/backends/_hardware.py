@@ -1,4 +1,4 @@
-"""Whether an accelerator can be there at all, found out without importing an array library."""
+"""Detection of accelerators without importing an array library."""
 
 from __future__ import annotations
 

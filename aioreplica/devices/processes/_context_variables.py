@@ -39,7 +39,7 @@ AnyVar: TypeAlias = "ContextVar[Any]"
 
 @final
 class VarName(NamedTuple):
-    """How another process finds a context variable.
+    """Name by which another process finds a context variable.
 
     Attributes:
         module: The module that it is a global of; None for a twin.

@@ -1,4 +1,4 @@
-"""What a device and its worker process tell each other: one request and one reply per op."""
+"""Messages between a device and its worker process: one request and one reply per op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Where: TypeAlias = tuple[str, int, str]
 
 @final
 class Setup(NamedTuple):
-    """What a worker process learns when it starts.
+    """Configuration of a worker process, sent at its start.
 
     Attributes:
         device_name: The device that it works for.
@@ -43,7 +43,7 @@ class NewSegment(NamedTuple):
 
 @final
 class Memory(NamedTuple):
-    """What has become of the memory that one side writes and the other one reads.
+    """State of the memory that one side writes and the other one reads.
 
     Attributes:
         new: Segments that are to be mapped; their descriptors come in this order.
@@ -112,7 +112,7 @@ class Request(NamedTuple):
 
 @final
 class Failure(NamedTuple):
-    """What an op raised, where that is no parcel.
+    """Exception of an op that cannot be pickled as a parcel.
 
     Attributes:
         text: The traceback, as text.
@@ -127,7 +127,7 @@ class Failure(NamedTuple):
 
 @final
 class Reply(NamedTuple):
-    """What became of an op.
+    """Outcome of an op.
 
     Attributes:
         memory: Memory that the worker writes.

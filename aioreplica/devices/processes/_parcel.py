@@ -29,7 +29,7 @@ PLAIN_KINDS = frozenset("biufc")  # of dtypes that a character says all of
 
 @final
 class Parcel(NamedTuple):
-    """What was pickled.
+    """Pickled object with its buffers.
 
     Attributes:
         payload: The pickle, or where it lies if it is large.
@@ -41,14 +41,14 @@ class Parcel(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How much was copied."""
+        """Number of bytes that were copied."""
         payload = self.payload
         first = len(payload) if isinstance(payload, bytes) else payload.num_bytes
         return first + sum(block.num_bytes for block in self.buffers)
 
 
 class Naming(Protocol):
-    """What pickling asks: which objects go by name instead of being copied."""
+    """Rule of pickling for objects that go by name instead of being copied."""
 
     def refer(self, thing: Any) -> Reduced:
         """Name an object that asks for it; `named` gives what has that name on the other side."""

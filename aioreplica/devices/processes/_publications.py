@@ -1,4 +1,4 @@
-"""What all worker processes read: the newest values of variables, one copy for each version.
+"""Newest values of variables for all worker processes, one copy for each version.
 
 Things that ops refer to by name are numbered here, once in a process. A value is copied into shared
 memory when the first op that reads it is sent; every worker maps that copy.
@@ -169,7 +169,7 @@ class Publications:
 
 @final
 class Reader:
-    """What one worker knows and holds of the publications.
+    """Publications that one worker knows and holds.
 
     Attributes:
         forgotten: Names of things that are gone, to be told.

@@ -63,7 +63,7 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block of it is in use."""
+        """True if no block of it is in use."""
         return self.free == [(0, self.size)]
 
     def take(self, size: int) -> int | None:
@@ -141,7 +141,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory it has."""
+        """Number of bytes of its memory."""
         return sum(segment.size for segment in self.segments.values())
 
     def _grow(self, size: int) -> Segment:
@@ -212,7 +212,7 @@ class Mappings:
 
     @property
     def num_views(self) -> int:
-        """How many blocks are read."""
+        """Number of blocks that are being read."""
         return len(self._views)
 
 

@@ -276,7 +276,7 @@ def _remake(kind: type[BaseException], args: Sequence[Any], state: dict[str, Any
 
 @final
 class _Told:
-    """What ops tell on the side: warnings and log records, until the next reply.
+    """Warnings and log records of ops, kept until the next reply.
 
     Args:
         log_levels: The levels that loggers have in the program.

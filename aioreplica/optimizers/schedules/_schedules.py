@@ -29,7 +29,7 @@ class Constant:
 
     Raises:
         ValueError: If it is negative or not finite.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
 
     Example:
         >>> Constant(0.1)(1000)
@@ -62,7 +62,7 @@ class ExponentialDecay:
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
 
     Example:
         >>> schedule = ExponentialDecay(0.1, decay_steps=100, decay_rate=0.25)
@@ -103,7 +103,7 @@ class CosineDecay:
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
 
     Example:
         >>> schedule = CosineDecay(0.5, decay_steps=100)
@@ -143,7 +143,7 @@ class LinearWarmup:
 
     Raises:
         ValueError: If a number is out of range.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
 
     Example:
         >>> schedule = LinearWarmup(0.5, warmup_steps=4)
@@ -182,7 +182,7 @@ class PiecewiseConstantDecay:
 
     Raises:
         ValueError: If the numbers do not fit together, or a learning rate is out of range.
-        TypeError: If a learning rate is no number.
+        TypeError: If a learning rate is not a number.
 
     Example:
         >>> schedule = PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25])
@@ -234,7 +234,7 @@ class ReduceOnPlateau:
     Raises:
         ValueError: If a number is out of range, the minimum is above the initial rate, or the mode
             is unknown.
-        TypeError: If one is no number.
+        TypeError: If one is not a number.
         ContextError: If made inside a replica.
 
     Example:
@@ -296,11 +296,11 @@ class ReduceOnPlateau:
         """Take the next metric; the following step has the new rate.
 
         Args:
-            metric: A number; NaN is no improvement.
+            metric: A number; NaN is not an improvement.
 
         Raises:
             ContextError: If called inside a replica, where each would count.
-            TypeError: If it is no number.
+            TypeError: If it is not a number.
         """
         place = PLACE.get()
         if place.is_in_step:

@@ -35,7 +35,7 @@ MAX_RESULT_BYTES = 1024**3
 
 @final
 class ClosureFailedError(Exception):
-    """What an engine is told of a closure that raised.
+    """Error by which an engine learns that a closure raised.
 
     Args:
         error: What it raised, packed; None if that cannot be pickled.
@@ -110,7 +110,7 @@ class Closure:
 
 @final
 class ClosureContext:
-    """What a closure has pulled, and how many pushes it has made.
+    """Values that a closure has pulled, and the number of its pushes.
 
     Args:
         closure: Which one.

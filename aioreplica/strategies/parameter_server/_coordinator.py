@@ -43,7 +43,7 @@ class ClusterCoordinator:
             no limit.
 
     Raises:
-        TypeError: If `strategy` is no ParameterServerStrategy, or a number is none.
+        TypeError: If `strategy` is not a ParameterServerStrategy, or a number is not one.
         ValueError: If a number is out of range.
 
     Example:
@@ -120,7 +120,7 @@ class ClusterCoordinator:
             What it will return.
 
         Raises:
-            ValueError: If `args` is no tuple or list, or `timeout_s` is not positive.
+            ValueError: If `args` is not a tuple or list, or `timeout_s` is not positive.
             TypeError: If `fn` is not callable or contains `yield`, or something cannot be pickled.
             ContextError: If the coordinator is closed, the strategy has another one, or a variable
                 of another strategy is used.

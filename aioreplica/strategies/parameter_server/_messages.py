@@ -1,4 +1,4 @@
-"""What closures and the coordinator tell parameter servers, and what these have done."""
+"""Messages of closures and the coordinator to parameter servers, and statistics of servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FROM_COORDINATOR = -1
 
 @final
 class Spec(NamedTuple):
-    """What a closure knows of a variable.
+    """Description of a variable for closures.
 
     Attributes:
         variable_id: Its number in the strategy.
@@ -161,7 +161,7 @@ class NewShard(NamedTuple):
 @final
 @dataclass(slots=True)
 class ServerStatistics:
-    """What a parameter server has done.
+    """Counters of a parameter server.
 
     Attributes:
         pulls: Shards that were asked for.
@@ -201,7 +201,7 @@ def num_bytes(value: Any) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class CoordinatorStatistics:
-    """What a coordinator and its parameter servers have done.
+    """Counters of a coordinator and its parameter servers.
 
     Numbers from `pulls` on are those of the servers, as they were asked last: at a `join`, and
     after every few closures.

@@ -1,4 +1,4 @@
-"""What travels from the program to closures: functions, with names in place of variables."""
+"""Packing of functions for closures, with names in place of variables."""
 
 from __future__ import annotations
 

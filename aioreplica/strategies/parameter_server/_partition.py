@@ -1,4 +1,4 @@
-"""How a variable is cut into shards of rows, and where each of them lives."""
+"""Partition of a variable into shards of rows, and the server of each shard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FixedShardsPartitioner(Partitioner):
 
     Raises:
         ValueError: If it is below 1.
-        TypeError: If it is no int.
+        TypeError: If it is not an int.
 
     Example:
         >>> FixedShardsPartitioner(2)((10, 3), "float32")
@@ -91,7 +91,7 @@ class MinSizePartitioner(Partitioner):
 
     Raises:
         ValueError: If a number is below 1.
-        TypeError: If one is no int.
+        TypeError: If one is not an int.
 
     Example:
         >>> MinSizePartitioner(min_shard_bytes=4, max_shards=3)((6, 1), "float32")
@@ -127,7 +127,7 @@ class MaxSizePartitioner(Partitioner):
 
     Raises:
         ValueError: If a number is below 1.
-        TypeError: If one is no int.
+        TypeError: If one is not an int.
 
     Example:
         >>> MaxSizePartitioner(max_shard_bytes=8)((6, 1), "float32")

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How much there is to send."""
+        """Number of bytes to send."""
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 

@@ -56,7 +56,7 @@ class ScheduledClosure:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more becomes of it."""
+        """True if the closure has succeeded, failed or was cancelled."""
         return self.state == "over"
 
 
@@ -113,22 +113,22 @@ class ClosureQueue:
 
     @property
     def has_room(self) -> bool:
-        """Whether another closure may be queued."""
+        """True if another closure may be queued."""
         return len(self._queued) < self._size
 
     @property
     def depth(self) -> int:
-        """How many closures are queued."""
+        """Number of queued closures."""
         return len(self._queued)
 
     @property
     def num_running(self) -> int:
-        """How many closures run, or wait for the commit of their step."""
+        """Number of closures that run, or wait for the commit of their step."""
         return len(self._unfinished) - len(self._queued)
 
     @property
     def is_idle(self) -> bool:
-        """Whether every closure is over."""
+        """True if every closure is over."""
         return not self._unfinished
 
     @property
@@ -227,7 +227,7 @@ class ClosureQueue:
 
     @property
     def has_error(self) -> bool:
-        """Whether an error was not raised yet."""
+        """True if an error was not raised yet."""
         return self._error is not None
 
     def take_error(self) -> BaseException | None:

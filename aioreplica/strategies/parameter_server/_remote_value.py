@@ -1,4 +1,4 @@
-"""What a closure will return, and how its errors come home."""
+"""Future result of a closure, and the way of its errors back to the program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNPACK_HERE_BYTES = 256 * 1024
 
 @final
 class RemoteValue(Generic[T]):
-    """What a closure will return; it stays on the worker until it is fetched.
+    """Future result of a closure; it stays on the worker until it is fetched.
 
     `ClusterCoordinator.schedule` gives it. A result that is lost with its worker is computed again
     by another one; what the closure pushes then is dropped.

@@ -19,7 +19,7 @@ from ._variables import new_served
 
 
 class Coordinator(Protocol):
-    """What a strategy knows of its coordinator."""
+    """Interface of the coordinator for its strategy."""
 
     def statistics(self) -> CoordinatorStatistics:
         """Return what it and the parameter servers have done; from any thread."""
@@ -115,27 +115,27 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def num_ps(self) -> int:
-        """How many parameter servers there are."""
+        """Number of parameter servers."""
         return self._num_ps
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are, as far as is known."""
+        """Number of workers, as far as is known."""
         return self._engine.num_workers
 
     @property
     def variable_partitioner(self) -> PartitionFn | None:
-        """What cuts variables into shards."""
+        """Function that cuts variables into shards."""
         return self._partitioner
 
     @property
     def mode(self) -> Literal["async", "sync"]:
-        """When pushes are applied."""
+        """Mode in which pushes are applied."""
         return self._mode
 
     @property
     def engine(self) -> ClosureEngine:
-        """Where servers and workers are."""
+        """Engine that runs servers and workers."""
         return self._engine
 
     @property
@@ -145,7 +145,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def elsewhere(self) -> Elsewhere:
-        """What brings values home; for checkpoints."""
+        """Fetcher of values, for checkpoints."""
         return self._elsewhere
 
     @property
@@ -199,7 +199,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def gate(self) -> StepGate:
-        """What holds closures back while a checkpoint reads or replaces the variables."""
+        """Gate that holds closures back while a checkpoint reads or replaces the variables."""
         return self._store.gate
 
     def new_step(self) -> int:

@@ -54,7 +54,7 @@ class ServedVariable(Variable):
 
     @property
     def spec(self) -> Spec:
-        """What a closure knows of it."""
+        """Description for closures."""
         return self._spec
 
     @property
@@ -79,12 +79,12 @@ class ServedVariable(Variable):
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Where its rows are, in order."""
+        """Shards of its rows, in order."""
         return self._spec.shards
 
     @property
     def num_shards(self) -> int:
-        """How many parts it is cut into."""
+        """Number of its shards."""
         return len(self._spec.shards)
 
     # ---- reading ---------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class ServedVariable(Variable):
             ContextError: If called in a closure (use `value` or `rows`), or if the strategy is
                 closed.
             ValueError: If an index is out of range.
-            TypeError: If the indices are no integers.
+            TypeError: If the indices are not integers.
             WorkerLostError: If a parameter server is gone.
 
         Shapes:
@@ -123,7 +123,7 @@ class ServedVariable(Variable):
         Raises:
             ContextError: If called outside a closure (use `await variable.read(indices)`).
             ValueError: If an index is out of range.
-            TypeError: If the indices are no integers.
+            TypeError: If the indices are not integers.
             WorkerLostError: If a parameter server is gone.
 
         Shapes:
@@ -185,7 +185,7 @@ class ServedVariable(Variable):
 
     @property
     def is_home(self) -> bool:
-        """Whether `cell` holds the value."""
+        """True if `cell` holds the value."""
         return self._is_home
 
     def come_home(self, value: Array) -> None:
@@ -275,7 +275,7 @@ def checked_rows(variable: Variable, rows: Any) -> Array:
 
     Raises:
         ValueError: If one is out of range, or the variable has no rows.
-        TypeError: If they are no integers.
+        TypeError: If they are not integers.
     """
     found = np.asarray(rows)
     if found.size == 0 and isinstance(rows, (list, tuple)):
