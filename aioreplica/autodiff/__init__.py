@@ -21,18 +21,11 @@ from ._variables import differentiate_variables as differentiate_variables
 from ._variables import embedding_lookup as embedding_lookup
 
 __all__ = [
-    "Adapter",
-    "LinearCollective",
-    "OutsideAdapter",
-    "VariableReads",
-    "Watch",
     "all_gather",
     "all_reduce",
     "broadcast",
     "differentiate_variables",
     "embedding_lookup",
-    "find_adapter",
-    "find_outside_adapter",
     "jax_key",
     "jax_variables",
     "reduce_scatter",

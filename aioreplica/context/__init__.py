@@ -21,22 +21,8 @@ from ._registry import REGISTRY as REGISTRY
 from ._registry import Registry as Registry
 
 __all__ = [
-    "CARRIER",
-    "CLOSURE",
-    "CLUSTER",
-    "DEFAULT_PLACE",
-    "DEVICE",
-    "DIFFERENTIATING",
-    "INLINE_STEP",
-    "LOOP",
-    "OVERRIDES",
-    "PLACE",
-    "REGISTRY",
-    "Carrier",
     "CurrentReplica",
-    "CurrentStrategy",
     "Place",
-    "Registry",
     "get_update_replica_id",
     "in_cross_replica_context",
 ]

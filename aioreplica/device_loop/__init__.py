@@ -19,22 +19,12 @@ from ._topology import TPUClusterResolver as TPUClusterResolver
 from ._topology import find_topology as find_topology
 
 __all__ = [
-    "Feeder",
     "HasTopology",
-    "Infeed",
-    "KeptIterators",
     "MultiStepContext",
-    "StaticShapes",
     "TPUClusterResolver",
     "Topology",
-    "combine_outputs",
     "current_cluster",
-    "find_topology",
-    "new_feeder",
-    "open_iterator",
     "outside_compilation",
-    "run_loop",
-    "steps_taken",
 ]
 
 export_public(__name__, __all__, globals())

@@ -41,16 +41,10 @@ from ._spec import Device as Device
 from ._spec import DeviceSpec as DeviceSpec
 
 __all__ = [
-    "COLLECTIVES",
-    "HOST",
-    "INLINE_BYTES",
     "CompletionQueue",
     "Device",
     "DeviceSpec",
-    "Gate",
-    "Lane",
     "LaneStatistics",
-    "LaneTable",
     "Op",
     "OpTracker",
     "OwnedTask",
@@ -59,26 +53,10 @@ __all__ = [
     "current_device",
     "device",
     "device_op",
-    "is_interrupted",
-    "is_process_device",
-    "lane_table",
-    "lend_lane",
-    "name_of_served_lane",
     "list_devices",
-    "new_gate",
-    "num_collective_streams",
-    "require_device",
-    "require_threads",
     "run_on_host",
-    "run_on_lane",
-    "run_together",
-    "running_loop",
     "set_lane_options",
     "set_logical_devices",
-    "submit_gang",
-    "require_loop",
-    "wait_shielded",
-    "wait_until_done",
 ]
 
 export_public(__name__, __all__, globals())

@@ -36,17 +36,9 @@ __all__ = [
     "InputReplicationMode",
     "InputStatistics",
     "InputTarget",
-    "KeyedPermutation",
     "OpenLoops",
-    "SourceLane",
-    "close_iterator",
     "distribute_dataset",
-    "distribute_from_function",
-    "local_replicas",
     "num_examples",
-    "shard_items",
-    "split_batch",
-    "split_sizes",
 ]
 
 export_public(__name__, __all__, globals())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-__all__ = ["render", "serve", "view"]
+__all__ = ["serve", "view"]
 
 MAX_WAITS = 12
 

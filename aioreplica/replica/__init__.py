@@ -42,13 +42,9 @@ from ._waiting import waits_of as waits_of
 from ._worker_context import WorkerContext as WorkerContext
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "Along",
     "BlockingCollectives",
     "BlockingContext",
     "BlockingGroup",
-    "Broadcast",
     "Call",
     "CallSite",
     "Collective",
@@ -60,26 +56,10 @@ __all__ = [
     "Mismatch",
     "Parts",
     "Pending",
-    "ReduceScatter",
-    "Reduction",
-    "Rendezvous",
     "ReplicaContext",
     "ReplicaGroup",
     "ReplicaState",
     "SyncGroup",
-    "WorkerContext",
-    "add_note_once",
-    "collective_named",
-    "format_rows",
-    "joined_text",
-    "payload_along",
-    "payload_of",
-    "payload_of_numbers",
-    "payload_signature",
-    "run_device_program",
-    "summand_text",
-    "update_variable",
-    "waits_of",
 ]
 
 export_public(__name__, __all__, globals())

@@ -48,7 +48,6 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
-    "ParameterServerVariable",
     "Partitioner",
     "PerWorkerDataset",
     "PerWorkerIterator",

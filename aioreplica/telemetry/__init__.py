@@ -35,8 +35,6 @@ from ._trace import Trace as Trace
 from ._trace_files import FORMATS as FORMATS
 
 __all__ = [
-    "KINDS",
-    "FORMATS",
     "CollectiveRecord",
     "CollectiveTotals",
     "Event",
@@ -55,17 +53,11 @@ __all__ = [
     "ReplicaSkew",
     "ReplicaWait",
     "Totals",
-    "Trace",
     "Usage",
-    "UsageCounters",
     "Visit",
     "events_to",
     "log_observer",
     "observe_everywhere",
-    "printable",
-    "skew_of",
-    "source_line",
-    "straggler_text",
     "usage",
 ]
 

@@ -37,7 +37,6 @@ __all__ = [
     "exhaustive",
     "explore",
     "fault_point",
-    "is_token_of",
     "replay",
     "run",
     "schedules",

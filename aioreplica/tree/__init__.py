@@ -19,20 +19,9 @@ from ._tree import register_node as register_node
 from ._tree import unflatten as unflatten
 
 __all__ = [
-    "LEAF_SPEC",
-    "LEAF_TYPES",
     "Leaf",
-    "describe_structure",
-    "flatten",
-    "flatten_arrays",
-    "flatten_one_level",
     "leaves",
-    "map_leaves",
-    "map_nodes",
     "paths",
-    "paths_of",
-    "register_node",
-    "unflatten",
 ]
 
 export_public(__name__, __all__, globals())

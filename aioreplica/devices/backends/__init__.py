@@ -21,21 +21,6 @@ from ._torch import TorchBackend as TorchBackend
 
 __all__ = [
     "Backend",
-    "CupyBackend",
-    "JaxBackend",
-    "NumpyBackend",
-    "TorchBackend",
-    "backend_of",
-    "find_backends",
-    "join_arrays",
-    "reduce_arrays",
-    "reduce_block",
-    "reduce_in_namespace",
-    "reduce_into",
-    "result_dtype",
-    "share_array",
-    "trace_of",
-    "untraced",
 ]
 
 export_public(__name__, __all__, globals())

@@ -11,11 +11,7 @@ from ._process import WorkerProcess as WorkerProcess
 from ._worker import kind_of as kind_of
 
 __all__ = [
-    "RemoteTracebackError",
-    "WorkerProcess",
     "dumps",
-    "find_obstacle",
-    "kind_of",
 ]
 
 export_public(__name__, __all__, globals())

@@ -24,7 +24,6 @@ __all__ = [
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "ParameterServerStrategy",
-    "ParameterServerVariable",
     "Partitioner",
     "PerWorkerDataset",
     "PerWorkerIterator",
