@@ -51,7 +51,7 @@ def write_state(values: Mapping[Variable, Array]) -> None:
     while True:  # replicas write from several threads
         bases = {variable: variable.components for variable in fitting}
         changes = {v: _changed(place, bases[v], array) for v, array in fitting.items()}
-        if next(iter(fitting)).store.write(changes, bases):
+        if next(iter(fitting)).store.write(changes, bases, is_local=place.replica is not None):
             return
 
 

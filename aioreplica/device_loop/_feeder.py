@@ -214,10 +214,9 @@ class Feeder(ABC):
         if self._infeed.num_put < self._num_wanted:
             self._infeed.end()
 
-    def _take_complete(self, num_complete: int | None = None) -> list[Reading]:
-        """Remove from the unfinished elements those whose steps are complete on all replicas."""
-        if num_complete is None:
-            num_complete = min(context.steps_run for context in self._contexts)
+    def _take_complete(self) -> list[Reading]:
+        """Remove from the unfinished elements those whose steps are not repeated."""
+        num_complete = steps_taken(self._contexts)
         count = num_complete - self._num_complete
         self._num_complete = num_complete
         return [self._unfinished.popleft() for _ in range(count)]
@@ -294,7 +293,7 @@ class ThreadFeeder(Feeder):
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
         with self._lock:
-            self._take_complete(steps_taken(self._contexts))
+            self._take_complete()
             rest = self._unfinished
             told = rest.popleft() if rest and self._was_told(rest[0]) else None
             self._kept.unrun.extendleft(reversed(rest))
@@ -402,7 +401,7 @@ class TaskFeeder(Feeder):
 
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
-        self._report(steps_taken(self._contexts))
+        self._report()
         rest, self._unfinished = self._unfinished, deque()
         told = rest[0] if rest and self._was_told(rest[0]) else None
         if told is not None:
@@ -419,9 +418,9 @@ class TaskFeeder(Feeder):
         items = [r for r in rest if r is not Mark.END and type(r) is not Raised]
         self._batches.put_back(items, errors[0] if errors else None)
 
-    def _report(self, num_complete: int | None = None) -> None:
+    def _report(self) -> None:
         """Tell a distributed dataset whose steps are complete."""
-        complete = self._take_complete(num_complete)
+        complete = self._take_complete()
         if self._batches is not None:
             for item in complete:
                 self._batches.delivered(item)

@@ -173,10 +173,11 @@ class MultiStepContext:
 def steps_taken(contexts: Sequence[MultiStepContext]) -> int:
     """Return how many steps of a loop are not repeated after it: they are complete, or published.
 
-    A step that fails behind its update would apply it twice if it were run again.
+    A step that fails behind its update would apply it twice if it were run again. All replicas are
+    in the step of their update; what some of them write ahead of the others does not count.
     """
     complete = min(context.steps_run for context in contexts)
-    return max(complete, *(context._steps_written for context in contexts))
+    return complete + any(context._steps_written == complete + 1 for context in contexts)
 
 
 async def combine_outputs(

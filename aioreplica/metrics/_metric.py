@@ -158,7 +158,7 @@ class Metric(ABC):
                 variable: _changed(parts, index, amounts[variable], counting, is_added=is_added)
                 for variable, parts in bases.items()
             }
-            if store.write(changes, bases):
+            if store.write(changes, bases, is_local=index is not None):
                 return
 
     def _own_index(self) -> int | None:

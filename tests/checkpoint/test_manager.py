@@ -45,6 +45,7 @@ async def test_plain_data_arrays_and_generators_come_back(tmp_path: Path) -> Non
         "settings": {"name": "run/7", "shape": (2, 3), 7: None, "$odd": b"\x00\xff"},
         "array": np.arange(6)[::-2],
         "scalar": np.float32(0.1),
+        "nested": {"of two": [np.arange(2), np.arange(3) * 0.5], "of one": np.int8(4)},
         "rng": np.random.default_rng(5),
         "a/b": True,
         "a": {"b": False},
@@ -55,6 +56,7 @@ async def test_plain_data_arrays_and_generators_come_back(tmp_path: Path) -> Non
         fresh: dict[str, Any] = {
             "epoch": 0, "history": [], "settings": {}, "array": np.zeros(3, int),
             "scalar": np.float32(0), "rng": np.random.default_rng(6), "a/b": None, "a": {"b": 1},
+            "nested": {"of two": [np.zeros(2, int), np.zeros(3)], "of one": np.int8(0)},
         }  # fmt: skip
         history = fresh["history"]
         assert await manager.restore(fresh) == 0
@@ -66,6 +68,8 @@ async def test_plain_data_arrays_and_generators_come_back(tmp_path: Path) -> Non
     assert (fresh["epoch"], fresh["a/b"], fresh["a"]["b"]) == (3, True, False)
     assert fresh["array"].tolist() == [5, 3, 1]
     assert fresh["scalar"] == np.float32(0.1)
+    assert [each.tolist() for each in fresh["nested"]["of two"]] == [[0, 1], [0.0, 0.5, 1.0]]
+    assert fresh["nested"]["of one"] == 4
     assert fresh["rng"].random(3).tolist() == drawn.tolist()
 
 

@@ -141,6 +141,70 @@ def test_a_loop_that_fails_again_and_again_goes_on_exactly_once() -> None:
     art.explore(lambda: fail(2, *again), schedules=20).check()
 
 
+@pytest.mark.parametrize("kind", ["metric", "on_read", "group"])
+def test_what_one_replica_writes_ahead_of_another_uses_up_nothing(kind: str) -> None:
+    """Replica 0 has written in later steps when replica 1 fails: these are run again."""
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                metric = ar.metrics.Mean()
+                own = ar.Variable(np.float64(0), synchronization="on_read", aggregation="sum")
+                shared = ar.Variable(np.float64(0), aggregation="sum")
+            ahead, seen, has_failed = asyncio.Event(), ([], []), False
+            loop = asyncio.get_running_loop()
+
+            def write(ctx: ar.ReplicaContext) -> None:
+                if kind == "metric":
+                    metric.update_state(1.0)
+                elif kind == "on_read":
+                    own.blocking.assign_add(1.0)
+                else:
+                    alone = ctx.blocking.group([ctx.replica_id_in_sync_group])
+                    alone.merge_call(
+                        lambda _strategy: shared.store.write({shared: shared.components})
+                    )
+
+            def step(_ctx: ar.MultiStepContext, x: int) -> None:
+                nonlocal has_failed
+                ctx = ar.get_replica_context()
+                assert ctx is not None
+                me = ctx.replica_id_in_sync_group
+                if me == 1 and x == 1 and not has_failed:
+                    ar.outside_compilation(ahead.wait)
+                    has_failed = True
+                    raise FaultError
+                write(ctx)
+                seen[me].append(x)
+                if me == 0 and x == 3:
+                    loop.call_soon_threadsafe(ahead.set)
+
+            elements = iter(range(5))
+            with pytest.raises(FaultError):
+                await strategy.run_steps(step, elements, 5)
+            assert (await strategy.run_steps(step, elements, 5)).steps_run == 4
+            assert seen[1] == [0, 1, 2, 3, 4]
+            assert seen[0][-4:] == [1, 2, 3, 4]
+
+    art.explore(main, schedules=10).check()
+
+
+def test_a_state_taken_behind_an_update_holds_its_element() -> None:
+    """`state_dict` agrees with the weights while a loop runs, too."""
+
+    async def main() -> None:
+        training = Training(2)
+
+        def at(here: At) -> None:
+            if here[0] == 0 and here[2] in {"reduced", "applied"}:
+                ar.outside_compilation(training.require_agreement)
+
+        training.at = at
+        await training.finish()
+
+    art.explore(main, schedules=10).check()
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("num_replicas", [1, 2])
