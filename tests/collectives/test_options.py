@@ -311,6 +311,7 @@ async def test_no_timer_is_left(gang: ar.MirroredStrategy) -> None:
     for fate in fates:
         task = loop.create_task(gang.run(step, args=(fate,)))
         await asyncio.gather(task, return_exceptions=True)
+        await gang.aclose()  # an open one has a timer for all its runs
         live = [t for t in getattr(loop, "_scheduled", []) if not t.cancelled()]
         assert live == [], fate
 

@@ -37,6 +37,7 @@ ALLOWED = {
     "testing/test_simulation.py::sleeper": "what the testing kit is given in all its uses",
     "testing/test_started.py::loops_in_threads": "a program that the testing kit runs",
     "online/soak.py": "a load at random moments; nothing is expected at any of them",
+    "strategies/test_quiet_runs.py": "on a loop of its own, in virtual time",
     "strategies/test_watching.py::test_what_holds_the_loop_is_named_in_the_log":
         "what holds a loop takes real time; it is repeated until it was seen",
     "cluster_engines/program.py::late": "a wait has to take time to show what it costs",
