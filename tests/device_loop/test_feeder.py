@@ -267,6 +267,34 @@ async def test_a_step_that_failed_gets_its_element_again(
 
 
 @pytest.mark.asyncio
+async def test_loops_that_fail_one_after_another_keep_the_order(pair: ar.MirroredStrategy) -> None:
+    """The second one has begun to read what the first has given back."""
+    all_read, seen, fails = threading.Event(), [], True
+
+    def numbers() -> Iterator[int]:
+        for number in range(6):
+            if number == 3:
+                all_read.set()
+            yield number
+
+    def step(_ctx: ar.MultiStepContext, x: int) -> None:
+        assert all_read.wait(60)
+        if fails:
+            raise ValueError("mine")
+        if my_id() == 0:
+            seen.append(x)
+
+    iterator = numbers()
+    for iterations in (4, 2):
+        with pytest.raises(ValueError, match="mine"):
+            await pair.run_steps(step, iterator, iterations)
+    fails = False
+
+    assert (await pair.run_steps(step, iterator, 9)).steps_run == 6
+    assert seen == [*range(6)]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_element_is_skipped_by_a_step_that_does_nothing(
     pair: ar.MirroredStrategy, kind: str
@@ -495,6 +523,9 @@ async def test_a_thread_ends_with_its_iterator_or_its_strategy(pair: ar.Mirrored
     await idle()
     await asyncio.to_thread(first.join, 10)
     assert (await pair.run_steps(nothing, kept, 9)).steps_run == 1
+    for thread in input_threads():  # it may have a moment left to live
+        await asyncio.to_thread(thread.join, 10)
+    assert input_threads() == []
     left = iter_of(1, 2)
     await pair.run_steps(nothing, left, 1)
     await pair.aclose()
