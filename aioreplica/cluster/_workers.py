@@ -324,8 +324,10 @@ class Workers:
         late = TimeoutError("The other workers did not come to close their strategies.")
         loop = asyncio.get_running_loop()
         timer = loop.call_later(communicator.timeout or CLOSING_S, self.break_off, late)
-        await WorkersRun(self, "-", None).leave().over()
-        timer.cancel()
+        try:
+            await WorkersRun(self, "-", None).leave().over()
+        finally:
+            timer.cancel()
 
     def abandon(self) -> None:
         """Give up at once, as the interpreter is interrupted."""
