@@ -167,6 +167,36 @@ async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None
 
 
 @pytest.mark.asyncio
+async def test_a_loop_that_is_open_over_a_shrink_ends_with_an_error() -> None:
+    """It would go on with the shares of the larger group: examples left out, or read twice."""
+    ended: dict[int, str] = {}
+    all_ready = asyncio.Barrier(3)
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy.workers is not None
+        rank = strategy.workers.rank
+        data = ar.ArrayDataset(np.arange(24), batch_size=3)
+        batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
+        iterator = aiter(batches)
+        await anext(iterator)
+        await all_ready.wait()
+        if rank == 0:
+            lose(strategy)
+            return
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        await strategy.shrink()
+        with pytest.raises(ContextError) as caught:
+            await anext(iterator)
+        ended[rank] = str(caught.value)
+        await batches.aclose()
+
+    await outcomes(strategies(3, 1), [program] * 3)
+
+    assert [ended[rank].count("has lost a worker") for rank in (1, 2)] == [1, 1]
+
+
+@pytest.mark.asyncio
 async def test_on_read_variables_keep_what_the_survivors_have() -> None:
     totals: dict[int, float] = {}
     all_ready = asyncio.Barrier(3)
