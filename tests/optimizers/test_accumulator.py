@@ -155,6 +155,20 @@ async def test_misuse_is_told(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_variables_of_another_strategy_are_refused(pair: ar.MirroredStrategy) -> None:
+    _, window = window_in(pair)
+    async with mirrored(2) as other:
+        with other.scope():
+            foreign = ar.Variable(np.zeros(2))
+
+        async def step() -> None:
+            await window.add([(np.ones(2), foreign)])
+
+        with pytest.raises(ContextError, match="does not belong"):
+            await pair.run(step)
+
+
+@pytest.mark.asyncio
 async def test_sums_that_overflow_are_refused_when_they_are_applied() -> None:
     w = ar.Variable(np.float32([0.0]), name="w")
     window = ar.GradientAccumulator(ar.optimizers.SGD(1.0))
