@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -121,6 +121,7 @@ def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[D
 
     Raises:
         DeviceError: If a device does not exist.
+        TypeError: If `devices` is not a list.
         ValueError: If there is none, or one is named twice.
     """
     if devices is None:
@@ -131,6 +132,8 @@ def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[D
             f"{name} takes a list of devices, got {devices!r}. Write [{str(devices)!r}], "
             "or use OneDeviceStrategy."
         )
+    if not isinstance(devices, Iterable):
+        raise TypeError(f"{name} takes a list of devices such as ['cpu:0'], got {devices!r}.")
     asked = tuple(devices)
     chosen = tuple(require_device(device, asked) for device in asked)
     if not chosen:

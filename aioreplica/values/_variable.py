@@ -488,6 +488,9 @@ def _create_variable(
     return variable
 
 
+_create_variable.__qualname__ = "Variable"  # as a TypeError of its arguments should name it
+
+
 def _new_plain(value: Array, options: VariableOptions) -> Variable:
     from ._plain import PlainVariable  # the factory and its product need each other
 

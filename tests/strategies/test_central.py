@@ -110,6 +110,7 @@ def test_copies_and_equality() -> None:
     [
         ([], None, ValueError, "CentralStorageStrategy needs at least one device"),
         ("cpu:0", None, ValueError, "takes a list of devices"),
+        (4, None, TypeError, "takes a list of devices such as .*, got 4"),
         (["cpu:0", "cpu:0"], None, ValueError, "got device cpu:0 twice"),
         (["cpu:0"], "cpu:99", DeviceError, "cpu:99"),
     ],

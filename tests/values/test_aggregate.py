@@ -62,8 +62,10 @@ async def test_rows_that_do_not_fit_say_so(pair: ar.MirroredStrategy) -> None:
         await variable.assign_add(ar.IndexedSlices([1.0], [0], (3,)))
 
 
-def test_a_name_is_text() -> None:
+def test_a_variable_needs_a_value_and_a_name_that_is_text() -> None:
     name: Any = 3
 
+    with pytest.raises(TypeError, match=r"^Variable\(\) missing"):
+        ar.Variable()
     with pytest.raises(TypeError, match="must be a str, got 3"):
         ar.Variable(0.0, name=name)
