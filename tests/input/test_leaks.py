@@ -5,7 +5,7 @@ import gc
 import itertools
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,30 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import lane_table
+from aioreplica.devices._cores import num_cores
 from tests.conftest import mirrored
 
 EPOCHS = 200
 
 
-def footprint() -> tuple[int, int, int]:
-    """Tasks, threads and file descriptors; threads of lanes that were given back may still end."""
-    lanes = lane_table().statistics()
-    for thread in threading.enumerate():
-        own = thread.name.removeprefix("aioreplica ")
-        if own != thread.name and own not in lanes:
-            thread.join(60)
-    return len(asyncio.all_tasks()), threading.active_count(), psutil.Process().num_fds()
+def footprint(older: Collection[threading.Thread]) -> tuple[int, int, int]:
+    """Tasks, threads beside those of lanes in use, and file descriptors.
+
+    Threads of a lane that was given back may take a moment to end.
+    """
+    lanes = {f"aioreplica {name}" for name in lane_table().statistics()}
+    left = {thread for thread in threading.enumerate() if thread.name not in lanes} - set(older)
+    for thread in left:
+        thread.join(60)
+    alive = sum(thread.is_alive() for thread in left)
+    return len(asyncio.all_tasks()), alive, psutil.Process().num_fds()
+
+
+async def fill_host_pool() -> None:
+    """Have all threads of the lane `host` started: it starts one when all others are busy."""
+    count = min(32, num_cores() + 4)
+    together = threading.Barrier(count)
+    await asyncio.gather(*(ar.run_on_host(together.wait, 60) for _ in range(count)))
 
 
 @pytest.fixture
@@ -76,17 +87,19 @@ async def test_epochs_that_are_broken_off(
                         break
         await batches.aclose()
 
+    older = threading.enumerate()
     async with mirrored(2) as strategy:
         await epochs(strategy, 20)
+        await fill_host_pool()
         gc.collect()
         tracemalloc.start()
         try:
             await epochs(strategy, 20)
             gc.collect()
-            before, memory = footprint(), tracemalloc.get_traced_memory()[0]
+            before, memory = footprint(older), tracemalloc.get_traced_memory()[0]
             await epochs(strategy, EPOCHS)
             gc.collect()
-            after, grown = footprint(), tracemalloc.get_traced_memory()[0] - memory
+            after, grown = footprint(older), tracemalloc.get_traced_memory()[0] - memory
         finally:
             tracemalloc.stop()
     assert after == before
