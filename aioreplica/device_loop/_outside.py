@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 
 from .._functions import require_finished, require_no_yield
 from ..autodiff import find_outside_adapter
-from ..context import CLUSTER, PLACE, Place
+from ..context import CLUSTER, LOOP, PLACE, Place
 from ..errors import ContextError
 from ..replica import ReplicaContext, add_note_once
 
@@ -117,6 +117,7 @@ class _Leave:
 
 def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
     CLUSTER.set(name)  # the context is a copy, made for this call
+    LOOP.set(None)  # what is written here is not the step's update
     result = fn(*args)
     require_finished(result, fn, "outside_compilation")
     return result

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, final
 
-from ..context import PLACE
+from ..context import LOOP, PLACE
 from ..devices import HOST, OpTracker, lend_lane, name_of_served_lane, new_gate
 from ._meeting import Call, Generation
 from ._meeting_point import MeetingPoint, Waiter
@@ -39,6 +39,8 @@ class ThreadWaiter(Waiter):
         """Bring a call to the rendezvous; return its part of the merge's result."""
         if not call.position:
             call.context = copy_context()
+            if call.group.is_partial:
+                call.context.run(LOOP.set, None)  # the others may be in another step
         point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
         assert lock is not None  # threads meet here
         now_s = point.now()

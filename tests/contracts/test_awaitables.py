@@ -409,8 +409,7 @@ OF_THE_LIBRARY = {
     "SyncOnReadVariable.write_in_replica", "Variable.write_in_replica", "Variable.write",
     "Variable.combine", "ObservedWait.awaited", "Reducer.reduce", "ReplicaContext.meet",
     "ReplicaContext.meet_as", "ReplicaContext.to_await", "Turn.exchange", "Wire.all_gather",
-    "Wire.all_reduce", "Wire.broadcast", "Writes.write", "reduce_across", "take_step",
-    "ServedVariable.write",
+    "Wire.all_reduce", "Wire.broadcast", "Writes.write", "ServedVariable.write",
 }  # fmt: skip
 AWAITABLE = re.compile(r"\b(Coroutine|Awaitable|Future|Handle|Op|Ticket|RemoteValue)\b|^R$")
 

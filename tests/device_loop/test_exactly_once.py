@@ -189,6 +189,42 @@ def test_what_one_replica_writes_ahead_of_another_uses_up_nothing(kind: str) -> 
     art.explore(main, schedules=10).check()
 
 
+def test_a_write_of_a_part_of_the_replicas_hides_no_update() -> None:
+    """Replica 1 fails behind its update; replica 0 is a step on, and has written in a group."""
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                weight = ar.Variable(np.zeros(3), aggregation="sum")
+                other = ar.Variable(np.float64(0), aggregation="sum")
+                optimizer = ar.optimizers.SGD(1.0)
+            loop, ahead, has_failed = asyncio.get_running_loop(), asyncio.Event(), False
+
+            def step(_ctx: ar.MultiStepContext, x: int) -> None:
+                nonlocal has_failed
+                ctx = ar.get_replica_context()
+                assert ctx is not None
+                me = ctx.replica_id_in_sync_group
+                if me == 0 and x == 1 and not has_failed:
+                    ctx.blocking.group([0]).merge_call(lambda _strategy: other.assign(1.0))
+                    loop.call_soon_threadsafe(ahead.set)
+                gradient = np.zeros(3)
+                gradient[x] = -0.5  # each of two replicas
+                optimizer.blocking.apply_gradients([(gradient, weight)])
+                if me == 1 and x == 0 and not has_failed:
+                    ar.outside_compilation(ahead.wait)
+                    has_failed = True
+                    raise FaultError
+
+            elements = iter(range(3))
+            with pytest.raises(FaultError):
+                await strategy.run_steps(step, elements, 3)
+            assert (await strategy.run_steps(step, elements, 3)).steps_run == 2
+            assert weight.value.tolist() == [1.0, 1.0, 1.0]
+
+    art.explore(main, schedules=10).check()
+
+
 def test_a_state_taken_behind_an_update_holds_its_element() -> None:
     """`state_dict` agrees with the weights while a loop runs, too."""
 
