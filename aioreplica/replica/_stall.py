@@ -154,7 +154,7 @@ class QuietWatch:
 
     Args:
         loop: The event loop of the runs.
-        runs: Those in progress.
+        runs: Gives those in progress.
 
     Attributes:
         timer: When it looks next; None while it need not.
@@ -162,7 +162,9 @@ class QuietWatch:
 
     __slots__ = ("_loop", "_quiet", "_runs", "timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, runs: Collection[ReplicaGroup]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, runs: Callable[[], Collection[ReplicaGroup]]
+    ) -> None:
         self._loop = loop
         self._runs = runs
         self._quiet: WeakKeyDictionary[ReplicaGroup, _Quiet] = WeakKeyDictionary()
@@ -181,10 +183,11 @@ class QuietWatch:
 
     def _look(self) -> None:
         self.timer = None
-        if not self._runs:
+        runs = self._runs()
+        if not runs:
             return  # the next run arms it
         self.arm()
-        for run in sorted(self._runs, key=lambda run: run.step):
+        for run in sorted(runs, key=lambda run: run.step):
             self._look_at(run)
 
     def _look_at(self, run: ReplicaGroup) -> None:
@@ -222,7 +225,7 @@ class QuietWatch:
         """Tell whether a merge function that awaits may wait for something that makes progress."""
         own = sum(each.op is not None and not each.op.done() for each in run.replicas)
         lanes = lane_table().statistics().values()
-        return len(self._runs) > 1 or sum(lane.running + lane.queued for lane in lanes) > own
+        return len(self._runs()) > 1 or sum(lane.running + lane.queued for lane in lanes) > own
 
 
 def _is_busy(run: ReplicaGroup) -> bool:

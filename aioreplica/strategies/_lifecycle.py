@@ -164,7 +164,7 @@ class Lifecycle:
         table = lane_table()
         self._generation = table.generation
         if not table.is_simulated:  # there nothing is late, and a schedule ends where all wait
-            self._watch = QuietWatch(loop, self._active)
+            self._watch = QuietWatch(loop, self._groups)
         if not self._holds_lanes:
             lane_table().acquire(self._lane_names)
             self._holds_lanes = True
@@ -277,6 +277,10 @@ class Lifecycle:
             self._loop = self._port = None
             self._stop_watch()
             self._store.end_waits(f"{self._label} was closed.")
+
+    def _groups(self) -> list[ReplicaGroup]:
+        """Return the runs of replicas; closures of a coordinator stand beside them."""
+        return [run for run in self._active if isinstance(run, ReplicaGroup)]
 
     def _stop_watch(self) -> None:
         watch, self._watch = self._watch, None

@@ -12,6 +12,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica import testing as art
+from aioreplica.cluster import LocalClosureEngine
 from aioreplica.testing._devices import SimLaneTable
 from tests.conftest import mirrored
 
@@ -98,6 +99,28 @@ def test_a_barrier_under_a_lock_is_warned_of_once_with_the_table_and_not_ended()
     assert ["0", "cpu:0", "running", "before", "any", "-"] in rows
     assert ["1", "cpu:1", "waiting", "barrier", "#1"] in [row[:5] for row in rows]
     assert "stall_timeout" in text
+
+
+def test_closures_of_a_coordinator_are_not_looked_at() -> None:
+    """They are under way beside the runs of replicas, and meet in no collective."""
+    errors: list[Any] = []
+
+    async def closure() -> int:
+        await asyncio.sleep(100)
+        return 1
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, each: errors.append(each))
+        async with (
+            ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
+            ar.ClusterCoordinator(strategy) as coordinator,
+        ):
+            assert await (await coordinator.schedule(closure)).fetch() == 1
+
+    told, took_s = run(main)
+
+    assert (told, errors) == ([], [])
+    assert took_s >= 100
 
 
 def test_each_wait_is_warned_of_once_and_only_those_that_last() -> None:
