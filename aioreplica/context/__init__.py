@@ -14,6 +14,7 @@ from ._place import PLACE as PLACE
 from ._place import Carrier as Carrier
 from ._place import CurrentReplica as CurrentReplica
 from ._place import CurrentStrategy as CurrentStrategy
+from ._place import LoopStep as LoopStep
 from ._place import Place as Place
 from ._place import get_update_replica_id as get_update_replica_id
 from ._place import in_cross_replica_context as in_cross_replica_context

@@ -166,8 +166,52 @@ CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)
 """Name of the outside call that runs here (see device_loop)."""
 
 
-LOOP: ContextVar[Callable[[], None] | None] = ContextVar("aioreplica_loop", default=None)
-"""Called after a write of all replicas by a step of a device loop (see device_loop)."""
+@final
+class LoopStep:
+    """Step of a device loop that one replica is in, and which steps are not run again.
+
+    Args:
+        replica_id: Whose it is.
+        completed: How many steps of the loop each replica has completed; shared by all.
+        published: Likewise how many when it is done with the newest that has published a write.
+
+    Attributes:
+        at_end: Called when the loop has ended and no replica runs any more.
+    """
+
+    __slots__ = ("_completed", "_published", "_replica_id", "at_end")
+
+    def __init__(self, replica_id: int, completed: list[int], published: list[int]) -> None:
+        self._replica_id = replica_id
+        self._completed = completed
+        self._published = published
+        self.at_end: dict[Callable[[], None], None] = {}  # a set in order
+
+    @property
+    def number(self) -> int:
+        """Number of the step in the loop."""
+        return self._completed[self._replica_id]
+
+    def has_written(self) -> None:
+        """Note that the step has published a write of all replicas."""
+        self._published[self._replica_id] = self.number + 1
+
+    def ended(self) -> None:
+        """Go on to the next step."""
+        self._completed[self._replica_id] += 1
+
+    def num_taken(self) -> int:
+        """Return how many steps of the loop are not run again: they are complete, or published.
+
+        A step that fails behind its update would apply it twice if it were run again. All replicas
+        are in the step of their update; what some of them write ahead of the others does not count.
+        """
+        complete = min(self._completed)
+        return complete + ((complete + 1) in self._published)
+
+
+LOOP: ContextVar[LoopStep | None] = ContextVar("aioreplica_loop", default=None)
+"""The step of a device loop that runs here (see device_loop)."""
 
 
 INLINE_STEP: ContextVar[int | None] = ContextVar("aioreplica_inline_step", default=None)

@@ -8,7 +8,6 @@ from ._feeder import open_iterator as open_iterator
 from ._infeed import Infeed as Infeed
 from ._outputs import MultiStepContext as MultiStepContext
 from ._outputs import combine_outputs as combine_outputs
-from ._outputs import steps_taken as steps_taken
 from ._outside import current_cluster as current_cluster
 from ._outside import outside_compilation as outside_compilation
 from ._program import run_loop as run_loop

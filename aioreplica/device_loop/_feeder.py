@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeAlias, final
 
+from ..context import LoopStep
 from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
 from ..input import DistributedIterator, SourceLane, close_iterator
 from ..values import DistributedValues, PerReplica, split_per_replica
 from ._infeed import Infeed, Mark
-from ._outputs import MultiStepContext, steps_taken
 from ._static_shapes import StaticShapes
 
 GIVE_UP_S = 0.25
@@ -154,7 +154,7 @@ class Feeder(ABC):
 
     Args:
         infeed: Where they go.
-        contexts: Those of all replicas, which say how many steps are complete.
+        steps: Those of all replicas, which say how many are complete.
         num_wanted: How many steps the loop has: not one element more is read.
 
     Attributes:
@@ -164,14 +164,12 @@ class Feeder(ABC):
         * `_unfinished` begins with the element of step `_num_complete`.
     """
 
-    def __init__(
-        self, infeed: Infeed, contexts: Sequence[MultiStepContext], num_wanted: int
-    ) -> None:
+    def __init__(self, infeed: Infeed, steps: Sequence[LoopStep], num_wanted: int) -> None:
         self.error: BaseException | None = None
         self._infeed = infeed
-        self._contexts = contexts
+        self._steps = steps
         self._num_wanted = num_wanted
-        self._shapes = StaticShapes(len(contexts))
+        self._shapes = StaticShapes(len(steps))
         self._unfinished: deque[Reading] = deque()
         self._num_complete = 0
 
@@ -204,7 +202,7 @@ class Feeder(ABC):
         """
         if type(element) is not tuple:
             element = (element,)
-        parts = _parts(element, len(self._contexts))
+        parts = _parts(element, len(self._steps))
         self._shapes.check(self._infeed.num_put, parts)
         self._infeed.put(parts)
 
@@ -216,7 +214,7 @@ class Feeder(ABC):
 
     def _take_complete(self) -> list[Reading]:
         """Remove from the unfinished elements those whose steps are not repeated."""
-        num_complete = steps_taken(self._contexts)
+        num_complete = self._steps[0].num_taken()
         count = num_complete - self._num_complete
         self._num_complete = num_complete
         return [self._unfinished.popleft() for _ in range(count)]
@@ -235,7 +233,7 @@ class ThreadFeeder(Feeder):
         iterators: What is kept of it; None if it was made for this loop, and is closed with it, on
             the thread.
         infeed: The queues.
-        contexts: Those of all replicas.
+        steps: Those of all replicas.
         num_wanted: How many steps the loop has.
     """
 
@@ -244,10 +242,10 @@ class ThreadFeeder(Feeder):
         iterator: Iterator[Any],
         iterators: KeptIterators | None,
         infeed: Infeed,
-        contexts: Sequence[MultiStepContext],
+        steps: Sequence[LoopStep],
         num_wanted: int,
     ) -> None:
-        super().__init__(infeed, contexts, num_wanted)
+        super().__init__(infeed, steps, num_wanted)
         self._iterator = iterator
         self._iterators = iterators
         self._kept = KeptIterator() if iterators is None else iterators.find(iterator)
@@ -361,7 +359,7 @@ class TaskFeeder(Feeder):
         iterators: What is kept of it; None if it was made for this loop, and is closed with it, in
             the same task.
         infeed: The queues.
-        contexts: Those of all replicas.
+        steps: Those of all replicas.
         num_wanted: How many steps the loop has.
     """
 
@@ -370,10 +368,10 @@ class TaskFeeder(Feeder):
         iterator: Iterator[Any] | AsyncIterator[Any],
         iterators: KeptIterators | None,
         infeed: Infeed,
-        contexts: Sequence[MultiStepContext],
+        steps: Sequence[LoopStep],
         num_wanted: int,
     ) -> None:
-        super().__init__(infeed, contexts, num_wanted)
+        super().__init__(infeed, steps, num_wanted)
         self._iterator = iterator
         self._batches = iterator if isinstance(iterator, DistributedIterator) else None
         self._iterators = iterators
@@ -490,13 +488,13 @@ def new_feeder(
     iterator: Iterator[Any] | AsyncIterator[Any],
     iterators: KeptIterators | None,
     infeed: Infeed,
-    contexts: Sequence[MultiStepContext],
+    steps: Sequence[LoopStep],
     num_wanted: int,
 ) -> Feeder:
     """Return what feeds a loop; the arguments are those of the two kinds."""
     if isinstance(iterator, Iterator) and type(iterator) not in IN_MEMORY:
-        return ThreadFeeder(iterator, iterators, infeed, contexts, num_wanted)
-    return TaskFeeder(iterator, iterators, infeed, contexts, num_wanted)
+        return ThreadFeeder(iterator, iterators, infeed, steps, num_wanted)
+    return TaskFeeder(iterator, iterators, infeed, steps, num_wanted)
 
 
 def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[Any, ...]]:

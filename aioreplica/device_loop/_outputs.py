@@ -46,7 +46,7 @@ class MultiStepContext:
 
     __slots__ = (
         "_events", "_first_step", "_is_open", "_ops", "_replica_id", "_sites",
-        "_steps_written", "error", "last_step_outputs", "non_tensor_outputs", "steps_run",
+        "error", "last_step_outputs", "non_tensor_outputs", "steps_run",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +61,6 @@ class MultiStepContext:
         self.last_step_outputs: dict[str, Any] = dict(last_step_outputs or {})
         self.non_tensor_outputs: dict[str, Any] = dict(non_tensor_outputs or {})
         self.steps_run = steps_run
-        self._steps_written = 0
         self.error: Exception | None = None
         self._events = events
         self._replica_id = replica_id
@@ -137,9 +136,6 @@ class MultiStepContext:
         if error is not None:
             add_note_once(error, f"Raised in step {self.steps_run} of {num_steps} of run_steps.")
 
-    def _has_written(self) -> None:
-        self._steps_written = self.steps_run + 1
-
     def reduce_op(self, name: str) -> ReduceOp | None:
         """Return how an output is to be combined; None for one that stays apart."""
         return self._ops.get(name)
@@ -168,16 +164,6 @@ class MultiStepContext:
     def __repr__(self) -> str:
         names = ", ".join([*self.last_step_outputs, *self.non_tensor_outputs]) or "no outputs"
         return f"<MultiStepContext | {self.steps_run} steps run, {names}>"
-
-
-def steps_taken(contexts: Sequence[MultiStepContext]) -> int:
-    """Return how many steps of a loop are not repeated after it: they are complete, or published.
-
-    A step that fails behind its update would apply it twice if it were run again. All replicas are
-    in the step of their update; what some of them write ahead of the others does not count.
-    """
-    complete = min(context.steps_run for context in contexts)
-    return complete + any(context._steps_written == complete + 1 for context in contexts)
 
 
 async def combine_outputs(

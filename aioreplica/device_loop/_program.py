@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..context import LOOP
+from ..context import LOOP, LoopStep
 from ..replica import ReplicaContext
 from ._infeed import Infeed
 from ._outputs import MultiStepContext
@@ -16,6 +16,7 @@ def run_loop(
     replica: ReplicaContext,
     fn: Callable[..., Any],
     context: MultiStepContext,
+    loop_step: LoopStep,
     infeed: Infeed,
     num_steps: int,
 ) -> MultiStepContext:
@@ -30,7 +31,7 @@ def run_loop(
     """
     replica_id = replica.replica_id_in_sync_group
     blocking = replica.blocking
-    LOOP.set(context._has_written)  # in the context variables of this op
+    LOOP.set(loop_step)  # in the context variables of this op
     for step in range(num_steps):
         if infeed.is_empty(replica_id):
             with blocking.waiting(f"the infeed for step {step}"):
@@ -51,6 +52,7 @@ def run_loop(
                 "collectives, ar.outside_compilation for the rest."
             )
         context.steps_run = step + 1
+        loop_step.ended()
         blocking.step_ended()
     return context
 

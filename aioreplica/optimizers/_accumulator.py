@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, final
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives import Reducer, Turn, leaf_bytes
-from ..context import PLACE
+from ..context import LOOP, PLACE, LoopStep
 from ..devices import run_together
 from ..errors import ContextError
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
@@ -33,14 +34,23 @@ SUM = "sum."  # begins the name of a replica's sum in a checkpoint
 
 @final
 class _Sum:
-    """Gradient sum of one replica for one variable; its buffer outlives a window."""
+    """Gradient sum of one replica for one variable; its buffer outlives a window.
 
-    __slots__ = ("_buffer", "_rows", "count", "is_weighted", "scale", "variable", "weight")
+    Invariants:
+        * `_kept` has the sum as it was before each step of a device loop that added to it and may
+          be run again, by number. No buffer of these is written.
+    """
+
+    __slots__ = (
+        "_buffer", "_kept", "_loop_step", "_owns_buffer", "_rows", "_spare", "count",
+        "is_weighted", "scale", "variable", "weight",
+    )  # fmt: skip
 
     def __init__(self, variable: Variable) -> None:
         self.variable = variable
         self._buffer: Array | None = None
-        self._rows: list[IndexedSlices] = []
+        self._spare: Array | None = None
+        self._owns_buffer = True
         self.clear()
 
     def clear(self) -> None:
@@ -48,7 +58,40 @@ class _Sum:
         self.weight = 0.0
         self.is_weighted = False
         self.scale: float | None = None
-        self._rows = []
+        self._rows: tuple[IndexedSlices, ...] = ()
+        self._kept: dict[int, _Sum] = {}
+        self._loop_step: LoopStep | None = None
+        if not self._owns_buffer:
+            self._buffer, self._owns_buffer = None, True
+
+    def keep(self, loop_step: LoopStep) -> None:
+        """Keep the sum as it is before a step of a device loop."""
+        num_taken, number = loop_step.num_taken(), loop_step.number
+        for done in [each for each in self._kept if each < num_taken]:
+            free = self._kept.pop(done)._buffer
+            in_use = [each._buffer for each in (self, *self._kept.values())]
+            self._spare = None if any(free is each for each in in_use) else free
+        if number not in self._kept:
+            old = copy(self)
+            old._kept, old._spare = {}, None
+            self._kept[number] = old
+            self._owns_buffer = False
+            self._loop_step = loop_step
+            loop_step.at_end[self.settle] = None
+
+    def settled(self) -> _Sum:
+        """Return the sum without what was added by steps that may be run again."""
+        if self._loop_step is None:
+            return self
+        num_taken = self._loop_step.num_taken()
+        return next((old for at, old in [*self._kept.items()] if at >= num_taken), self)
+
+    def settle(self) -> None:
+        """Forget what was added by steps that are run again."""
+        old = self.settled()
+        for name in ("_buffer", "_rows", "count", "is_weighted", "scale", "weight"):
+            setattr(self, name, getattr(old, name))
+        self._kept, self._loop_step, self._owns_buffer = {}, None, True
 
     def add(self, gradient: Any) -> None:
         total, weight = gradient, 1.0
@@ -64,15 +107,20 @@ class _Sum:
         total = _at_scale(total, self.scale)
         self.weight += weight
         if isinstance(total, IndexedSlices):
-            self._rows.append(total)
-        elif is_first:
-            if self._buffer is None:
-                self._buffer = np.empty(self.variable.shape, working_dtype(self.variable.dtype))
-            np.copyto(self._buffer, total)
+            self._rows = (*self._rows, total)
+            return
+        old = out = self._buffer
+        if out is None or not self._owns_buffer:
+            out, self._spare = self._spare, None
+        if out is None:
+            out = np.empty(self.variable.shape, working_dtype(self.variable.dtype))
+        self._buffer, self._owns_buffer = out, True
+        if is_first:
+            np.copyto(out, total)
         else:
-            assert self._buffer is not None  # the first one made it
+            assert old is not None  # the first one made it
             with np.errstate(all="ignore"):  # it is checked when it is applied
-                np.add(self._buffer, total, out=self._buffer)
+                np.add(old, total, out=out)
 
     def total(self, *, is_sparse: bool) -> Any:
         """Return the sum; zeros if nothing counted."""
@@ -220,10 +268,10 @@ class GradientAccumulator:
     def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Any]:
         """Return what a checkpoint keeps: the sums of each replica."""
         return {
-            (variable, f"{SUM}{replica_id}"): each.state()
+            (variable, f"{SUM}{replica_id}"): settled.state()
             for variable, own in self._sums.items()
             for replica_id, each in own.items()
-            if each.count
+            if (settled := each.settled()).count
         }
 
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
@@ -275,7 +323,7 @@ class GradientAccumulator:
             own = self._sums.setdefault(variable, {})
             _require_one_kind(variable, gradient, tuple(own.values()))
             sums.append(own.setdefault(replica_id, _Sum(variable)))
-        return sum(map(_num_bytes, gradients)), partial(_add_all, sums, gradients)
+        return sum(map(_num_bytes, gradients)), partial(_add_all, sums, gradients, LOOP.get())
 
     async def _apply_outside(self, global_step: Variable | None) -> None:
         require_cross_replica_context("GradientAccumulator.apply")
@@ -458,8 +506,10 @@ class BlockingAccumulator:
         return f"<BlockingAccumulator of {self._accumulator!r}>"
 
 
-def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any]) -> None:
+def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any], loop_step: LoopStep | None) -> None:
     for each, gradient in zip(sums, gradients, strict=True):
+        if loop_step is not None:
+            each.keep(loop_step)
         each.add(gradient)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from .._functions import is_async, require_no_yield
+from ..context import LoopStep
 from ..device_loop import (
     Feeder,
     Infeed,
@@ -18,7 +19,6 @@ from ..device_loop import (
     new_feeder,
     open_iterator,
     run_loop,
-    steps_taken,
 )
 from ..values import split_per_replica
 from ._combine import reduce_tree
@@ -114,16 +114,21 @@ async def run_steps(
         MultiStepContext(initial[i], events=strategy.events, replica_id=i, first_step=step)
         for i in range(count)
     ]
+    completed, published = [0] * count, [0] * count
+    steps = [LoopStep(i, completed, published) for i in range(count)]
     is_given = iterator is plan.given
-    feeder = new_feeder(iterator, iterators if is_given else None, infeed, contexts, num_steps)
+    feeder = new_feeder(iterator, iterators if is_given else None, infeed, steps, num_steps)
     strategy.events.add("loop", "begin", step, value=num_steps)
     try:
-        await _run(lifecycle, plan, run, infeed, feeder, contexts)
+        await _run(lifecycle, plan, run, infeed, feeder, contexts, steps)
     finally:
         feeder.settle()
         for context in contexts:
             context.close(num_steps)
-        num_run = steps_taken(contexts)
+        for each in steps:
+            for settle in each.at_end:
+                settle()
+        num_run = steps[0].num_taken()
         lifecycle.give_back_steps(step + num_run, step + num_steps)
         strategy.events.add("loop", "end", step, value=num_run)
     if gate.is_closed:
@@ -148,6 +153,7 @@ async def _run(
     infeed: Infeed,
     feeder: Feeder,
     contexts: list[MultiStepContext],
+    steps: list[LoopStep],
 ) -> None:
     group = run.group
     group.point.on_abort.append(infeed.abort)
@@ -156,8 +162,8 @@ async def _run(
         feeder.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(
             [
-                (run_loop, (replica, plan.fn, context, infeed, plan.num_steps), {})
-                for replica, context in zip(run.contexts, contexts, strict=True)
+                (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
+                for replica, context, step in zip(run.contexts, contexts, steps, strict=True)
             ]
         )
         await group.wait(plan.options.stall_timeout)

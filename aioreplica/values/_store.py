@@ -158,9 +158,9 @@ class VariableStore:
                     number, components, old.number, old.components, old.num_writes + 1
                 )
             self.version = number
-        tell_loop = LOOP.get()
-        if tell_loop is not None and not is_local:
-            tell_loop()
+        step = LOOP.get()
+        if step is not None and not is_local:
+            step.has_written()
         if self._waiters:
             self._wake()
         tell = self._observers.write_published

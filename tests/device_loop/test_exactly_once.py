@@ -22,6 +22,8 @@ class FaultError(Exception):
 class Training:
     """A loop whose step calls `at(point)` at each of its points."""
 
+    steps_per_update = 1
+
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         self.strategy = ar.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
@@ -61,9 +63,56 @@ class Training:
         while (await self.strategy.run_steps(self.step, self.iterator, 2)).steps_run:
             self.require_agreement()
         self.require_agreement()
-        assert self.optimizer.iterations.value == NUM_STEPS
+        assert self.optimizer.iterations.value == NUM_STEPS // self.steps_per_update
         await self.batches.aclose()
         await self.strategy.aclose()
+
+
+class Accumulating(Training):
+    """The same with a step that adds two gradients; every second step applies what was added."""
+
+    steps_per_update = 2
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__(num_replicas)
+        self.window = ar.GradientAccumulator(self.optimizer)
+
+    def step(self, ctx: ar.MultiStepContext, x: np.ndarray) -> None:
+        replica = ar.get_replica_context()
+        assert replica is not None
+        me = replica.replica_id_in_sync_group
+        number = round(float(x[0]) ** 0.5 - 1) // self.num_replicas
+        self.at((me, number, "start"))
+        self.window.blocking.add([(x[0], self.weight)])
+        self.at((me, number, "reduced"))
+        self.window.blocking.add([(np.float64(0.1), self.weight)])
+        if number % 2:
+            self.window.blocking.apply()
+        self.at((me, number, "applied"))
+        replica.blocking.all_reduce("mean", x[0])
+        self.at((me, number, "end"))
+
+    def require_agreement(self) -> None:
+        """Check that weights, sums and the state of the dataset are of the same step."""
+        count, place = self.num_replicas, self.batches.state_dict()
+        done = place["position"] // count + place["epoch"] * NUM_STEPS
+        elements = np.arange(1.0, 1 + count * NUM_STEPS) ** 2
+        weight = velocity = np.float64(0.0)
+        sums: dict[int, np.float64] = {}
+        for step in range(done):
+            for i in range(count):
+                sums[i] = sums.get(i, np.float64(0)) + elements[step * count + i] + 0.1
+            if step % 2:
+                velocity = 0.5 * velocity + sum(sums.values())
+                weight -= 0.5 * velocity
+                sums = {}
+        entries = self.window.checkpoint_entries()
+        assert {name: float(state["total"]) for (_, name), state in entries.items()} == {
+            f"sum.{i}": total for i, total in sums.items()
+        }
+        assert {state["count"] for state in entries.values()} == ({2} if sums else set())
+        assert self.weight.value == weight
+        assert self.optimizer.iterations.value == done // 2
 
 
 def expected(num_replicas: int) -> list[float]:
@@ -78,9 +127,9 @@ def expected(num_replicas: int) -> list[float]:
     return weights
 
 
-async def fail(num_replicas: int, *where: At) -> None:
+async def fail(num_replicas: int, *where: At, kind: type[Training] = Training) -> None:
     """Let replicas raise at these points, one loop after the other; continue each time."""
-    training = Training(num_replicas)
+    training = kind(num_replicas)
     left = set(where)
 
     def at(here: At) -> None:
@@ -96,9 +145,9 @@ async def fail(num_replicas: int, *where: At) -> None:
     await training.finish()
 
 
-async def cancel(num_replicas: int, where: At) -> None:
+async def cancel(num_replicas: int, where: At, kind: type[Training] = Training) -> None:
     """Cancel the loop when a replica comes to a point, from the event loop; continue."""
-    training = Training(num_replicas)
+    training = kind(num_replicas)
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(
         training.strategy.run_steps(training.step, training.iterator, NUM_STEPS)
@@ -122,23 +171,67 @@ def places(num_replicas: int) -> list[At]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [Training, Accumulating])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_a_loop_that_failed_anywhere_goes_on_exactly_once(num_replicas: int) -> None:
+def test_a_loop_that_failed_anywhere_goes_on_exactly_once(
+    num_replicas: int, kind: type[Training]
+) -> None:
     for where in places(num_replicas):
-        art.explore(lambda where=where: fail(num_replicas, where), schedules=5).check()
+        art.explore(lambda where=where: fail(num_replicas, where, kind=kind), schedules=5).check()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [Training, Accumulating])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_a_loop_that_was_cancelled_anywhere_goes_on_exactly_once(num_replicas: int) -> None:
+def test_a_loop_that_was_cancelled_anywhere_goes_on_exactly_once(
+    num_replicas: int, kind: type[Training]
+) -> None:
     for where in places(num_replicas):
-        art.explore(lambda where=where: cancel(num_replicas, where), schedules=5).check()
+        art.explore(lambda where=where: cancel(num_replicas, where, kind), schedules=5).check()
 
 
-def test_a_loop_that_fails_again_and_again_goes_on_exactly_once() -> None:
+@pytest.mark.parametrize("kind", [Training, Accumulating])
+def test_a_loop_that_fails_again_and_again_goes_on_exactly_once(kind: type[Training]) -> None:
     """Behind the update of a step its element is used up, before it the next loop gets it."""
     again = [(1, 1, "start"), (0, 1, "applied"), (1, 2, "reduced"), (1, 2, "end")]
-    art.explore(lambda: fail(2, *again), schedules=20).check()
+    art.explore(lambda: fail(2, *again, kind=kind), schedules=20).check()
+
+
+def test_what_a_replica_adds_steps_ahead_of_another_is_taken_back() -> None:
+    """Replica 0 is three steps ahead when replica 1 fails; one sum is of arrays, one of rows."""
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                dense, sparse = ar.Variable(np.zeros(2)), ar.Variable(np.zeros((4, 1)))
+                window = ar.GradientAccumulator(ar.optimizers.SGD(1.0))
+            ahead, has_failed = asyncio.Event(), False
+            loop = asyncio.get_running_loop()
+
+            def step(_ctx: ar.MultiStepContext, x: int) -> None:
+                nonlocal has_failed
+                ctx = ar.get_replica_context()
+                assert ctx is not None
+                me = ctx.replica_id_in_sync_group
+                rows = ar.IndexedSlices(np.full((1, 1), 1.0), np.array([x % 4]), (4, 1))
+                window.blocking.add([(np.full(2, 10.0**x), dense), (rows, sparse)])
+                if me == 1 and x == 1 and not has_failed:
+                    ar.outside_compilation(ahead.wait)
+                    has_failed = True
+                    raise FaultError
+                if me == 0 and x == 3:
+                    loop.call_soon_threadsafe(ahead.set)
+
+            elements = iter(range(6))
+            with pytest.raises(FaultError):
+                await strategy.run_steps(step, elements, 5)
+            assert window.num_added == 2  # that of step 0 by both replicas
+            assert (await strategy.run_steps(step, elements, 5)).steps_run == 5
+            await window.apply()
+            assert dense.value.tolist() == [-222222.0] * 2
+            assert sparse.value[:, 0].tolist() == [-4.0, -4.0, -2.0, -2.0]
+
+    art.explore(main, schedules=10).check()
 
 
 @pytest.mark.parametrize("kind", ["metric", "on_read", "group"])
@@ -241,10 +334,29 @@ def test_a_state_taken_behind_an_update_holds_its_element() -> None:
     art.explore(main, schedules=10).check()
 
 
+def test_sums_taken_during_a_loop_are_those_of_its_element() -> None:
+    async def main() -> None:
+        training = Accumulating(2)
+
+        def at(here: At) -> None:
+            replica = ar.get_replica_context()
+            assert replica is not None
+            replica.blocking.barrier()  # else the two are read in different steps
+            if here[0] == 0:
+                ar.outside_compilation(training.require_agreement)
+            replica.blocking.barrier()
+
+        training.at = at
+        await training.finish()
+
+    art.explore(main, schedules=10).check()
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Training, Accumulating])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-async def test_on_real_threads_too(num_replicas: int) -> None:
+async def test_on_real_threads_too(num_replicas: int, kind: type[Training]) -> None:
     for where in places(num_replicas):
-        await fail(num_replicas, where)
-        await cancel(num_replicas, where)
+        await fail(num_replicas, where, kind=kind)
+        await cancel(num_replicas, where, kind)
