@@ -17,13 +17,16 @@ from ..devices import run_together
 from ..errors import ContextError
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import IndexedSlices, Variable, Weighted
-from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._apply_gradients import optimizer_text, written
-from ._gradient import checked_pairs
+from ._apply_gradients import (
+    gradients_text,
+    merge_over_workers,
+    name_the_replica,
+    optimizer_text,
+)
+from ._checks import replica_on_device, require_cross_replica_context, require_owner, written
+from ._gradient import ScaledGradient, checked_pairs
 from ._merged_gradient import merge_gradients
 from ._optimizer import Optimizer
-from ._place import replica_on_device, require_cross_replica_context, require_owner
-from ._scaled_gradient import ScaledGradient
 from ._slots import working_dtype
 from ._step import INLINE_STEP_BYTES, take_step
 

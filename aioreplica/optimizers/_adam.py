@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ..values import Variable
 from ._blocks import Block
+from ._checks import LearningRate, checked_decay, checked_number
 from ._elementwise import ElementwiseOptimizer
-from ._hyperparameter import LearningRate, checked_decay, checked_number
 from ._kernels import ADAPT
 from ._settings import OptimizerOptions
 

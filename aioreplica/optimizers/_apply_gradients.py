@@ -1,21 +1,37 @@
-"""The collective `apply_gradients`: its merge is one step of the optimizer."""
+"""The collective `apply_gradients`: its merge is one step of the optimizer.
+
+Over workers the gradients of a worker's replicas are summed first, and the sums then meet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from ..collectives import Turn, leaf_bytes, no_data
-from ..context import PLACE
-from ..replica import Call, Collective, Parts, Pending, SyncGroup
-from ..values import Variable, Weighted
-from ._across import gradients_text, merge_over_workers, name_the_replica
-from ._gradient import has_parts
-from ._merged_gradient import merge_gradients
-from ._scaled_gradient import ScaledGradient
+from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across, reduces_to_itself
+from ..context import CLOSURE, PLACE, Place
+from ..devices import is_process_device, run_on_host
+from ..errors import ContextError, NonFiniteError
+from ..replica import (
+    Call,
+    CallSite,
+    Collective,
+    Parts,
+    Pending,
+    ReplicaContext,
+    SyncGroup,
+)
+from ..typing import ReduceOp
+from ..values import IndexedSlices, Variable, Weighted
+from ._checks import replica_on_device, require_owner, written
+from ._gradient import ScaledGradient, checked_pairs, has_parts
+from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
+from ._merged_gradient import MergedGradient, merge_gradients
 from ._step import take_step
 
 if TYPE_CHECKING:
@@ -206,15 +222,6 @@ async def take_step_alone(brought: Contribution) -> None:
         await pending
 
 
-def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
-    """Return what a step writes for the user; TypeError if the global step is not a variable."""
-    if global_step is None:
-        return [*variables]
-    if not isinstance(global_step, Variable):
-        raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
-    return [*variables, global_step]
-
-
 # ---- differences ---------------------------------------------------------------------------------
 
 
@@ -240,3 +247,335 @@ def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str
         index = min(len(here), len(there))
         return f"{text}; number {index} is {more[index].name!r} and comes only {where}"
     return f"{text}; number {index} is {here[index].name!r} here and {there[index].name!r} there"
+
+
+NOBODY = sys.maxsize
+
+
+async def merge_over_workers(
+    turn: Turn,
+    reducer: Reducer,
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[Any]],
+    *,
+    is_mean: bool,
+) -> list[MergedGradient]:
+    """Do what `merge_gradients` does, over the replicas of all workers.
+
+    Args:
+        turn: Of the collective.
+        reducer: Sums what this worker's replicas have brought.
+        variables: Whose gradients they are.
+        columns: One part per replica of this worker.
+        is_mean: Whether gradients without weights are averaged over the replicas.
+
+    Raises:
+        ValueError: If all weights of a gradient are 0.
+    """
+    sums, weights, are_lent = await _sum_here(reducer, columns)
+    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights], are_lent=are_lent)
+    totals, weights = found[: len(sums)], found[len(sums) :]
+    left = iter(weights)
+    parts = []
+    for column, total in zip(columns, totals, strict=True):
+        first = column[0]
+        part: Any = total
+        scale = _scale_of(first)
+        if scale is not None:
+            part = ScaledGradient(part, scale)
+        if isinstance(first, Weighted):
+            part = Weighted(part, next(left))
+        parts.append([part])
+    merged = merge_gradients(variables, parts, is_mean=False)
+    if is_mean:
+        count = turn.num_workers * turn.num_local_replicas
+        for gradient, column in zip(merged, columns, strict=True):
+            if not isinstance(column[0], Weighted):
+                gradient.divisor *= count
+    return merged
+
+
+async def _sum_here(
+    reducer: Reducer, columns: Sequence[Sequence[Any]]
+) -> tuple[list[Any], list[float], bool]:
+    """Sum parts without weight 0 over this worker's replicas, and the weights.
+
+    A single replica's are taken as they are, which the last of the results tells.
+    """
+    weights = [
+        float(sum(part.weight for part in column))
+        for column in columns
+        if isinstance(column[0], Weighted)
+    ]
+    rows = [[_summand(part) for part in row] for row in zip(*columns, strict=True)]
+    if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
+        return rows[0], weights, True
+    with np.errstate(all="ignore"):
+        done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)
+        return (done if isinstance(done, list) else await done), weights, False
+
+
+def _summand(part: Any) -> Any:
+    """Return what is summed: an array or IndexedSlices; nothing of what has no weight."""
+    total = part.total if isinstance(part, Weighted) else part
+    if isinstance(total, ScaledGradient):
+        total = total.values
+    if not isinstance(part, Weighted) or part.weight:
+        return total
+    if isinstance(total, IndexedSlices):  # what has no weight may hold anything
+        return IndexedSlices(total.values[:0], total.indices[:0], total.dense_shape)
+    return np.zeros_like(total)
+
+
+def _scale_of(part: Any) -> float | None:
+    total = part.total if isinstance(part, Weighted) else part
+    return total.scale if isinstance(total, ScaledGradient) else None
+
+
+def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[Any]]) -> str:
+    """Describe gradients by what has to be equal on all workers."""
+    texts = []
+    for variable, column in zip(variables, columns, strict=True):
+        first = column[0]
+        total = _summand(first)
+        kind = "IndexedSlices of " if isinstance(total, IndexedSlices) else ""
+        weight = ", weighted" if isinstance(first, Weighted) else ""
+        scale = _scale_of(first)
+        scaled = "" if scale is None else f", scale {scale:g}"
+        shape = list(variable.shape)
+        texts.append(f"{variable.name!r}: {kind}{variable.dtype}{shape}{weight}{scaled}")
+    return "; ".join(texts)
+
+
+async def name_the_replica(
+    turn: Turn,
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[Any]],
+    take: Callable[[], Awaitable[None] | None],
+) -> None:
+    """Take a step; if a gradient is not finite, find the replica that has brought it.
+
+    All workers have the same sums, so all find the same gradient, and ask each other.
+
+    Raises:
+        NonFiniteError: With the id of the replica among those of all workers, on all of them.
+    """
+    try:
+        pending = take()
+        if pending is not None:
+            await pending
+        return
+    except NonFiniteError as error:
+        wrong = error
+    own = NOBODY
+    for variable, column in zip(variables, columns, strict=True):
+        if variable.name == wrong.variable:
+            for replica_id, part in enumerate(column):
+                total = _summand(part)
+                values = total.values if isinstance(total, IndexedSlices) else total
+                if not np.isfinite(values).all():
+                    own = turn.rank * turn.num_local_replicas + replica_id
+                    break
+    [first] = await reduce_across(turn, ReduceOp.MIN, [own], what="finite check")
+    if first == NOBODY:
+        raise wrong
+    worker = first // turn.num_local_replicas
+    raise NonFiniteError(
+        f"The gradient of {wrong.variable!r} is not finite: replica {first}, of worker {worker}, "
+        f"brought it. The sum over all workers is not finite at index {wrong.index}. Nothing was "
+        "updated. Look for a division by 0 or a learning rate that is too high, clip gradients, or "
+        'pass on_non_finite="skip" to leave out such steps.',
+        variable=wrong.variable,
+        replica_id=first,
+        index=wrong.index,
+    )
+
+
+# ---- calls of replicas ---------------------------------------------------------------------------
+
+
+def require_replica(place: Place, what: str) -> None:
+    """Check that a replica runs here, or no strategy is in charge: then the code acts alone.
+
+    Raises:
+        ContextError: If the code runs in cross-replica or update context.
+    """
+    if type(place.replica) is not ReplicaContext and place.strategy is not None:
+        raise ContextError(
+            f"{what} was called in {place.describe()}, but it is a collective of the replicas. "
+            f"Call it in the step: `await optimizer.{what}(...)` in an `async def step(...)`, "
+            "and run that with `await strategy.run(step, args=(...))`. For gradients that are here "
+            "already: `await optimizer.distributed_apply(grads_and_vars)`."
+        )
+
+
+def push_elsewhere(optimizer: Any, pairs: Sequence[Any], global_step: Variable | None) -> Any:
+    """Push gradients to parameter servers, if a closure runs here and they are for variables there.
+
+    Returns:
+        What may be awaited, and is done; None if they are for variables of this process.
+    """
+    closure = CLOSURE.get()
+    if closure is None or not closure.takes(pairs):
+        return None
+    return closure.apply_gradients(optimizer, pairs, global_step)
+
+
+@final
+class BlockingOptimizer:
+    """An optimizer as plain step functions use it; got as `optimizer.blocking`.
+
+    Each method does what the awaitable one does, bit for bit, and returns when that is done.
+    ContextError elsewhere than on the device thread of a replica.
+    """
+
+    __slots__ = ("_optimizer",)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Variable | None = None,
+        *,
+        aggregate: bool = True,
+    ) -> None:
+        """Combine the gradients of all replicas and update the variables with them.
+
+        Args:
+            grads_and_vars: As for `Optimizer.apply_gradients`.
+            global_step: As for `Optimizer.apply_gradients`.
+            aggregate: As for `Optimizer.apply_gradients`.
+
+        Raises:
+            Exception: As `Optimizer.apply_gradients`.
+
+        Cancellation:
+            Leaves everything as it was, or everything updated.
+        """
+        name = "optimizer.blocking.apply_gradients"
+        grads_and_vars = list(grads_and_vars)
+        if push_elsewhere(self._optimizer, grads_and_vars, global_step) is None:
+            self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
+
+    def minimize(
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        global_step: Variable | None = None,
+        *,
+        backend: str = "autograd",
+        has_aux: bool = False,
+    ) -> Any:
+        """Differentiate a loss here and apply the gradients; return this replica's own loss.
+
+        Args:
+            loss: As for `Optimizer.minimize`.
+            var_list: As for `Optimizer.minimize`.
+            global_step: As for `Optimizer.minimize`.
+            backend: As for `Optimizer.minimize`.
+            has_aux: As for `Optimizer.minimize`.
+
+        Raises:
+            Exception: As `Optimizer.minimize`.
+        """
+        name = "optimizer.blocking.minimize"
+        if CLOSURE.get() is None:
+            replica_on_device(name)
+        require_loss(loss, var_list)
+        scaling = self._optimizer.loss_scale
+        scale = None if scaling is None else scaling.scale
+        value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
+        if push_elsewhere(self._optimizer, pairs, global_step) is None:
+            self._meet(name, pairs, global_step, False, sys._getframe(1))
+        return value
+
+    def _meet(
+        self,
+        name: str,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        global_step: Variable | None,
+        is_summed: bool,
+        frame: FrameType,
+    ) -> None:
+        replica = replica_on_device(name)
+        brought = contribution_of(
+            self._optimizer, PLACE.get(), grads_and_vars, global_step, is_summed
+        )
+        replica.blocking.meet(APPLY_GRADIENTS, None, brought, CallSite(frame.f_code, frame.f_lasti))
+
+    def __repr__(self) -> str:
+        return f"<BlockingOptimizer of {self._optimizer!r}>"
+
+
+def apply_alone(
+    optimizer: Optimizer,
+    place: Place,
+    grads_and_vars: Iterable[tuple[Any, Any]],
+    global_step: Variable | None,
+    is_summed: bool,
+) -> Coroutine[Any, Any, None]:
+    """Push gradients from a closure, or return the step of one replica that is on its own."""
+    pairs = list(grads_and_vars)
+    pushed: Any = push_elsewhere(optimizer, pairs, global_step)
+    if pushed is not None:
+        return pushed  # type: ignore[no-any-return]  # it is done, and can be awaited
+    return take_step_alone(contribution_of(optimizer, place, pairs, global_step, is_summed))
+
+
+async def minimize(
+    optimizer: Optimizer,
+    place: Place,
+    loss: Callable[[], Any],
+    var_list: Sequence[Variable] | None,
+    global_step: Variable | None,
+    backend: str,
+    has_aux: bool,
+    frame: FrameType,
+) -> Any:
+    value, pairs = await differentiate(optimizer, place, loss, var_list, backend, has_aux)
+    if push_elsewhere(optimizer, pairs, global_step) is not None:
+        return value
+    brought = contribution_of(optimizer, place, pairs, global_step, False)
+    if isinstance(place.replica, ReplicaContext):
+        await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
+    else:
+        await take_step_alone(brought)
+    return value
+
+
+async def differentiate(
+    optimizer: Optimizer,
+    place: Place,
+    loss: Callable[[], Any],
+    var_list: Sequence[Variable] | None,
+    backend: str,
+    has_aux: bool = False,
+) -> tuple[Any, Pairs]:
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
+    replica = place.replica
+    if not isinstance(replica, ReplicaContext):
+        return await run_on_host(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    found = await replica.run_on_device(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    if var_list is None and is_process_device(str(replica.device)):
+        sort_by_creation(found[1], place.strategy)  # a worker process does not know the order
+    return found
+
+
+def contribution_of(
+    optimizer: Optimizer,
+    place: Place,
+    grads_and_vars: Iterable[tuple[Any, Any]],
+    global_step: Variable | None,
+    is_summed: bool,
+) -> Contribution:
+    strategy = place.strategy
+    owner = None if strategy is None or strategy.has_plain_values else strategy
+    gradients, variables = checked_pairs(grads_and_vars)
+    for variable in variables:
+        if variable.strategy is not owner:
+            require_owner(variables, strategy)
+    if global_step is not None:
+        require_owner(written([], global_step), strategy)
+    return Contribution(optimizer, variables, gradients, global_step, is_summed)

@@ -14,11 +14,11 @@ import numpy as np
 
 from ..values import IndexedSlices, Variable, Weighted
 from ._blocks import TouchedRows
-from ._hyperparameter import LearningRate
-from ._loss_scale import DynamicLossScale
+from ._checks import LearningRate
+from ._gradient import ScaledGradient
+from ._loss import DynamicLossScale
 from ._merged_gradient import MergedGradient, merge_gradients
 from ._optimizer import Optimizer
-from ._scaled_gradient import ScaledGradient
 from ._settings import StepSettings
 from ._slots import SlotTable, new_variable
 from ._step import clip, unscale_and_check

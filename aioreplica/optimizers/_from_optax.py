@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values import Variable
-from ._joint import JointOptimizer
-from ._optimizer import Optimizer
+from ._optimizer import JointOptimizer, Optimizer
 from ._settings import SHARED, OptimizerOptions
 from ._slots import new_variable, value_at_start, working_dtype
 from ._staged_write import StagedWrite

@@ -19,7 +19,7 @@ from ..collectives import reduce_leaves
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
-from ._scaled_gradient import ScaledGradient
+from ._gradient import ScaledGradient
 
 Array = npt.NDArray[Any]
 

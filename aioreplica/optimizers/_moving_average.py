@@ -15,8 +15,8 @@ from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
 from ..values import Variable, is_floating
-from ._hyperparameter import checked_decay
-from ._place import (
+from ._checks import (
+    checked_decay,
     replica_on_device,
     require_cross_replica_context,
     require_outside_replicas,

@@ -7,37 +7,83 @@ one merge of all replicas, which `_step.py` has.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from types import FrameType
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
-from ..context import CLOSURE, PLACE, Place
-from ..devices import is_process_device, run_on_host
-from ..replica import CallSite, ReplicaContext
+import numpy.typing as npt
+
+from ..context import PLACE
+from ..replica import ReplicaContext
 from ..values import Variable
 from ._apply_gradients import (
     APPLY_GRADIENTS,
-    Contribution,
+    BlockingOptimizer,
     apply_across,
-    take_step_alone,
-    written,
+    apply_alone,
+    contribution_of,
+    differentiate,
+    minimize,
+    require_replica,
 )
-from ._gradient import checked_pairs, merged_pairs
-from ._hyperparameter import LearningRate, Multipliers, checked_learning_rate
-from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
-from ._loss_scale import LossScaling
-from ._merged_gradient import merge_gradients
-from ._place import (
-    push_elsewhere,
-    replica_on_device,
+from ._checks import (
+    LearningRate,
+    Multipliers,
+    checked_learning_rate,
     require_cross_replica_context,
     require_outside_replicas,
     require_owner,
-    require_replica,
+    written,
 )
-from ._rule import UpdateRule
+from ._gradient import merged_pairs
+from ._loss import LossScaling, Pairs, require_loss
+from ._merged_gradient import merge_gradients
 from ._settings import OnNonFinite, StepSettings, checked_settings
+from ._staged_write import StagedWrite
 from ._step import take_step
+
+Array = npt.NDArray[Any]
+
+
+class UpdateRule(ABC):
+    """Says how gradients change values; computes only, and writes nothing.
+
+    Attributes:
+        is_elementwise: Whether the rule is that of an `ElementwiseOptimizer`.
+        is_joint: Whether the rule is that of a `JointOptimizer`.
+    """
+
+    is_elementwise = False
+    is_joint = False
+
+    @abstractmethod
+    def new_slot(self, name: str, variable: Variable) -> Array:
+        """Return the initial value of a variable's slot."""
+
+    @abstractmethod
+    def prepare(self, learning_rate: float, iteration: int) -> Any:
+        """Return what `update` needs to know of this step.
+
+        Args:
+            learning_rate: That of this step.
+            iteration: How many updates were done before.
+        """
+
+    @abstractmethod
+    def update(
+        self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """Return the new value and the new slots of one component of one variable.
+
+        Called on a host thread if the variables are large; the arrays given are read-only.
+
+        Shapes:
+            gradient and the new value: that of the value.
+        """
+
+    @abstractmethod
+    def finish(self, prepared: Any) -> Mapping[Variable, Array]:
+        """Return new values of variables that are not slots, if the rule has any; on the loop."""
 
 
 class Optimizer(UpdateRule):
@@ -167,7 +213,7 @@ class Optimizer(UpdateRule):
             As for a device op.
         """
         require_loss(loss, var_list)
-        return (await _differentiate(self, PLACE.get(), loss, var_list, backend))[1]
+        return (await differentiate(self, PLACE.get(), loss, var_list, backend))[1]
 
     def apply_gradients(
         self,
@@ -211,8 +257,8 @@ class Optimizer(UpdateRule):
         replica = place.replica
         if type(replica) is not ReplicaContext:
             require_replica(place, "apply_gradients")
-            return _apply_alone(self, place, grads_and_vars, global_step, not aggregate)
-        brought = _contribution(self, place, grads_and_vars, global_step, not aggregate)
+            return apply_alone(self, place, grads_and_vars, global_step, not aggregate)
+        brought = contribution_of(self, place, grads_and_vars, global_step, not aggregate)
         return replica.meet(APPLY_GRADIENTS, None, brought, sys._getframe(1))
 
     def minimize(
@@ -249,8 +295,8 @@ class Optimizer(UpdateRule):
         frame = sys._getframe(1)
         args = (self, place, loss, var_list, global_step, backend, has_aux, frame)
         if isinstance(place.replica, ReplicaContext):
-            return place.replica.to_await("minimize", _minimize, args, frame)
-        return _minimize(*args)
+            return place.replica.to_await("minimize", minimize, args, frame)
+        return minimize(*args)
 
     async def distributed_apply(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
@@ -391,161 +437,57 @@ class Optimizer(UpdateRule):
         return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
 
 
-@final
-class BlockingOptimizer:
-    """An optimizer as plain step functions use it; got as `optimizer.blocking`.
+class JointOptimizer(Optimizer):
+    """Updates all variables of a step together; `prepare` gives what stands for each of them.
 
-    Each method does what the awaitable one does, bit for bit, and returns when that is done.
-    ContextError elsewhere than on the device thread of a replica.
+    Attributes:
+        is_warm: Whether an update was made, so that the next one compiles nothing.
     """
 
-    __slots__ = ("_optimizer",)
+    is_joint = True
+    is_warm = False
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    @abstractmethod
+    def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
+        """Get ready for these variables; return state of the optimizer that is not a slot.
 
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        global_step: Variable | None = None,
-        *,
-        aggregate: bool = True,
-    ) -> None:
-        """Combine the gradients of all replicas and update the variables with them.
+        Called before `new_slot`, at every step.
 
         Args:
-            grads_and_vars: As for `Optimizer.apply_gradients`.
-            global_step: As for `Optimizer.apply_gradients`.
-            aggregate: As for `Optimizer.apply_gradients`.
-
-        Raises:
-            Exception: As `Optimizer.apply_gradients`.
-
-        Cancellation:
-            Leaves everything as it was, or everything updated.
+            variables: Those with a gradient.
         """
-        name = "optimizer.blocking.apply_gradients"
-        grads_and_vars = list(grads_and_vars)
-        if push_elsewhere(self._optimizer, grads_and_vars, global_step) is None:
-            self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
 
-    def minimize(
+    @abstractmethod
+    def update_all(
         self,
-        loss: Callable[[], Any],
-        var_list: Sequence[Variable] | None = None,
-        global_step: Variable | None = None,
-        *,
-        backend: str = "autograd",
-        has_aux: bool = False,
-    ) -> Any:
-        """Differentiate a loss here and apply the gradients; return this replica's own loss.
+        prepared: Sequence[Any],
+        variables: Sequence[Variable],
+        groups: Sequence[tuple[Variable, ...]],
+        shared: Sequence[Variable],
+        gradients: Sequence[Array],
+        write: StagedWrite,
+    ) -> None:
+        """Stage new values of all variables, slots and shared state; on any thread.
 
         Args:
-            loss: As for `Optimizer.minimize`.
-            var_list: As for `Optimizer.minimize`.
-            global_step: As for `Optimizer.minimize`.
-            backend: As for `Optimizer.minimize`.
-            has_aux: As for `Optimizer.minimize`.
+            prepared: For each variable what `prepare` gave for its learning rate.
+            variables: Those with a gradient.
+            groups: Each variable, or its master, with its slots.
+            shared: What `start` returned.
+            gradients: Of each variable; do not write.
+            write: Where the new values go.
+        """
+
+    def update(
+        self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """Refuse: there is no rule for one variable.
 
         Raises:
-            Exception: As `Optimizer.minimize`.
+            TypeError: Always.
         """
-        name = "optimizer.blocking.minimize"
-        if CLOSURE.get() is None:
-            replica_on_device(name)
-        require_loss(loss, var_list)
-        scaling = self._optimizer.loss_scale
-        scale = None if scaling is None else scaling.scale
-        value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
-        if push_elsewhere(self._optimizer, pairs, global_step) is None:
-            self._meet(name, pairs, global_step, False, sys._getframe(1))
-        return value
+        raise TypeError(f"{self!r} updates all variables together. Use `apply_gradients`.")
 
-    def _meet(
-        self,
-        name: str,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        global_step: Variable | None,
-        is_summed: bool,
-        frame: FrameType,
-    ) -> None:
-        replica = replica_on_device(name)
-        brought = _contribution(
-            self._optimizer, PLACE.get(), grads_and_vars, global_step, is_summed
-        )
-        replica.blocking.meet(APPLY_GRADIENTS, None, brought, CallSite(frame.f_code, frame.f_lasti))
-
-    def __repr__(self) -> str:
-        return f"<BlockingOptimizer of {self._optimizer!r}>"
-
-
-def _apply_alone(
-    optimizer: Optimizer,
-    place: Place,
-    grads_and_vars: Iterable[tuple[Any, Any]],
-    global_step: Variable | None,
-    is_summed: bool,
-) -> Coroutine[Any, Any, None]:
-    """Push gradients from a closure, or return the step of one replica that is on its own."""
-    pairs = list(grads_and_vars)
-    pushed: Any = push_elsewhere(optimizer, pairs, global_step)
-    if pushed is not None:
-        return pushed  # type: ignore[no-any-return]  # it is done, and can be awaited
-    return take_step_alone(_contribution(optimizer, place, pairs, global_step, is_summed))
-
-
-async def _minimize(
-    optimizer: Optimizer,
-    place: Place,
-    loss: Callable[[], Any],
-    var_list: Sequence[Variable] | None,
-    global_step: Variable | None,
-    backend: str,
-    has_aux: bool,
-    frame: FrameType,
-) -> Any:
-    value, pairs = await _differentiate(optimizer, place, loss, var_list, backend, has_aux)
-    if push_elsewhere(optimizer, pairs, global_step) is not None:
-        return value
-    brought = _contribution(optimizer, place, pairs, global_step, False)
-    if isinstance(place.replica, ReplicaContext):
-        await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
-    else:
-        await take_step_alone(brought)
-    return value
-
-
-async def _differentiate(
-    optimizer: Optimizer,
-    place: Place,
-    loss: Callable[[], Any],
-    var_list: Sequence[Variable] | None,
-    backend: str,
-    has_aux: bool = False,
-) -> tuple[Any, Pairs]:
-    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
-    replica = place.replica
-    if not isinstance(replica, ReplicaContext):
-        return await run_on_host(differentiate_loss, loss, var_list, scale, backend, has_aux)
-    found = await replica.run_on_device(differentiate_loss, loss, var_list, scale, backend, has_aux)
-    if var_list is None and is_process_device(str(replica.device)):
-        sort_by_creation(found[1], place.strategy)  # a worker process does not know the order
-    return found
-
-
-def _contribution(
-    optimizer: Optimizer,
-    place: Place,
-    grads_and_vars: Iterable[tuple[Any, Any]],
-    global_step: Variable | None,
-    is_summed: bool,
-) -> Contribution:
-    strategy = place.strategy
-    owner = None if strategy is None or strategy.has_plain_values else strategy
-    gradients, variables = checked_pairs(grads_and_vars)
-    for variable in variables:
-        if variable.strategy is not owner:
-            require_owner(variables, strategy)
-    if global_step is not None:
-        require_owner(written([], global_step), strategy)
-    return Contribution(optimizer, variables, gradients, global_step, is_summed)
+    def finish(self, prepared: Any) -> Mapping[Variable, Array]:
+        """Return {}: `update_all` has staged everything."""
+        return {}

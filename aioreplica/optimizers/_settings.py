@@ -10,14 +10,14 @@ import numpy as np
 
 from ..values import Variable
 from ._blocks import Scratch, TouchedRows
-from ._hyperparameter import (
+from ._checks import (
     LearningRate,
     Multipliers,
     checked_learning_rate,
     checked_multipliers,
     checked_number,
 )
-from ._loss_scale import LossScaling, checked_loss_scale
+from ._loss import LossScaling, checked_loss_scale
 from ._slots import SlotTable, new_variable
 from .schedules import ReduceOnPlateau
 

@@ -29,9 +29,8 @@ from ..context import INLINE_STEP
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable
-from ._blocks import BlockRule, Range, block_jobs, run_rows
-from ._fused import fused_rules
-from ._hyperparameter import learning_rate_at
+from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
+from ._checks import learning_rate_at
 from ._kernels import Kernel
 from ._merged_gradient import MergedGradient
 from ._slots import SlotTable

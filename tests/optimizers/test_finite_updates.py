@@ -11,7 +11,7 @@ import aioreplica as ar
 from aioreplica.context import REGISTRY
 from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import SGD, Adagrad, Adam, AdamW, FusedRules, RMSprop
-from aioreplica.optimizers._fused import FUSED_RULES
+from aioreplica.optimizers._blocks import FUSED_RULES
 from tests.optimizers.rules import LARGE, Descent, made
 
 HUGE = np.float32([3e19, -1.0, 0.0])

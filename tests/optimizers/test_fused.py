@@ -13,7 +13,7 @@ import aioreplica.testing as art
 from aioreplica.context import REGISTRY
 from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import FusedRules
-from aioreplica.optimizers._fused import FUSED_RULES, fused_rules
+from aioreplica.optimizers._blocks import FUSED_RULES, fused_rules
 from aioreplica.optimizers._kernels import ADAPT
 
 RULES: dict[str, Callable[[], Any]] = {

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioreplica.optimizers._hyperparameter import (
+from aioreplica.optimizers._checks import (
     checked_learning_rate,
     checked_number,
     learning_rate_at,

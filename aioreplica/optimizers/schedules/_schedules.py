@@ -14,8 +14,12 @@ import numpy as np
 from ...context import PLACE
 from ...errors import ContextError
 from ...values import Variable
-from .._hyperparameter import checked_learning_rate, checked_number, learning_rate_at
-from .._place import require_outside_replicas
+from .._checks import (
+    checked_learning_rate,
+    checked_number,
+    learning_rate_at,
+    require_outside_replicas,
+)
 from .._slots import new_variable
 
 

@@ -1,11 +1,14 @@
-"""Checks of hyperparameters, and learning rates that change over time."""
+"""Checks of hyperparameters, of where optimizers are made and applied, and of what they write."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from ..context import PLACE
+from ..errors import ContextError
+from ..replica import ReplicaContext
 from ..values import Variable
 
 LearningRate: TypeAlias = float | Callable[[int], float]
@@ -93,3 +96,88 @@ def checked_multipliers(given: Any) -> Callable[[Variable], float] | None:
 def _checked_multiplier(variable: Variable, value: Any) -> float:
     name = f"The learning rate multiplier of {variable.name!r}"
     return checked_number(name, value, ">= 0", lambda number: number >= 0)
+
+
+def require_outside_replicas(what: str) -> None:
+    """Check that the code runs outside the step.
+
+    Raises:
+        ContextError: If it does not.
+    """
+    place = PLACE.get()
+    if place.is_in_step:
+        raise ContextError(
+            f"{what} was made inside a step of {place.strategy!r}. Make optimizers in "
+            "strategy.scope(), before the run."
+        )
+
+
+def replica_on_device(name: str) -> ReplicaContext:
+    """Return the replica whose device thread this is, for a blocking method.
+
+    Args:
+        name: The method, such as "optimizer.blocking.minimize".
+
+    Raises:
+        ContextError: If it is the device thread of no replica.
+    """
+    place = PLACE.get()
+    if not isinstance(place.replica, ReplicaContext):
+        raise ContextError(
+            f"{name} was called in {place.describe()}, but it is for plain step functions and "
+            f"run_steps. In an `async def` step use `await {name.replace('.blocking', '')}(...)`."
+        )
+    place.replica.blocking.require_here(name)
+    return place.replica
+
+
+def require_cross_replica_context(what: str, instead: str = "") -> None:
+    """Check that the code runs outside the replicas, and outside every update.
+
+    Args:
+        what: Names the call in the error.
+        instead: What to do.
+
+    Raises:
+        ContextError: If it does not.
+    """
+    place = PLACE.get()
+    if place.is_in_step:
+        raise ContextError(
+            f"{what} is a cross-replica method but was called in {place.describe()}. "
+            f"{instead or 'Call it outside the step.'}"
+        )
+
+
+def require_owner(variables: Iterable[Variable], strategy: Any) -> None:
+    """Check that the strategy in charge made the variables.
+
+    Args:
+        variables: What is to be written.
+        strategy: The one in charge, None outside every strategy.
+
+    Raises:
+        ContextError: If another one, or none, made one of them.
+    """
+    owner = None if strategy is None or strategy.has_plain_values else strategy
+    for variable in variables:
+        if variable.strategy is owner:
+            continue
+        if owner is None:
+            raise ContextError(
+                f"Variable {variable.name!r} belongs to {variable.strategy!r}. Update it in a step "
+                "of that strategy: await strategy.run(step)."
+            )
+        raise ContextError(
+            f"Variable {variable.name!r} does not belong to {owner!r}. Create it in that "
+            "strategy's scope: `with strategy.scope(): ar.Variable(...)`."
+        )
+
+
+def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
+    """Return what a step writes for the user; TypeError if the global step is not a variable."""
+    if global_step is None:
+        return [*variables]
+    if not isinstance(global_step, Variable):
+        raise TypeError(f"global_step must be an ar.Variable or None, got {global_step!r}.")
+    return [*variables, global_step]
