@@ -3,10 +3,11 @@
 var Scorer = {
   score: ([page, title, , , score, , kind]) => {
     if (page.startsWith("decisions/") || page === "architecture") return score - 3000;
-    if (page !== "reference" && page !== "api_index") return score;
+    if (!page.startsWith("reference") && page !== "api_index") return score;
     // A name as it is written in code is looked up; a word is not, though a module is called so.
     const isName = kind === "object" && score >= 1000 && /[A-Z_]/.test(title.split(".").pop());
-    return isName ? score : score - 2000;
+    const isMet = /^reference\/(strategies|replica|values|input)$/.test(page); // by every program
+    return isName ? score + (isMet ? 1 : 0) : score - 2000;
   },
   objNameMatch: 1000,
   objPartialMatch: 6,

@@ -1,8 +1,8 @@
 """Check built pages: `python -m tests.docs.check_html FOLDER`.
 
 Every link inside the pages leads to a page, and to a place on it, that exists; every picture is
-there and says what it shows; every name in the index leads to its description. Links to other hosts
-are not followed.
+there and says what it shows; every name in the index leads to its description; no page takes long
+to load. Links to other hosts are not followed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+MAX_BYTES = 600_000
 FOLLOWED = {"a": "href", "img": "src", "link": "href", "script": "src"}
 
 
@@ -61,6 +62,8 @@ def problems(folder: Path) -> Iterator[str]:
         yield f"There are no pages in {folder}."
     for path, page in pages.items():
         name = path.relative_to(folder.resolve())
+        if (size := path.stat().st_size) > MAX_BYTES:
+            yield f"{name}: it has {size} bytes, {MAX_BYTES} at most"
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:

@@ -25,7 +25,13 @@ WORDS = {
 }
 """A page that must be among the first results."""
 
-NAMES = {"MirroredStrategy", "all_reduce", "ArrayDataset"}
+NAMES = {
+    "MirroredStrategy": "reference/strategies",
+    "all_reduce": "reference/replica",
+    "ArrayDataset": "reference/input",
+}
+"""The page that describes a name, and must be the first result."""
+
 NOT_FIRST = ("decisions/", "architecture", "reference", "api_index")
 NUM_FIRST = 8
 
@@ -61,8 +67,8 @@ def problems(folder: Path) -> Iterator[str]:
     for query, pages in results(folder, [*WORDS, *NAMES]).items():
         first = pages[:NUM_FIRST]
         if query in NAMES:
-            if pages[:1] != ["reference"]:
-                yield f"{query!r} does not lead to the reference, but to {first}"
+            if pages[:1] != [NAMES[query]]:
+                yield f"{query!r} does not lead to {NAMES[query]}, but to {first}"
             continue
         if WORDS[query] not in first:
             yield f"{query!r} does not lead to {WORDS[query]}, but to {first}"
