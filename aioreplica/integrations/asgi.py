@@ -1,7 +1,7 @@
 """Online learning over HTTP: an ASGI application that predicts and learns in one process.
 
-It depends on no web framework. Mount it in Starlette or Litestar, serve it as it is, or take its
-routes into FastAPI (`aioreplica.integrations.fastapi`)::
+It is built on Starlette (the extra `web`). Mount it in any ASGI program, serve it as it is, or take
+its routes into FastAPI (`aioreplica.integrations.fastapi`)::
 
     POST /predict        {"input": ...} or {"inputs": [...]}; the answer says the version it is from
     POST /learn          {"input": ..., "target": ...} or {"examples": [...]}; with a journal, the
@@ -16,10 +16,12 @@ routes into FastAPI (`aioreplica.integrations.fastapi`)::
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, final
@@ -29,40 +31,80 @@ import numpy as np
 
 from .._export import export_public
 from .._functions import is_async, require_finished, require_no_yield
+from ..devices import run_on_host
 from ..errors import CheckpointError, ContextError, JournalError, KeyReusedError
-from ..online import ExampleSpec, OnlineLearner, SnapshotReader
+from ..online import ExampleSpec, OnlineLearner, RecordStream, SnapshotReader, StepRecord
 from ..tree import flatten, map_leaves, unflatten
 from ..values import Snapshot
-from ._online_events import Closing, EventStreams
-from ._online_metrics import CONTENT_TYPE, ServiceMetrics
-from ._request import (
-    GoneError,
-    Limits,
-    Receive,
-    RefusedError,
-    Scope,
-    Send,
-    answer,
-    check_host,
-    check_origin,
-    check_token,
-    fields,
-    header,
-    parse,
-    read_body,
-    send_head,
-)
+
+try:
+    import prometheus_client
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from starlette import routing
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response, StreamingResponse
+
+    from ._request import (
+        HEADERS,
+        Limits,
+        answer,
+        as_json,
+        check,
+        header,
+        only_field,
+        read_json,
+        refusal,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"A service of online learning needs {error.name}, which is not installed. "
+        'Run: pip install "aioreplica[web]"'
+    ) from error
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as Family
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["Limits", "OnlineService", "Route"]
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_KEY_LENGTH = 200
 NUM_REASONS = 20
+NUM_STEPS = 32  # of the newest, that a client of `/events` may not have seen yet
+HEARTBEAT_S = 15.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Of `LearnerStatistics`: the field, its metric, and what it is.
+COUNTERS = (
+    ("num_taken", "taken", "Examples taken: with a journal, on disk."),
+    ("num_duplicates", "duplicates", "Examples whose idempotency key was known."),
+    ("num_refused", "refused", "Examples not taken: no room, or the journal could not."),
+    ("num_learned", "learned", "Examples learned."),
+    ("num_dead", "dead", "Examples set aside."),
+    ("num_steps", "steps", "Steps published."),
+    ("num_rollbacks", "rollbacks", "Steps rolled back."),
+    ("step_s", "step_seconds", "Seconds spent in steps."),
+    ("num_commits", "commits", "Transactions of the journal that took examples."),
+    ("commit_s", "commit_seconds", "Seconds spent in these."),
+    ("num_checkpoints", "checkpoints", "Checkpoints saved."),
+)
+GAUGES = (
+    ("queue_depth", "queue_depth", "Examples taken and not learned yet."),
+    ("queue_size", "queue_size", "How many there may be."),
+    ("backlog", "backlog", "Journalled examples of earlier processes, not learned yet."),
+    ("last_number", "last_number", "Number of the last example taken."),
+    ("learned_number", "learned_number", "Every example up to this one is learned or set aside."),
+    ("checkpoint_number", "checkpoint_number", "That of the newest checkpoint."),
+)
+FLAGS = (
+    ("journal_error", "journal_failing", "1 while the journal takes nothing."),
+    ("checkpoint_error", "checkpoint_failing", "1 after a checkpoint that failed."),
+    ("publish_error", "publish_failing", "1 while snapshots do not reach other processes."),
+    ("failure", "failed", "1 once the learner has given up."),
+)
 
 
 @final
@@ -80,7 +122,11 @@ class Route:
     path: str
     method: str
     summary: str
-    app: App
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await self.app(scope, receive, send)
 
 
 @final
@@ -116,7 +162,6 @@ class OnlineService:
         event_interval_s: Seconds between two looks at the statistics, for `/events`.
 
     Raises:
-        ImportError: If prometheus-client is not installed.
         ValueError: If the token is empty, or not of ASCII.
         TypeError: If `hosts` is one text.
     """
@@ -145,7 +190,7 @@ class OnlineService:
             raise TypeError(f"report must be a plain function, got {report!r}.")
         self._learner = learner
         self._predict = predict
-        self._closing = Closing()
+        self._closing = asyncio.Event()
         self.input_like = input_like
         self.target_like = target_like
         self._input_spec = ExampleSpec(input_like)
@@ -156,19 +201,22 @@ class OnlineService:
         self._limits = Limits() if limits is None else limits
         self._report = report
         self._read = learner.read if isinstance(learner, SnapshotReader) else learner.snapshot
-        self._metrics = ServiceMetrics(learner, registry)
+        self._metrics = _Metrics(learner, registry)
         self.registry = self._metrics.registry
-        self._follow = EventStreams(
-            learner, self._state, self._closing, self._limits, interval_s=event_interval_s
-        ).follow
+        self._event_interval_s = event_interval_s
+        self._streams: set[_Events] = set()
         self.routes = tuple(self._make_routes())
-        self._routes = {route.path: route for route in self.routes}
+        self._app = Starlette(
+            routes=[routing.Route(route.path, route) for route in self.routes],
+            lifespan=self.lifespan,
+            exception_handlers={404: _not_here},
+        )
 
     def _make_routes(self) -> Sequence[Route]:
         routes = [
             self._route("/predict", "POST", "Predict from the newest version.", self._on_predict),
             self._route("/snapshot", "GET", "Which version is published.", self._on_snapshot),
-            self._route("/events", "GET", "Follow the statistics.", self._follow),
+            self._route("/events", "GET", "Follow the statistics.", self._on_events),
             self._route("/metrics", "GET", "Metrics for Prometheus.", self._on_metrics),
             self._route("/healthz", "GET", "Whether the process answers.", self._on_healthz),
             self._route("/readyz", "GET", "Whether it predicts and learns.", self._on_readyz),
@@ -186,7 +234,7 @@ class OnlineService:
     async def lifespan(self, _app: object = None) -> AsyncIterator[None]:
         """Run the learner while a block runs: the `lifespan` of an application."""
         async with AsyncExitStack() as stack:
-            self._closing.clear()  # it may have run before, on another loop
+            self._closing = asyncio.Event()  # it may have run before, on another loop
             if isinstance(self._learner, OnlineLearner):
                 await stack.enter_async_context(self._learner)
             else:
@@ -205,82 +253,58 @@ class OnlineService:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or run for as long as the server does."""
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        else:
-            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")).rstrip("/")
-            route = self._routes.get(path)
-            if route is None:
-                await answer(send, 404, {"error": f"There is no {path[:80]!r} here."})
-            else:
-                await route.app(scope, receive, send)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        await receive()
-        try:
-            async with self.lifespan():
-                await send({"type": "lifespan.startup.complete"})
-                await receive()
-        except Exception as error:
-            kind = "shutdown" if self._closing.is_set() else "startup"
-            await send({"type": f"lifespan.{kind}.failed", "message": str(error)})
-            raise
-        await send({"type": "lifespan.shutdown.complete"})
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].rstrip("/")}
+        await self._app(scope, receive, send)
 
     def _route(self, path: str, method: str, summary: str, handle: _Handler) -> Route:
         is_open = path in {"/healthz", "/readyz"}
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            start, status = time.perf_counter(), 500
+            request, start, status = Request(scope, receive), time.perf_counter(), 500
             try:
-                if scope["method"] != method:
-                    raise RefusedError(405, f"Use {method} for {path}.", headers={"allow": method})
+                if request.method != method:
+                    raise refusal(405, f"Use {method} for {path}.", allow=method)
                 if not is_open:
-                    self._check(scope)
-                status = await handle(scope, receive, send)
-            except RefusedError as error:
-                status = error.status
-                await answer(send, status, error.body(), error.headers)
-            except GoneError:
+                    check(request, self._hosts, self._token)
+                response = await handle(request)
+                status = response.status_code
+                await response(scope, receive, send)
+            except HTTPException as error:
+                status = error.status_code
+                await answer(error.detail, status, error.headers)(scope, receive, send)
+            except ClientDisconnect:
                 status = 499
             finally:
                 self._metrics.answered(path, status, time.perf_counter() - start)
 
         return Route(path, method, summary, app)
 
-    def protect(self, app: App) -> App:
+    def protect(self, app: ASGIApp) -> ASGIApp:
         """Return an application that answers only whom the service answers: host, token, origin.
 
         For pages and routes of your own beside the service's.
         """
 
         async def protected(scope: Scope, receive: Receive, send: Send) -> None:
+            target = app
             try:
                 if scope["type"] == "http":
-                    self._check(scope)
-            except RefusedError as error:
-                await answer(send, error.status, error.body(), error.headers)
-            else:
-                await app(scope, receive, send)
+                    check(Request(scope), self._hosts, self._token)
+            except HTTPException as error:
+                target = answer(error.detail, error.status_code, error.headers)
+            await target(scope, receive, send)
 
         return protected
 
-    def _check(self, scope: Scope) -> None:
-        check_host(scope, self._hosts)
-        check_token(scope, self._token)
-        if scope["method"] not in {"GET", "HEAD"}:
-            check_origin(scope)
-
     # ---- predicting and learning ---------------------------------------------------------------
 
-    async def _on_predict(self, scope: Scope, receive: Receive, send: Send) -> int:
-        found = parse(await read_body(scope, receive, self._limits))
+    async def _on_predict(self, request: Request) -> Response:
+        found = await read_json(request, self._limits)
         is_single = isinstance(found, dict) and "inputs" not in found
-        [given] = fields(found, ["input" if is_single else "inputs"])
-        given = [given] if is_single else given
-        inputs = self._checked(given, self._input_spec, "input" if is_single else "inputs")
+        where = "input" if is_single else "inputs"
+        given = only_field(found, where)
+        inputs = self._checked([given] if is_single else given, self._input_spec, where)
         snapshot = self._newest()
         result = self._predict(snapshot, _stacked(inputs))
         if isawaitable(result):
@@ -288,59 +312,57 @@ class OnlineService:
         require_finished(result, self._predict, "OnlineService")
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
         lists = map_leaves(lambda leaf: np.asarray(leaf)[picked].tolist(), result)
-        found = {"version": snapshot.version, name: lists}
-        return await answer(send, 200, found)
+        return answer({"version": snapshot.version, name: lists})
 
-    async def _on_learn(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _on_learn(self, request: Request) -> Response:
         learner = self._learner
         assert isinstance(learner, OnlineLearner)  # there is no such route otherwise
-        key = header(scope, b"idempotency-key")
+        key = header(request, "idempotency-key")
         if key is not None and not (0 < len(key) <= MAX_KEY_LENGTH and key.isprintable()):
-            raise RefusedError(
-                422, f"An Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters."
-            )
-        found = parse(await read_body(scope, receive, self._limits))
+            what = f"An Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters."
+            raise refusal(422, what)
+        found = await read_json(request, self._limits)
         is_single = isinstance(found, dict) and "examples" not in found
-        given = [found] if is_single else fields(found, ["examples"])[0]
+        given = [found] if is_single else only_field(found, "examples")
         examples = self._checked(given, self._example_spec, "" if is_single else "examples")
         try:
             now = learner.statistics()
         except ContextError as error:  # no lifespan has opened it
-            raise RefusedError(503, str(error), headers={"retry-after": "5"}) from error
+            raise refusal(503, str(error), retry_after="5") from error
         if len(examples) > now.queue_size:
-            raise RefusedError(413, f"The queue has room for {now.queue_size} examples at most.")
+            raise refusal(413, f"The queue has room for {now.queue_size} examples at most.")
         try:
             tickets = learner.submit_many_nowait(examples, key=key)
             for ticket in tickets:
                 await ticket.saved()
         except anyio.WouldBlock:
             wait_s = now.queue_depth * now.step_s / max(now.num_learned, 1)
-            retry = {"retry-after": str(math.ceil(min(max(wait_s, 1), 60)))}
+            retry_after = str(math.ceil(min(max(wait_s, 1), 60)))
             what = f"The queue is full: {now.queue_depth} of {now.queue_size} examples wait."
-            raise RefusedError(429, what, headers=retry) from None
+            raise refusal(429, what, retry_after=retry_after) from None
         except KeyReusedError as error:
-            raise RefusedError(409, str(error)) from error
+            raise refusal(409, str(error)) from error
         except (JournalError, ContextError) as error:
-            raise RefusedError(503, str(error), headers={"retry-after": "5"}) from error
+            raise refusal(503, str(error), retry_after="5") from error
         except ValueError as error:
-            raise RefusedError(422, str(error)) from error
+            raise refusal(422, str(error)) from error
         numbers = [ticket.number for ticket in tickets]
         taken = {"number": numbers[0]} if is_single else {"numbers": numbers}
-        return await answer(send, 202, {**taken, "is_duplicate": tickets[0].is_duplicate})
+        return answer({**taken, "is_duplicate": tickets[0].is_duplicate}, 202)
 
     def _newest(self) -> Any:  # Any: snapshots of a learner and of a reader have different keys
         try:
             return self._read()
         except (FileNotFoundError, CheckpointError, ContextError) as error:
             what = f"There is no version to predict from: {error}"
-            raise RefusedError(503, what, headers={"retry-after": "1"}) from error
+            raise refusal(503, what, retry_after="1") from error
 
     def _checked(self, given: Any, spec: ExampleSpec, where: str) -> list[Any]:
         """Return examples as arrays; refuse all of them if one is wrong."""
         if not isinstance(given, list) or not given:
-            raise RefusedError(422, f"{where} must be a list of at least one.")
+            raise refusal(422, f"{where} must be a list of at least one.")
         if len(given) > self._limits.examples:
-            raise RefusedError(
+            raise refusal(
                 413, f"A request has at most {self._limits.examples} examples, got {len(given)}."
             )
         checked, reasons = [], []
@@ -352,22 +374,22 @@ class OnlineService:
                 reasons.append((place, str(error)[:300]))
         if reasons:
             what = f"{len(reasons)} of {len(given)} are not what is needed; nothing was taken."
-            raise RefusedError(422, what, *reasons[:NUM_REASONS])
+            raise refusal(422, what, *reasons[:NUM_REASONS])
         return checked
 
     # ---- looking -------------------------------------------------------------------------------
 
-    async def _on_snapshot(self, _scope: Scope, _receive: Receive, send: Send) -> int:
+    async def _on_snapshot(self, _request: Request) -> Response:
         snapshot = self._newest()
         age = {"age_s": round(snapshot.age_s, 6)} if isinstance(snapshot, Snapshot) else {}
-        return await answer(send, 200, {"version": snapshot.version, **age})
+        return answer({"version": snapshot.version, **age})
 
-    async def _on_dead_letters(self, _scope: Scope, _receive: Receive, send: Send) -> int:
+    async def _on_dead_letters(self, _request: Request) -> Response:
         assert isinstance(self._learner, OnlineLearner)
         try:
             letters = await self._learner.dead_letters(limit=100)
         except (ContextError, JournalError) as error:
-            raise RefusedError(503, str(error), headers={"retry-after": "5"}) from error
+            raise refusal(503, str(error), retry_after="5") from error
         listed = [
             {
                 "number": letter.number,
@@ -377,20 +399,26 @@ class OnlineService:
             }
             for letter in letters
         ]
-        return await answer(send, 200, {"dead_letters": listed})
+        return answer({"dead_letters": listed})
 
-    async def _on_metrics(self, _scope: Scope, _receive: Receive, send: Send) -> int:
-        text = await self._metrics.text()
-        await send_head(send, 200, {"content-type": CONTENT_TYPE})
-        await send({"type": "http.response.body", "body": text})
-        return 200
+    async def _on_metrics(self, _request: Request) -> Response:
+        # Written on a thread of the host: a registry may have much in it.
+        text = await run_on_host(prometheus_client.generate_latest, self.registry)
+        return Response(text, headers={**HEADERS, "content-type": CONTENT_TYPE})
 
-    async def _on_healthz(self, _scope: Scope, _receive: Receive, send: Send) -> int:
-        return await answer(send, 200, {"status": "ok"})
+    async def _on_events(self, _request: Request) -> Response:
+        if len(self._streams) >= self._limits.streams:
+            what = f"{len(self._streams)} clients follow already."
+            raise refusal(503, what, retry_after="5")
+        self._state()  # raises before the answer has begun, if there is no version yet
+        return _Events(self)
 
-    async def _on_readyz(self, _scope: Scope, _receive: Receive, send: Send) -> int:
+    async def _on_healthz(self, _request: Request) -> Response:
+        return answer({"status": "ok"})
+
+    async def _on_readyz(self, _request: Request) -> Response:
         why = self._unready()
-        return await answer(send, 503 if why else 200, {"status": why or "ok"})
+        return answer({"status": why or "ok"}, 503 if why else 200)
 
     def _unready(self) -> str:
         """Return why no requests should come here, "" if they should."""
@@ -414,7 +442,122 @@ class OnlineService:
         return state
 
 
-_Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
+_Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def _not_here(request: Request, _error: HTTPException) -> Response:
+    return answer({"error": f"There is no {request.url.path[:80]!r} here."}, 404)
+
+
+@final
+class _Events(StreamingResponse):  # type: ignore[misc]  # Any: Starlette need not be installed
+    """The state of a service as server-sent events, now and whenever it has changed.
+
+    A client has a place for one state and for the newest steps: what it misses is not kept. One
+    that does not read is dropped, and all end when the service closes.
+    """
+
+    def __init__(self, service: OnlineService) -> None:
+        self._service = service
+        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
+        super().__init__(
+            self._texts(),
+            headers={**HEADERS, "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service = self._service
+
+        async def send_in_time(message: Message) -> None:
+            with anyio.fail_after(service._limits.send_s):
+                await send(message)
+
+        service._streams.add(self)
+        try:
+            async with anyio.create_task_group() as tasks:
+                if isinstance(service._learner, OnlineLearner):
+                    tasks.start_soon(self._keep, service._learner.records())
+                with suppress(TimeoutError, ClientDisconnect):
+                    await super().__call__(scope, receive, send_in_time)
+                tasks.cancel_scope.cancel()
+        finally:
+            service._streams.discard(self)
+
+    async def _keep(self, records: RecordStream) -> None:
+        async for record in records:
+            self._steps.append(record)
+
+    async def _texts(self) -> AsyncIterator[str]:
+        service, closing = self._service, self._service._closing
+        told, told_at = "", 0.0
+        while not closing.is_set():
+            state, now = as_json(service._state()), time.monotonic()
+            if state != told:
+                newest = as_json([asdict(step) for step in self._steps])
+                self._steps.clear()
+                told, told_at = state, now
+                yield f'event: state\ndata: {state[:-1]}, "steps": {newest}}}\n\n'
+            elif now - told_at >= HEARTBEAT_S:
+                told_at = now
+                yield ": still there\n\n"
+            with anyio.move_on_after(service._event_interval_s):
+                await closing.wait()
+
+
+@final
+class _Metrics:
+    """Counters of a service's requests, and a collector of its learner's statistics."""
+
+    def __init__(
+        self, learner: OnlineLearner | SnapshotReader, registry: CollectorRegistry | None
+    ) -> None:
+        self._learner = learner
+        self.registry = prometheus_client.CollectorRegistry() if registry is None else registry
+        self._requests = prometheus_client.Counter(
+            "aioreplica_online_requests",
+            "Requests answered; 499 if the client went before its body was whole.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self._seconds = prometheus_client.Histogram(
+            "aioreplica_online_predict_seconds",
+            "Seconds from the headers of a prediction's request to its answer.",
+            buckets=(0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0),
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        """Count a request."""
+        self._requests.labels(route, str(status)).inc()
+        if route == "/predict" and status == 200:
+            self._seconds.observe(seconds)
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing: who wants to know names would have to wait for the learner."""
+        return ()
+
+    def collect(self) -> Iterable[Family]:
+        """Yield the statistics of the learner, or the version that a reader sees."""
+        prefix, text = "aioreplica_online", "The published version."
+        if isinstance(self._learner, SnapshotReader):
+            if self._learner.is_published:
+                version = self._learner.read().version
+                yield GaugeMetricFamily(f"{prefix}_version", text, value=version)
+            return
+        if self._learner.state == "new":
+            return
+        now = self._learner.statistics()
+        yield GaugeMetricFamily(f"{prefix}_version", text, value=now.version)
+        for field, name, text in COUNTERS:
+            yield CounterMetricFamily(f"{prefix}_{name}", text, value=getattr(now, field))
+        for field, name, text in GAUGES:
+            value = getattr(now, field)
+            if value is not None:
+                yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
+        for field, name, text in FLAGS:
+            yield GaugeMetricFamily(f"{prefix}_{name}", text, value=bool(getattr(now, field)))
 
 
 def _stacked(examples: Sequence[Any]) -> Any:  # Any: trees of arrays

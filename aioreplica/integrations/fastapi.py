@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+from starlette.responses import Response
 
 from .asgi import OnlineService, Route
 
@@ -64,8 +65,6 @@ def router(service: OnlineService) -> APIRouter:
 
 
 def _endpoint(route: Route) -> Callable[[], Any]:  # Any: FastAPI takes every awaitable function
-    from starlette.responses import Response
-
     @final
     class Answer(Response):  # type: ignore[misc]  # Any, since FastAPI need not be installed
         """Lets the route's own application answer, with the request as the server gave it."""
