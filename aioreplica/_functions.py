@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager
 from functools import partial
 from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import Any, Final
 
-UNFINISHED: Final = frozenset({GeneratorType, AsyncGeneratorType})
+UNFINISHED: Final[dict[type, str]] = {
+    GeneratorType: "a generator",
+    AsyncGeneratorType: "an async generator",
+    _GeneratorContextManager: "a context manager made of a generator",
+    _AsyncGeneratorContextManager: "a context manager made of an async generator",
+}
 """Types of results that are the body of a function, waiting to be run."""
 YIELDS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 RETURN: Final = "Return the values, in a list perhaps, instead of yielding them."
@@ -57,10 +63,9 @@ def require_finished(result: Any, fn: Any, what: str, instead: str = RETURN) -> 
 
 def unfinished_error(result: Any, fn: Any, what: str, instead: str = RETURN) -> TypeError:
     """Build the error of a function that returned a generator."""
-    kind = "a generator" if type(result) is GeneratorType else "an async generator"
     return TypeError(
-        f"{what} runs functions to their end, but {fn!r} returned {kind}, of which nothing has "
-        f"run. {instead}"
+        f"{what} runs functions to their end, but {fn!r} returned {UNFINISHED[type(result)]}, of "
+        f"which nothing has run. {instead}"
     )
 
 

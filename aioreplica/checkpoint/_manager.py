@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
 from .._functions import is_async, require_no_yield
-from ..devices import OwnedTask
+from ..devices import OwnedTask, require_loop
 from ..errors import CheckpointError, CheckpointNotCommittedError
 from ._across import (
     agree_on_restored,
@@ -148,6 +148,7 @@ class CheckpointManager:
         """
         number = _checked_step(step)
         require_outside_steps("CheckpointManager.save")
+        _end_cut_off(self)
         await self._turn.acquire()
         try:
             self._raise_failure()
@@ -205,6 +206,7 @@ class CheckpointManager:
         return await run_and_save(work, state, step, write, **options)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
+        _end_cut_off(self)
         async with self._turn:
             await self._write(_checked_step(step), cut)
 
@@ -217,6 +219,7 @@ class CheckpointManager:
         Cancellation:
             Stops waiting; the save goes on.
         """
+        _end_cut_off(self)
         while self._background is not None and not self._background.is_done:
             await self._background.done_or_cancelled()
         self._raise_failure()
@@ -380,6 +383,7 @@ class CheckpointManager:
             Raised again once the save has ended.
         """
         try:
+            _end_cut_off(self)
             if self._background is not None:
                 await self._background.ended(through_interrupt=True)
         finally:
@@ -403,6 +407,26 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"A save in the background had failed too: {failure}")
+
+
+def _end_cut_off(manager: CheckpointManager) -> None:
+    """End a save in the background whose event loop was closed: nobody else would.
+
+    Raises:
+        LoopMismatchError: If its event loop is another one, and not closed.
+    """
+    saving = manager._background
+    if saving is None or saving.is_done:
+        return
+    loop = saving.task.get_loop()
+    if not loop.is_closed():
+        require_loop(loop, manager)
+        return
+    manager._background, manager._turn = None, asyncio.Lock()
+    manager._failure = CheckpointNotCommittedError(
+        f"A step was not saved in {manager._storage}: the event loop of its save was closed before "
+        "it had ended. Leave `async with manager` before."
+    )
 
 
 async def _remove(storage: Storage, steps: Sequence[int]) -> None:

@@ -32,7 +32,8 @@ async def run_and_save(
 
     `work` is a task of its own, so a cancellation does not reach into a step: it ends, and the next
     one is held back while the state is read. Then `work` is cancelled where it waits. If it was
-    failing by then, the state may hold a part of a step: the error is raised, nothing is saved.
+    failing by then, or was cancelled by others in a step (with every task of a loop that is closed,
+    say), the state may hold a part of a step: an error is raised, nothing is saved.
     """
     loop = asyncio.get_running_loop()
     told: asyncio.Future[None] = loop.create_future()
@@ -85,7 +86,14 @@ async def _save_and_stop(
     taken: tuple[int, Cut] | None = None
     failure: BaseException | None = None
     try:
-        async with grace, between_steps(read_state(state).gates):
+        gates = read_state(state).gates
+        if training.task.cancelling() and any(gate.running for gate in gates):
+            raise CheckpointNotCommittedError(
+                "Nothing was saved: what trains was cancelled in the middle of a step, by other "
+                "code or with all tasks of a loop that is being closed, so the state may hold a "
+                "part of it. Cancel only the task that awaits `save_on_cancel`, and wait for it."
+            )
+        async with grace, between_steps(gates):
             taken = step(), look(read_state(state))
             taken[1].check()
             training.cancel()
@@ -98,8 +106,8 @@ async def _save_and_stop(
             )
     await training.ended(through_interrupt=True)
     task = training.task
-    if not task.cancelled():
-        failure = task.exception() or failure
+    if not task.cancelled() and task.exception() is not None:
+        failure = task.exception()
     if failure is not None:
         raise failure
     assert taken is not None  # or there is a failure

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from .._functions import UNFINISHED
 from ..context import LOOP, LoopStep
 from ..replica import ReplicaContext
 from ._infeed import Infeed
@@ -45,7 +46,7 @@ def run_loop(
         except Exception as error:
             context.error = error  # gets its note when all threads are done with it
             raise
-        if result is not None and _is_unfinished(result):
+        if result is not None and (inspect.iscoroutine(result) or type(result) in UNFINISHED):
             raise TypeError(
                 f"The step function {fn!r} returned {_refused(result)} (step {step} of {num_steps} "
                 "of run_steps). A device loop runs plain functions: use ctx.blocking for "
@@ -57,14 +58,9 @@ def run_loop(
     return context
 
 
-def _is_unfinished(result: Any) -> bool:
-    """Tell whether what a function returned is its own body, waiting to be run."""
-    return inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)
-
-
 def _refused(result: Any) -> str:
     """Name what will not be run; close it if it would warn of that."""
     if inspect.iscoroutine(result):
         result.close()
         return "a coroutine"
-    return "a generator" if inspect.isgenerator(result) else "an async generator"
+    return UNFINISHED[type(result)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import operator
 import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import final
+from typing import Any, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
@@ -22,6 +23,7 @@ HOST = "host"
 COLLECTIVES = "collectives"
 """Name of the lane of large reductions."""
 EXIT_JOIN_S = 0.5
+MAX_C_INT = 2**31 - 1
 
 
 @final
@@ -231,21 +233,32 @@ def set_lane_options(
             worker processes of devices too.
 
     Raises:
-        ValueError: If a number of streams or threads is below 1 or `nice` is not between 0 and 19.
-        TypeError: If `blas_threads` is something else.
+        ValueError: If a number of streams or threads is below 1, or too large for a C int, or
+            `nice` is not between 0 and 19.
+        TypeError: If a number is not an int, or `blas_threads` is something else.
         DeviceError: If lanes exist already.
     """
-    if num_streams < 1:
-        raise ValueError(f"num_streams must be at least 1, got {num_streams}.")
-    if not 0 <= nice <= 19:
-        raise ValueError(f"nice must be between 0 and 19, got {nice}.")
-    if num_collective_streams is not None and num_collective_streams < 1:
-        raise ValueError(
-            f"num_collective_streams must be at least 1, got {num_collective_streams}."
+    num_streams = _checked_number("num_streams", num_streams, "")
+    nice = _checked_number("nice", nice, "", at_least=0, at_most=19)
+    if num_collective_streams is not None:
+        num_collective_streams = _checked_number(
+            "num_collective_streams", num_collective_streams, " or None"
         )
-    if isinstance(blas_threads, int) and not isinstance(blas_threads, bool):
-        if blas_threads < 1:
-            raise ValueError(f"blas_threads must be at least 1, got {blas_threads}.")
-    elif blas_threads not in ("auto", None):
-        raise TypeError(f'blas_threads must be an int, "auto" or None, got {blas_threads!r}.')
+    if blas_threads is not None and not (isinstance(blas_threads, str) and blas_threads == "auto"):
+        blas_threads = _checked_number("blas_threads", blas_threads, ', "auto" or None')
     lane_table().configure(num_streams, nice, background, num_collective_streams, blas_threads)
+
+
+def _checked_number(
+    name: str, value: Any, or_what: str, *, at_least: int = 1, at_most: int = MAX_C_INT
+) -> int:
+    """Check a number here: threads that cannot use it would end, and their ops never."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int{or_what}, got {value!r}.")
+    if not at_least <= number <= at_most:
+        raise ValueError(f"{name} must be between {at_least} and {at_most}, got {number}.")
+    return number

@@ -122,6 +122,7 @@ class Handle(Awaitable[Any]):
         Raises:
             TypeError: If `fn` is not a plain function.
             ContextError: If called on another thread than the event loop's.
+            LoopMismatchError: If that thread runs an event loop of its own.
         """
         if not callable(fn) or is_async(fn):
             raise TypeError(f"add_done_callback needs a plain function, got {fn!r}.")
@@ -132,6 +133,7 @@ class Handle(Awaitable[Any]):
                 f"A callback was added to the handle of {self._call.collective.name} on the thread "
                 "that started it. Add it on the event loop, after the op has ended."
             )
+        require_loop(waiter.get_loop(), self)
         self._replica.started.pop(self._call, None)
 
         def call(_waiter: object) -> None:

@@ -137,10 +137,14 @@ class StartedWaits:
 @final
 @dataclass(slots=True)
 class _Quiet:
-    """Since when a run has been as it is, and the waits in it that were warned of."""
+    """State of a run that has not changed for a while, and the waits in it that were warned of.
+
+    Looks are counted: a loop that was blocked, or stopped, looks late and once.
+    """
 
     seen: object
     since: float
+    looks: int = 0
     warned: set[object] = field(default_factory=set)
 
 
@@ -205,20 +209,23 @@ class QuietWatch:
             quiet = self._quiet.get(run)
             if quiet is None or quiet.seen != seen or _is_busy(run):
                 warned = set() if quiet is None else quiet.warned
-                self._quiet[run] = _Quiet(seen, now, warned)
+                self._quiet[run] = _Quiet(seen, now, warned=warned)
                 return
-        if now - quiet.since < QUIET_S or is_told or point.is_aborted:
+        quiet.looks += 1
+        if quiet.looks < LOOKS_PER_QUIET or is_told or point.is_aborted:
             return
         absent = None
         across = point.everyone.across
-        if not any(generation.missing for generation in waits.values()):
+        have_come = not any(generation.missing for generation in waits.values())
+        if have_come:
             absent = None if across is None else across.absent_workers()
             if not absent and (absent is not None or self._is_busy_beside(run)):
                 return  # what all have come to may be at work
         new = waits.keys() - quiet.warned
         if new:
             quiet.warned.update(new)
-            text = quiet_text(rows_of(run), run.step, run.fn_name, now - quiet.since, absent)
+            what = f"Step {run.step} of {run.fn_name}"
+            text = quiet_text(what, rows_of(run), now - quiet.since, absent, is_merging=have_come)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _is_busy_beside(self, run: ReplicaGroup) -> bool:

@@ -114,27 +114,32 @@ def circle_text(rows: Sequence[ReplicaRow], step: int) -> str:
 
 
 def quiet_text(
+    what: str,
     rows: Sequence[ReplicaRow],
-    step: int,
-    fn_name: str,
     seconds: float,
     absent: Sequence[int] | None,
+    *,
+    is_merging: bool,
 ) -> str:
     """Return the warning of a run in which replicas wait and nothing happens.
 
-    `absent` are the workers that have not come, if replicas wait for others; else None.
+    `absent` are the workers that have not come, if replicas wait for others; else None, and if then
+    all replicas have come (`is_merging`) it is the merge function that waits.
     """
-    where = ""
+    where, nothing = "", "no other replica came"
+    who, they = "A replica that is not waiting in the collective", "others are"
     if absent:
         names = ", ".join(map(str, absent))
         where = f"\nMissing so far: worker{'s' if len(absent) > 1 else ''} {names}."
+    elif is_merging:
+        nothing = "its merge function, for which all have come, did not end"
+        who, they = "The merge function", "merge function is"
     return (
-        f"Step {step} of {fn_name} may wait for ever: for {seconds:.0f} s replicas have waited in "
-        "a collective, no device op of the run was queued or running, and no other replica came."
-        f"\n{format_rows(rows)}{where}\n"
-        "A replica that is not waiting in the collective holds up the others, perhaps because it "
-        "waits for a lock that one of them holds: release it before the collective. If the others "
-        "are just slow, ignore this; RunOptions(stall_timeout=...) ends a run that is stuck."
+        f"{what} may wait for ever: for {seconds:.0f} s replicas have waited in a collective, no "
+        f"device op of the run was queued or running, and {nothing}.\n{format_rows(rows)}{where}\n"
+        f"{who} holds up the others, perhaps because it waits for a lock that one of them holds: "
+        f"release it before the collective. If the {they} just slow, ignore this; "
+        "RunOptions(stall_timeout=...) ends a run that is stuck."
     )
 
 

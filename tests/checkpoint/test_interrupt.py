@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.checkpoint import CheckpointManager, LocalStorage
-from aioreplica.errors import CheckpointNotCommittedError
+from aioreplica.errors import CheckpointNotCommittedError, LoopMismatchError
 
 from . import signals
 from .signals import FirstSync
@@ -141,6 +141,73 @@ def test_programs_that_are_told_to_stop_save_and_end_as_documented() -> None:
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
+# --- other loops ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "restore", "aclose", "save_on_cancel"])
+def test_a_save_in_the_background_whose_loop_was_closed_is_an_error_once(
+    call: str, tmp_path: Path
+) -> None:
+    """Nothing ends it any more, so that the next save waited for ever."""
+
+    async def start() -> None:
+        await manager.save(1, {"x": 1}, wait=False)
+        assert await asyncio.to_thread(is_writing.wait, 30)
+        [task] = asyncio.all_tasks() - {asyncio.current_task()}
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # as asked for here
+
+    async def on_another() -> None:
+        async def work() -> None:
+            task.cancel()
+            await asyncio.Event().wait()
+
+        calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "save": lambda: manager.save(2, {"x": 2}),
+            "restore": lambda: manager.restore({"x": 2}),
+            "save_on_cancel": lambda: manager.save_on_cancel(work(), {"x": 2}, lambda: 2),
+        }
+        task = asyncio.create_task(calls.get(call, getattr(manager, call))())
+        with pytest.raises((CheckpointNotCommittedError, asyncio.CancelledError)) as caught:
+            await task
+        if call == "save_on_cancel":
+            assert manager.steps() == (2,)
+            with pytest.raises(CheckpointNotCommittedError) as caught:
+                await manager.wait()
+        assert "the event loop of its save was closed" in str(caught.value)
+        await manager.save(3, {"x": 3})
+        await manager.aclose()
+
+    def hold() -> None:
+        is_writing.set()
+        assert is_closed.wait(30)
+
+    is_writing, is_closed = threading.Event(), threading.Event()
+    manager = CheckpointManager(LocalStorage(tmp_path, calls=FirstSync(hold)))
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(start())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    is_closed.set()
+    asyncio.run(on_another())
+    assert manager.latest() == 3
+
+
+@pytest.mark.asyncio
+async def test_a_save_from_another_loop_than_that_of_the_one_in_the_background_is_refused(
+    tmp_path: Path,
+) -> None:
+    def save_elsewhere() -> None:
+        with pytest.raises(LoopMismatchError):
+            asyncio.run(manager.save(2, {"x": 2}))
+
+    async with CheckpointManager(tmp_path) as manager:
+        await manager.save(1, {"x": 1}, wait=False)
+        thread = threading.Thread(target=save_elsewhere)
+        thread.start()
+        thread.join()  # the loop stands still, and the save with it
+    assert manager.steps() == (1,)
+
+
 # --- errors -----------------------------------------------------------------------------------
 
 
@@ -173,6 +240,75 @@ async def test_a_step_that_fails_half_way_while_it_is_stopped_is_not_saved(
     manager, stopped = CheckpointManager(tmp_path), asyncio.Event()
     task = asyncio.create_task(manager.save_on_cancel(train(), {"pair": Pair()}, lambda: 3))
     with pytest.raises(ValueError, match="in the middle"):
+        await task
+    assert manager.steps() == ()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_is_cancelled_with_every_task_is_not_saved(
+    tmp_path: Path, pair: ar.Strategy
+) -> None:
+    """As at the end of `asyncio.run`, if the program has not waited for `save_on_cancel`."""
+    with pair.scope():
+        a, b = (ar.Variable(0.0, aggregation="sum") for _ in range(2))
+
+    async def step() -> None:
+        await a.assign_add(1.0)
+        is_half_way.set()
+        await for_ever()
+        await b.assign_add(1.0)
+
+    manager, is_half_way = CheckpointManager(tmp_path), asyncio.Event()
+    saving = manager.save_on_cancel(pair.run(step), {"a": a, "b": b}, lambda: 3)
+    task = asyncio.create_task(saving)
+    await is_half_way.wait()
+    for each in asyncio.all_tasks() - {asyncio.current_task()}:
+        each.cancel()
+    with pytest.raises(CheckpointNotCommittedError, match="cancelled in the middle of a step"):
+        await task
+    assert manager.steps() == ()
+
+
+@pytest.mark.asyncio
+async def test_what_is_cancelled_with_every_task_between_two_steps_is_saved(
+    tmp_path: Path, pair: ar.Strategy
+) -> None:
+    with pair.scope():
+        a = ar.Variable(0.0, aggregation="sum")
+
+    async def train() -> None:
+        await pair.run(lambda: None)
+        has_ended.set()
+        await for_ever()
+
+    manager, has_ended = CheckpointManager(tmp_path), asyncio.Event()
+    task = asyncio.create_task(manager.save_on_cancel(train(), {"a": a}, lambda: 3))
+    await has_ended.wait()
+    for each in asyncio.all_tasks() - {asyncio.current_task()}:
+        each.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert manager.steps() == (3,)
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_the_work_that_is_false_is_raised_too(tmp_path: Path) -> None:
+    class FalseError(Exception):
+        def __bool__(self) -> bool:
+            return False
+
+    async def train() -> None:
+        try:
+            began.set()
+            await for_ever()
+        finally:
+            raise FalseError
+
+    manager, began = CheckpointManager(tmp_path), asyncio.Event()
+    task = asyncio.create_task(manager.save_on_cancel(train(), {"x": 1}, lambda: 3))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(FalseError):
         await task
     assert manager.steps() == ()
 

@@ -233,6 +233,24 @@ async def test_what_a_replica_made_is_not_awaited_on_another_loop(name: str) -> 
         assert (parts.w.value, parts.window.num_added) == (1.0, 0)
 
 
+@pytest.mark.asyncio
+async def test_no_callback_is_added_to_a_handle_on_another_loop() -> None:
+    """It would be called by the loop of the run, woken from a thread that may not do that."""
+    async with mirrored(1) as strategy:
+
+        async def step() -> None:
+            handle = context().start_all_reduce("sum", 1.0)
+
+            async def add() -> None:
+                handle.add_done_callback(print)
+
+            with pytest.raises(LoopMismatchError, match="belongs to"):
+                await elsewhere(add)
+            assert await handle == 1.0
+
+        await strategy.run(step)
+
+
 @asynccontextmanager
 async def trained() -> AsyncIterator[Parts]:
     """A strategy that has run on this loop."""

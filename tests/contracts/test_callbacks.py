@@ -6,6 +6,7 @@ shape. What takes generator functions on purpose, and what the library calls its
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
@@ -73,6 +74,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "callable object": Holder(),
     "wrapper": wrapped(plain),
     "wrapper of an async one": wrapped(asynchronous),
+    "wrapper by contextmanager": contextlib.contextmanager(plain),
+    "wrapper by asynccontextmanager": contextlib.asynccontextmanager(asynchronous),
     "lambda": lambda *args, **kwargs: plain(*args, **kwargs),
 }
 SEEN_AT_ONCE = {kind for kind in KINDS if not kind.startswith(("wrapper", "lambda"))}

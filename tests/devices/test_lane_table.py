@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioreplica.devices import CompletionQueue, Op, lane_table, set_lane_options
@@ -25,8 +26,24 @@ def test_nice_is_between_0_and_19(nice: int) -> None:
         set_lane_options(nice=nice)
 
 
+@pytest.mark.parametrize("name", ["num_streams", "nice", "num_collective_streams"])
+@pytest.mark.parametrize("value", [1.5, "1", True, np.ones(2)], ids=repr)
+def test_other_options_are_whole_numbers(name: str, value: Any) -> None:
+    """A thread that cannot set its niceness would end before its first op, which then hangs."""
+    with pytest.raises(TypeError, match=f"{name} must be an int"):
+        set_lane_options(**{name: value})
+
+
 @pytest.mark.parametrize(
-    ("threads", "kind"), [(0, ValueError), (True, TypeError), ("2", TypeError), (1.0, TypeError)]
+    ("threads", "kind"),
+    [
+        (0, ValueError),
+        (2**31, ValueError),
+        (2**32 + 1, ValueError),
+        (True, TypeError),
+        ("2", TypeError),
+        (1.0, TypeError),
+    ],
 )
 def test_blas_threads_are_a_number_auto_or_none(threads: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"blas_threads must be .* got {threads!r}"):

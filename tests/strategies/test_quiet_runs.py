@@ -42,6 +42,9 @@ class SkippingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.skipped_s
 
+    def block_for_a_minute(self) -> None:
+        self._clock.skipped_s += 60
+
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> tuple[list[str], float]:
     """Run a program on such a loop; return the warnings, and how long it took."""
@@ -99,6 +102,45 @@ def test_a_barrier_under_a_lock_is_warned_of_once_with_the_table_and_not_ended()
     assert ["0", "cpu:0", "running", "before", "any", "-"] in rows
     assert ["1", "cpu:1", "waiting", "barrier", "#1"] in [row[:5] for row in rows]
     assert "stall_timeout" in text
+
+
+@pytest.mark.parametrize("is_merging", [False, True])
+def test_it_is_said_who_holds_up_the_others(is_merging: bool) -> None:
+    async def main() -> None:
+        async def merge(_strategy: Any) -> None:
+            await asyncio.sleep(100)
+
+        async def step() -> None:
+            if not is_merging and replica().replica_id_in_sync_group:
+                await asyncio.sleep(100)
+            await (replica().merge_call(merge) if is_merging else replica().barrier())
+
+        async with mirrored(2) as strategy:
+            await strategy.run(step)
+
+    [text] = run(main)[0]
+
+    assert ("The merge function holds up" in text) == is_merging
+    assert ("no other replica came" in text) == (not is_merging)
+
+
+def test_a_loop_that_was_blocked_is_no_reason_to_warn() -> None:
+    """What the replica waits for has come meanwhile; the loop has not got to it."""
+
+    async def main() -> None:
+        async def step() -> None:
+            if replica().replica_id_in_sync_group:
+                await asyncio.sleep(6)
+            await replica().barrier()
+
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SkippingLoop)
+        await after(4, loop.block_for_a_minute)
+        async with mirrored(2) as strategy:
+            await strategy.run(step)
+        assert loop.time() > 60
+
+    assert run(main)[0] == []
 
 
 def test_closures_of_a_coordinator_are_not_looked_at() -> None:
