@@ -151,7 +151,7 @@ def _give_back(_strategy: ar.Strategy, value: Any) -> Any:  # Any: a PerReplica 
 
 
 def _new_trace(strategy: ar.Strategy) -> Trace:
-    return Trace(strategy.device_names, capacity=TRACE_CAPACITY)
+    return Trace(strategy._runtime.device_names, capacity=TRACE_CAPACITY)
 
 
 def _without_recorder(strategy: ar.Strategy) -> Callable[[], None]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..collectives import SLOT_BYTES, Wire, broadcast_bytes, gather_across, no_data
 from ..errors import CheckpointNotCommittedError
 from ..typing import VariableSynchronization
-from ..values import Variable
+from ..values import Variable, workers_of
 from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
 from ._state import Cut, frozen, read_state, take_cut
 
@@ -158,7 +158,7 @@ async def write_nothing(_step: int, _cut: Cut) -> None:
 def _workers_of(state: Any) -> Any:
     """Return the workers of the strategy whose variables are in a state, None if it has none."""
     for entry in read_state(state).entries.values():
-        owner = entry.thing.strategy if isinstance(entry.thing, Variable) else None
-        if owner is not None and owner.workers is not None:
-            return owner.workers
+        workers = workers_of(entry.thing) if isinstance(entry.thing, Variable) else None
+        if workers is not None:
+            return workers
     return None

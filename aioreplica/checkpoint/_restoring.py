@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError
 from ..typing import VariableAggregation
-from ..values import Variable, between_steps
+from ..values import Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest, dtype_name
 from ._lane import Stop, run_all
 from ._reading import (
@@ -222,7 +222,7 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
         tf.distribute's restore of SyncOnReadVariable.
     """
     here = len(variable.cell.components)
-    workers = None if variable.strategy is None else variable.strategy.workers
+    workers = workers_of(variable)
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
         return (_aggregate(record, saved),) * here

@@ -132,7 +132,7 @@ class State:
 
     def elsewhere(self) -> list[Any]:
         """Return what brings variables home that live on parameter servers."""
-        strategies = [variable.strategy for variable in self.variables.values()]
+        strategies = [variable.store.owner for variable in self.variables.values()]
         return list(dict.fromkeys(s.elsewhere for s in strategies if s is not None and s.elsewhere))
 
     def owners(self) -> dict[str, Variable]:

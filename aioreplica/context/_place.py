@@ -49,23 +49,52 @@ class CurrentReplica(Protocol):
 
 
 class CurrentStrategy(Protocol):
-    """Interface of the current strategy for lower layers."""
+    """Interface of the object behind the current strategy, for lower layers.
 
-    @property
-    def num_local_replicas(self) -> int:
-        """Number of replicas in this process, which is the number of components of a value."""
+    Attributes:
+        num_local_replicas: How many there are in this process, as components of a value.
+        has_plain_values: Whether values stay plain instead of becoming PerReplica (the default
+            strategy).
+        facade: The strategy that users hold.
+        workers: The same strategy on other workers; None if there are none.
+        variable_table: Its variables, and their names.
+        elsewhere: Fetcher of values that live on parameter servers; None if they live here.
+        reducer: Carries out collectives on arrays.
+        recorder: Keeps the newest merges of all runs.
+        observers: Those of its runs.
+        events: What steps have recorded.
+    """
 
-    @property
-    def workers(self) -> Any:  # Any: the cluster layer lies above this one
-        """The same strategy on other workers; None if there are none."""
+    num_local_replicas: int
+    has_plain_values: bool
+    facade: Any  # Any, here and below: of layers above this one
+    workers: Any
+    variable_table: Any
+    elsewhere: Any
+    reducer: Any
+    recorder: Any
+    observers: Any
+    events: Any
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas of a run."""
 
     @property
-    def has_plain_values(self) -> bool:
-        """True if values stay plain instead of becoming PerReplica (the default strategy)."""
+    def trainable_variables(self) -> Any:
+        """Trainable variables, in order of creation."""
+
+    def create_variable(self, value: Any, options: Any) -> Any:
+        """Make the strategy's kind of variable."""
+
+    def view_of(self, members: tuple[int, ...]) -> Any:
+        """Return what merge functions of some of the replicas get as their strategy."""
+
+    def open(self) -> None:
+        """Bind to the running loop, at the first use."""
+
+    def abandon(self) -> None:
+        """Close at once because the interpreter is interrupted."""
 
 
 @final
@@ -89,7 +118,7 @@ class Place:
 
     def __init__(
         self,
-        strategy: Any = None,  # Any: the strategies layer lies above this one
+        strategy: CurrentStrategy | None = None,
         replica: CurrentReplica | None = None,
         update_replica_id: int | None = None,
         *,

@@ -100,9 +100,9 @@ class _Leave:
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run `fn(*args)` on the event loop in the cluster `name`."""
         replica = self._replica
-        place = Place(replica.strategy, replica.outside(), is_outside=True)
+        place = Place(PLACE.get().strategy, replica.outside(), is_outside=True)
         blocking = replica.blocking
-        replica.strategy.events.add(
+        replica.strategy.telemetry.events.add(
             "outside", name, blocking.step, replica.replica_id_in_sync_group
         )
         call = partial(_in_cluster, name, fn)

@@ -70,7 +70,7 @@ def _one(name: str, strategy: Strategy) -> Status:
                 "num_last": each.num_last,
                 "late_s": each.late_s,
             }
-            for each, device in zip(now.skew, strategy.device_names, strict=True)
+            for each, device in zip(now.skew, strategy._runtime.device_names, strict=True)
         ],
         "waits": [
             {

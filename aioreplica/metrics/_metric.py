@@ -17,7 +17,7 @@ from ..context import PLACE
 from ..devices.backends import backend_of
 from ..errors import ContextError
 from ..typing import ReduceOp, VariableAggregation, VariableSynchronization
-from ..values import Variable, is_floating
+from ..values import Variable, is_floating, workers_of
 
 Array = npt.NDArray[Any]
 
@@ -86,8 +86,7 @@ class Metric(ABC):
                 f"Metric {self._name!r} was read in a replica. Call `result()` there for the "
                 "replica's own, and read it outside the step."
             )
-        strategy = self._totals[0].strategy
-        workers = None if strategy is None else strategy.workers
+        workers = workers_of(self._totals[0])
         if workers is None:
             return self.result()
         local = [reduce(np.add, parts) for parts in self._columns()]
@@ -117,8 +116,7 @@ class Metric(ABC):
         columns = self._columns()
         if index is not None:
             return tuple(parts[index] for parts in columns)
-        strategy = self._totals[0].strategy
-        workers = None if strategy is None else strategy.workers
+        workers = workers_of(self._totals[0])
         if workers is not None and workers.has_others:
             raise ContextError(
                 f"Metric {self._name!r} has totals on other workers, which cannot be read without "
@@ -139,8 +137,7 @@ class Metric(ABC):
         self._write(dict(zip(self._totals, amounts, strict=True)), is_added=True)
 
     def __repr__(self) -> str:
-        strategy = self._totals[0].strategy
-        workers = None if strategy is None else strategy.workers
+        workers = workers_of(self._totals[0])
         if workers is not None and workers.has_others and self._own_index() is None:
             return f"<{type(self).__name__} {self._name} | read with `await metric.read()`>"
         result = self.result()
@@ -149,8 +146,7 @@ class Metric(ABC):
 
     def _write(self, amounts: Mapping[Variable, float | Array], *, is_added: bool) -> None:
         index = self._own_index()
-        store, strategy = self._totals[0].store, self._totals[0].strategy
-        workers = None if strategy is None else strategy.workers
+        store, workers = self._totals[0].store, workers_of(self._totals[0])
         counting = 0 if workers is None or workers.rank == 0 else -1
         while True:  # replicas of a plain step function write from several threads
             bases = {variable: variable.components for variable in amounts}
@@ -164,7 +160,7 @@ class Metric(ABC):
     def _own_index(self) -> int | None:
         """Return the component of the replica that runs here; None outside."""
         place = PLACE.get()
-        strategy = self._totals[0].strategy
+        strategy = self._totals[0].store.owner
         is_plain = strategy is None and (place.strategy is None or place.strategy.has_plain_values)
         if place.replica is not None and (is_plain or place.strategy is strategy):
             return place.replica.local_replica_id

@@ -392,7 +392,8 @@ def _opened(engine: Engine | None) -> Engine:
 def _check(strategy: Any, checkpoints: Any, validate: Any) -> None:
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
-    if strategy.workers is not None and strategy.workers.has_others:
+    workers = strategy._runtime.workers
+    if workers is not None and workers.has_others:
         raise ValueError(
             f"An OnlineLearner learns in one process, and {strategy!r} has several workers, each "
             "of which would take examples of its own. Use MirroredStrategy."

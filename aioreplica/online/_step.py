@@ -107,14 +107,14 @@ async def _run(
     batch = await run_on_host(stack_examples, examples) if on_host else stack_examples(examples)
     parts = split_batch(batch, strategy.num_replicas_in_sync)
     report = _Report(step_fn, [len(leaves(part)[0]) for part in parts])
-    arg = parts[0] if strategy.has_plain_values else PerReplica(parts)
+    arg = parts[0] if strategy._runtime.has_plain_values else PerReplica(parts)
     await asyncio.sleep(TURN_S)
     inline = INLINE_STEP.set(INLINE_STEP_BYTES)
     try:
         await strategy.run(report.step_function(), args=(arg,))
     finally:
         INLINE_STEP.reset(inline)
-    return report.result(strategy.device_names)
+    return report.result(strategy._runtime.device_names)
 
 
 async def _require_finite(savepoint: Savepoint) -> None:
@@ -156,7 +156,7 @@ def _require_blame(strategy: Strategy, error: Exception) -> None:
     if isinstance(error, BLAMELESS) or (group and group.split(BLAMELESS)[0]):
         raise BlamelessError from error
     try:
-        strategy.open()
+        strategy._runtime.open()
     except (ContextError, LoopMismatchError) as closed:
         raise BlamelessError from closed
 

@@ -287,8 +287,8 @@ class GradientAccumulator:
         for (owner, name), state in entries.items():
             if owner is None:
                 continue
-            count = 1 if owner.strategy is None else owner.strategy.num_local_replicas
-            own, replica_id = self._sums.setdefault(owner, {}), int(name[len(SUM) :]) % count
+            own, replica_id = self._sums.setdefault(owner, {}), int(name[len(SUM) :])
+            replica_id %= len(owner.components)
             own.setdefault(replica_id, _Sum(owner)).gather(state)
 
     def forget_entries(self, owner: Variable) -> None:
@@ -330,7 +330,7 @@ class GradientAccumulator:
 
     async def _apply_outside(self, global_step: Variable | None) -> None:
         require_cross_replica_context("GradientAccumulator.apply")
-        strategy = next((variable.strategy for variable in self._sums), None)
+        strategy = next((variable.store.owner for variable in self._sums), None)
         if strategy is not None:
             strategy.open()
             if strategy.workers is not None:
@@ -387,15 +387,14 @@ class GradientAccumulator:
                 "since the last time. Call `await accumulator.add(grads_and_vars)` first."
             )
         variables, columns = zip(*merged, strict=True)
-        in_charge = PLACE.get().strategy or variables[0].strategy
+        in_charge = PLACE.get().strategy or variables[0].store.owner
         require_owner(written(variables, global_step), in_charge)
         return variables, columns
 
     def _merged(self, own: dict[int, _Sum], variable: Variable) -> list[Any]:
         """Put the sums of one variable together as one gradient of all replicas."""
-        strategy = variable.strategy
-        count = 1 if strategy is None else strategy.num_local_replicas
-        sums = [own.get(replica_id) or _Sum(variable) for replica_id in range(count)]
+        replica_ids = range(len(variable.components))
+        sums = [own.get(replica_id) or _Sum(variable) for replica_id in replica_ids]
         is_sparse = any(each.is_sparse for each in sums)
         totals = [each.total(is_sparse=is_sparse) for each in sums]
         if any(each.is_weighted for each in sums) or self._optimizer.settings.is_mean:

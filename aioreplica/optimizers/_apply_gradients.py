@@ -190,7 +190,8 @@ async def apply_across(
     global_step: Variable | None,
 ) -> None:
     """Sum over workers what has a part per replica; what is a sum already is one of all."""
-    strategy = variables[0].strategy
+    strategy = variables[0].store.owner
+    assert strategy is not None  # the caller has found its workers
     of_replicas = {variable for gradient, variable in pairs if has_parts(gradient)}
     summed = [variable not in of_replicas for variable in variables]
     if any(summed) and not all(summed):
@@ -574,7 +575,7 @@ def contribution_of(
     owner = None if strategy is None or strategy.has_plain_values else strategy
     gradients, variables = checked_pairs(grads_and_vars)
     for variable in variables:
-        if variable.strategy is not owner:
+        if variable.store.owner is not owner:
             require_owner(variables, strategy)
     if global_step is not None:
         require_owner(written([], global_step), strategy)

@@ -161,12 +161,12 @@ def require_owner(variables: Iterable[Variable], strategy: Any) -> None:
     """
     owner = None if strategy is None or strategy.has_plain_values else strategy
     for variable in variables:
-        if variable.strategy is owner:
+        if variable.store.owner is owner:
             continue
         if owner is None:
             raise ContextError(
-                f"Variable {variable.name!r} belongs to {variable.strategy!r}. Update it in a step "
-                "of that strategy: await strategy.run(step)."
+                f"Variable {variable.name!r} belongs to {variable.store.owner!r}. Update it in a "
+                "step of that strategy: await strategy.run(step)."
             )
         raise ContextError(
             f"Variable {variable.name!r} does not belong to {owner!r}. Create it in that "

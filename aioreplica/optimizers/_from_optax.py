@@ -160,7 +160,7 @@ class _FromOptax(JointOptimizer):
         }
         tree = self._transformation.init(values)
         paths, spec = self._jax.tree_util.tree_flatten_with_path(tree)
-        strategy = variables[0].strategy
+        strategy = variables[0].store.owner
         for index, (path, part) in enumerate(paths):
             name, owner = _named(path, values)
             leaf = part

@@ -191,7 +191,7 @@ def merged_pairs(
     missing: list[Variable] = []
     for pair in grads_and_vars:
         gradient, variable = _checked_pair(pair, "distributed_apply")
-        strategy = variable.strategy
+        strategy = variable.store.owner
         num_replicas = 1 if strategy is None else strategy.num_local_replicas
         parts = _parts(gradient, variable, num_replicas)
         without = [i for i, part in enumerate(parts) if part is None]

@@ -309,9 +309,9 @@ def checked_loss_scale(value: Any, strategy: Any) -> LossScaling | None:
     scaling = value if value is None or isinstance(value, LossScaling) else LossScale(value)
     for variable in () if scaling is None else scaling.variables:
         owner = None if strategy is None or strategy.has_plain_values else strategy
-        if variable.strategy is not owner:
+        if variable.store.owner is not owner:
             raise ValueError(
-                f"{scaling!r} belongs to {variable.strategy!r}, but the optimizer to {owner!r}. "
+                f"{scaling!r} belongs to {variable.store.owner!r}, but the optimizer to {owner!r}. "
                 "Make both in the same strategy.scope()."
             )
     return scaling

@@ -79,8 +79,8 @@ class ExponentialMovingAverage:
             if not isinstance(variable, Variable) or not is_floating(variable.dtype):
                 raise TypeError(f"Averages are of floating-point variables, got {variable!r}.")
         strategy = PLACE.get().strategy
-        require_owner(var_list, strategy or var_list[0].strategy)
-        owner = var_list[0].strategy
+        require_owner(var_list, strategy or var_list[0].store.owner)
+        owner = var_list[0].store.owner
         self._averages = {
             variable: new_variable(
                 owner,

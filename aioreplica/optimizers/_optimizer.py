@@ -342,7 +342,7 @@ class Optimizer(UpdateRule):
             "distributed_apply", "Use `await optimizer.apply_gradients(grads_and_vars)` there."
         )
         columns, variables = merged_pairs(pairs := list(grads_and_vars))
-        strategy = variables[0].strategy
+        strategy = variables[0].store.owner
         require_owner(written(variables, global_step), PLACE.get().strategy or strategy)
         reducer = None
         if strategy is not None:

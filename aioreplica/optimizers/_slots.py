@@ -13,7 +13,13 @@ from typing import Any, final
 import numpy as np
 
 from ..typing import VariableAggregation
-from ..values import PlainVariable, Variable, VariableOptions, WeakVariableDict, is_floating
+from ..values import (
+    PlainVariable,
+    Variable,
+    VariableOptions,
+    WeakVariableDict,
+    is_floating,
+)
 
 MASTER = "master"
 
@@ -95,7 +101,7 @@ class SlotTable:
         with self._lock:  # two blocking runs may take the first step at the same time
             slots = self.made.get(variable)
             if slots is None:
-                owner, prefix = variable.strategy, variable.name
+                owner, prefix = variable.store.owner, variable.name
                 restored = self.restored.get(variable) or {}
                 names = self.names_of(variable)
                 values = [

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, final
 import numpy as np
 
 from .._functions import YIELDS, is_async, require_no_yield
-from ..context import PLACE, Place
+from ..context import PLACE, CurrentStrategy, Place
 from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table, require_loop
 from ..values import Variable
 from ._blocking import BlockingContext
@@ -49,12 +49,12 @@ class ReplicaContext(Collectives):
 
     __slots__ = (
         "_blocking", "_completions", "_device", "_group", "_is_on_host", "_lane",
-        "_replica", "_seed", "_strategy",
+        "_replica", "_runtime", "_seed",
     )  # fmt: skip
 
     def __init__(
         self,
-        strategy: Any,
+        runtime: CurrentStrategy,
         group: ReplicaGroup,
         replica: Replica,
         device: Device | None,
@@ -66,7 +66,7 @@ class ReplicaContext(Collectives):
         self._waiter = TaskWaiter(point, replica, completions, group.ops)
         self._members = point.everyone
         self._position = replica.replica_id
-        self._strategy = strategy  # Any: the strategies layer lies above this one
+        self._runtime = runtime
         self._group = group
         self._replica = replica
         self._device = device
@@ -87,7 +87,7 @@ class ReplicaContext(Collectives):
     @property
     def strategy(self) -> Any:
         """The strategy that runs this replica."""
-        return self._strategy
+        return self._runtime.facade
 
     @property
     def device(self) -> Device | None:
@@ -144,7 +144,7 @@ class ReplicaContext(Collectives):
     def outside(self) -> ReplicaContext:
         """Return the context that a host function sees while the device program waits for it."""
         twin = ReplicaContext(
-            self._strategy, self._group, self._replica, self._device, self._completions,
+            self._runtime, self._group, self._replica, self._device, self._completions,
             self._seed, True,
         )  # fmt: skip
         twin._blocking = self.blocking
@@ -169,7 +169,7 @@ class ReplicaContext(Collectives):
 
     def op_abandoned(self) -> None:
         """Close the strategy: an interrupt left one of its ops to the device thread."""
-        self._strategy.abandon()
+        self._runtime.abandon()
 
     def meet_as(
         self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
@@ -321,7 +321,7 @@ class ReplicaContext(Collectives):
             raise self._misuse("record")
         if self.replica_id_in_sync_group == 0:
             step = self._group.step + self._replica.steps_done
-            self._strategy.events.add_scalar(step, 0, name, value)
+            self._runtime.events.add_scalar(step, 0, name, value)
 
     def _misuse(self, name: str) -> Exception:
         return misuse_error(name, self._replica, self._group.step, self._waiter.home)

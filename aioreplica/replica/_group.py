@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, final
 
 from ..collectives import Reducer
-from ..context import PLACE, Place
+from ..context import PLACE, CurrentStrategy, Place
 from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
 from ..telemetry import Observers, Recorder
 from ._failure import Failures, RunControl, cause_of_unwinding, error_of
@@ -50,7 +50,7 @@ class ReplicaGroup(RunControl):
     """One run's replicas.
 
     Args:
-        strategy: Passed to merge functions.
+        runtime: The strategy.
         merge_place: Where merge functions run.
         device_names: One per replica.
         loop: The event loop of the run; None outside every run, where one replica meets itself.
@@ -77,7 +77,7 @@ class ReplicaGroup(RunControl):
 
     def __init__(
         self,
-        strategy: Any,  # Any: the strategies layer lies above this one
+        runtime: CurrentStrategy,
         merge_place: Place,
         device_names: Sequence[str],
         loop: asyncio.AbstractEventLoop | None,
@@ -97,11 +97,11 @@ class ReplicaGroup(RunControl):
         self.ops = OpTracker(observers)
         self.replicas = [Replica(i) for i in range(size)]
         everyone = SyncGroup(
-            range(size), device_names, strategy, merge_place, reducer, step,
+            range(size), device_names, runtime, merge_place, reducer, step,
             has_plain_values=has_plain_values, is_blocking=self.is_blocking, across=across,
         )  # fmt: skip
         self.point = MeetingPoint(self.replicas, everyone, loop, observers, recorder.now, self)
-        self._strategy = strategy
+        self._runtime = runtime
         self._loop = loop
         self._recorder = recorder
         self._num_left = 0
@@ -346,7 +346,7 @@ class ReplicaGroup(RunControl):
                 except asyncio.CancelledError as error:
                     cancelled(error)
             timer.cancel()
-            self._strategy.abandon()
+            self._runtime.abandon()
         return seen[0] if seen else None
 
     def _give_up(self) -> None:

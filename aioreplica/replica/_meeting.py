@@ -21,7 +21,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 from ..collectives import CommunicationOptions, Reducer, Turn
-from ..context import DEFAULT_PLACE, Place
+from ..context import DEFAULT_PLACE, CurrentStrategy, Place
 from ..errors import ContextError
 from ..telemetry import MergeEntry, source_line
 
@@ -123,7 +123,7 @@ class SyncGroup:
     Args:
         members: Their replica ids.
         device_names: One per member.
-        strategy: Passed to merge functions.
+        runtime: The strategy; None where decisions alone are made.
         merge_place: Where merge functions run.
         reducer: Does the work on arrays; None where decisions alone are made.
         step: Number of the run in its strategy.
@@ -134,22 +134,23 @@ class SyncGroup:
 
     Attributes:
         num_replicas: How many members there are.
+        strategy: What merge functions get.
         open: The generations that are not complete, by sequence number.
         is_partial: Whether it is a part of the run's replicas, which tables then name.
         timeout_s: How long members wait for each other unless a call says otherwise, in seconds.
     """
 
     __slots__ = (
-        "_whole", "across", "device_names", "has_plain_values", "is_blocking", "is_partial",
-        "members", "merge_place", "num_replicas", "open", "reducer", "step", "strategy",
-        "timeout_s",
+        "_runtime", "_whole", "across", "device_names", "has_plain_values", "is_blocking",
+        "is_partial", "members", "merge_place", "num_replicas", "open", "reducer", "step",
+        "strategy", "timeout_s",
     )  # fmt: skip
 
     def __init__(
         self,
         members: Sequence[int],
         device_names: Sequence[str] = (),
-        strategy: Any = None,  # Any: the strategies layer lies above this one
+        runtime: CurrentStrategy | None = None,
         merge_place: Place = DEFAULT_PLACE,
         reducer: Reducer | None = None,
         step: int = 0,
@@ -163,7 +164,10 @@ class SyncGroup:
         self.members = tuple(members)
         self.num_replicas = len(self.members)
         self.device_names = device_names
-        self.strategy = strategy
+        self._runtime = runtime
+        self.strategy: Any = None
+        if runtime is not None:
+            self.strategy = runtime.facade if whole is None else runtime.view_of(self.members)
         self.merge_place = merge_place
         self.reducer: Reducer = reducer  # type: ignore[assignment]  # see above
         self.step = step
@@ -179,7 +183,7 @@ class SyncGroup:
         return SyncGroup(
             members,
             [self.device_names[i] for i in members],
-            None if self.strategy is None else self.strategy.view_of(members),
+            self._runtime,
             self.merge_place,
             self.reducer,
             self.step,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..context import CurrentStrategy
+from ..context import PLACE
 from ..typing import VariableAggregation
 from ..values import PerReplica, Variable, split_per_replica, update_components
 
@@ -29,10 +29,10 @@ def create_variable(initial_value: Any, options: dict[str, Any]) -> Merge:
 
 
 def _create(
-    options: dict[str, Any], strategy: Any, initial: Any, _text: str, _functions: object
+    options: dict[str, Any], _strategy: object, initial: Any, _text: str, _functions: object
 ) -> Variable | Awaitable[Variable]:
     first = initial[0] if isinstance(initial, PerReplica) else initial
-    if strategy.workers is not None:
+    if (strategy := PLACE.get().strategy) is not None and strategy.workers is not None:
         return _create_across(options, strategy.workers, first)
     return Variable(first, **options)
 
@@ -71,13 +71,15 @@ def update_variable(
 
 def _update(
     group: bool,
-    strategy: CurrentStrategy,
+    _strategy: object,
     var: Variable,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     _text: str,
 ) -> Awaitable[Any]:
+    strategy = PLACE.get().strategy
+    assert strategy is not None  # a merge function runs in one
     count = strategy.num_local_replicas
     all_args = split_per_replica(args, count, "args")
     all_kwargs = split_per_replica(kwargs, count, "kwargs")

@@ -18,6 +18,7 @@ from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
+from ._watching import Telemetry as Telemetry
 from .parameter_server import ClusterCoordinator as ClusterCoordinator
 from .parameter_server import CoordinatorStatistics as CoordinatorStatistics
 from .parameter_server import FixedShardsPartitioner as FixedShardsPartitioner
@@ -60,6 +61,7 @@ __all__ = [
     "Strategy",
     "StrategyStatistics",
     "TPUStrategy",
+    "Telemetry",
     "ValueContext",
     "get_replica_context",
     "get_strategy",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,23 +22,11 @@ from ..collectives import (
 from ..replica import joined_text, payload_signature, summand_text
 from ..tree import LEAF_SPEC, flatten
 from ..typing import ReduceOp, VariableAggregation
-from ..values import Variable, VariableStore, aggregate
-from ._variable_owner import VariableTable
+from ..values import Variable, aggregate
+from ._runtime import Runtime, VariableTable
 
 BATCHES_BYTES = 4
 MAX_BATCHES = 2 ** (8 * BATCHES_BYTES) - 1
-
-
-class HasVariables(Protocol):
-    """A strategy as `equalize` sees it."""
-
-    @property
-    def variable_table(self) -> VariableTable:
-        """The variables it has made."""
-
-    @property
-    def store(self) -> VariableStore:
-        """Store that publishes their writes."""
 
 
 def function_name(fn: Any) -> str:
@@ -47,13 +34,13 @@ def function_name(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
-async def equalize(strategy: HasVariables, across: WorkersRun) -> None:
+async def equalize(runtime: Runtime, across: WorkersRun) -> None:
     """Give variables that were made since the last run the values of worker 0.
 
     Raises:
         MergeMismatchError: If workers have made different variables.
     """
-    table = strategy.variable_table
+    table = runtime.variable_table
     number, made = table.made_since_last()
     if not made:
         table.are_equal_up_to(number)
@@ -68,7 +55,7 @@ async def equalize(strategy: HasVariables, across: WorkersRun) -> None:
         if array.tobytes() != variable.components[0].tobytes():
             changes[variable] = (array,) * len(variable.components)
     if changes:
-        strategy.store.write(changes)
+        runtime.store.write(changes)
     table.are_equal_up_to(number)
 
 
@@ -136,41 +123,6 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
         return variable.value  # or an error that says why it has none
     local = aggregate(how, variable.components)
     return await workers.aggregate(what, variable.name, how, local)
-
-
-class Spread(ABC):
-    """Distribution of the replicas of a strategy over workers.
-
-    Only `Strategy` inherits it.
-    """
-
-    _workers: Workers | None
-
-    @property
-    @abstractmethod
-    def device_names(self) -> tuple[str, ...]:
-        """One device name per replica of this process; "-" under the default strategy."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas of a run."""
-        return self.num_local_replicas if self._workers is None else self._workers.num_replicas
-
-    @property
-    def num_local_replicas(self) -> int:
-        """Number of replicas in this process, which is the number of components of a value."""
-        return len(self.device_names)
-
-    @property
-    def workers(self) -> Workers | None:
-        """The same strategy on other workers; None if there are none."""
-        return self._workers
-
-
-async def close_workers(workers: Workers | None) -> None:
-    """Tell the other workers that this one leaves, if there are some."""
-    if workers is not None:
-        await workers.aclose()
 
 
 async def agreed_batches(workers: Workers, num_left: int) -> int:

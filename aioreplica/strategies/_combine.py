@@ -28,27 +28,27 @@ from ..collectives import (
     require_options,
     require_reducible,
 )
-from ..context import CurrentStrategy
 from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
 from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
 from ._across import gather_leaves_across, reduce_axis_across, reduce_leaves_across
-from ._replica_set import ReplicaSet
+from ._runtime import Replicas
 
 Axis = int | tuple[int, ...] | None
 
 
 async def reduce_tree(
-    replicas: ReplicaSet,
+    replicas: Replicas,
     op: ReduceOp,
     value: object,
-    axis: Axis,
-    options: CommunicationOptions | None,
+    axis: Axis = None,
+    options: CommunicationOptions | None = None,
 ) -> Any:
     """Reduce every distributed leaf of a pytree; off the event loop if there is much to read."""
-    if axis is not None and replicas.workers is not None:
-        return await _reduce_axis_across(replicas, replicas.workers, op, value, axis)
+    workers = replicas.workers
+    if axis is not None and workers is not None:
+        return await _reduce_axis_across(replicas, workers, op, value, axis)
     if axis is not None:
         return await _maybe_in_thread(
             value,
@@ -57,35 +57,34 @@ async def reduce_tree(
     leaves, spec = flatten_summands(value)
     columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
     specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
-    if replicas.workers is None:
+    if workers is None:
         reduced = await _reduce_columns(replicas, op, columns, options)
     else:
         local = partial(_reduce_columns, replicas, op, columns, options)
-        reduced = await reduce_leaves_across(replicas.workers, op, "reduce", local)
+        reduced = await reduce_leaves_across(workers, op, "reduce", local)
     results = iter(reduced)
     return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
 
 
 async def _reduce_columns(
-    replicas: ReplicaSet,
+    replicas: Replicas,
     op: ReduceOp,
     columns: Sequence[Sequence[Any]],
     options: CommunicationOptions | None,
 ) -> list[Any]:
-    num_replicas = replicas.num_local_replicas
     reduced: list[Any] = [None] * len(columns)
     for size in {len(column) for column in columns}:
         chosen = [i for i, column in enumerate(columns) if len(column) == size]
         rows = list(zip(*(columns[i] for i in chosen), strict=True))
-        members = replicas.members if size == num_replicas else None
-        done = replicas.reducer.reduce(op, rows, options, members)
+        members = replicas.members if size == replicas.num else None
+        done = replicas.runtime.reducer.reduce(op, rows, options, members)
         for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
             reduced[i] = result
     return reduced
 
 
 async def _reduce_axis_across(
-    replicas: ReplicaSet,
+    replicas: Replicas,
     workers: Workers,
     op: ReduceOp,
     value: object,
@@ -102,7 +101,7 @@ async def _reduce_axis_across(
 def _add_columns(
     op: ReduceOp,
     leaf: object,
-    replicas: ReplicaSet,
+    replicas: Replicas,
     columns: list[Sequence[Any]],
     axis: Axis = None,
 ) -> TreeSpec:
@@ -120,7 +119,7 @@ def _add_columns(
     return spec
 
 
-async def gather_tree(replicas: ReplicaSet, value: object, axis: int) -> Any:
+async def gather_tree(replicas: Replicas, value: object, axis: int) -> Any:
     """Join every distributed leaf of a pytree along `axis`."""
     joined = await _maybe_in_thread(
         value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
@@ -132,8 +131,7 @@ async def gather_tree(replicas: ReplicaSet, value: object, axis: int) -> Any:
 
 
 async def reduce_pairs(
-    strategy: CurrentStrategy,
-    replicas: ReplicaSet,
+    replicas: Replicas,
     op: ReduceOp | str,
     pairs: Sequence[tuple[object, object]],
     what: str,
@@ -142,7 +140,6 @@ async def reduce_pairs(
     """Reduce the values of all pairs together; nothing is reduced if one destination is wrong.
 
     Args:
-        strategy: Owner of the variables among the destinations.
         replicas: Those whose values they are.
         op: The operator.
         pairs: A value and a destination each.
@@ -150,11 +147,11 @@ async def reduce_pairs(
         options: Of the call.
     """
     require_options(options, what)
-    counts = [_entries(destinations, strategy, replicas, what) for _, destinations in pairs]
+    counts = [_entries(destinations, replicas, what) for _, destinations in pairs]
     flattened = [flatten(value) for value, _ in pairs]
     columns = [column for column, _ in flattened]
-    replicas.open()
-    reduced = await reduce_tree(replicas, ReduceOp.parse(op), columns, None, options)
+    replicas.runtime.open()
+    reduced = await reduce_tree(replicas, ReduceOp.parse(op), columns, options=options)
     results = []
     for count, (_, spec), column in zip(counts, flattened, reduced, strict=True):
         placed = [leaf if count is None else _mirrored(leaf, count) for leaf in column]
@@ -162,12 +159,10 @@ async def reduce_pairs(
     return results
 
 
-async def broadcast_value(
-    strategy: CurrentStrategy, replicas: ReplicaSet, value: object, destinations: object
-) -> Any:
+async def broadcast_value(replicas: Replicas, value: object, destinations: object) -> Any:
     """Return a Mirrored of `value` with an entry per destination device."""
     what = "extended.broadcast_to"
-    count = _require_destination(destinations, strategy, replicas, what) or 1
+    count = _require_destination(destinations, replicas, what) or 1
     for leaf in leaves(value):
         if isinstance(leaf, DistributedValues) and not leaf.is_mirrored:
             raise ValueError(
@@ -175,7 +170,7 @@ async def broadcast_value(
                 "destinations instead (await strategy.extended.reduce_to(...))."
             )
     one = map_leaves(_one_value, value)
-    if strategy.has_plain_values:
+    if replicas.runtime.has_plain_values:
         return one
     if sum(map(leaf_bytes, leaves(one))) <= INLINE_BYTES:
         return _mirrored(map_leaves(_frozen, one), count)
@@ -224,7 +219,7 @@ def _is_mirrored(leaf: object) -> bool:
     return isinstance(leaf, (Variable, DistributedValues)) and leaf.is_mirrored
 
 
-def _reduced_parts(op: ReduceOp, leaf: object, replicas: ReplicaSet) -> tuple[Any, ...]:
+def _reduced_parts(op: ReduceOp, leaf: object, replicas: Replicas) -> tuple[Any, ...]:
     parts = _parts(leaf, replicas, "reduce")
     if not _is_mirrored(leaf):
         return parts
@@ -237,7 +232,7 @@ def _reduced_parts(op: ReduceOp, leaf: object, replicas: ReplicaSet) -> tuple[An
 
 
 def _reduce_axis(
-    op: ReduceOp, leaf: object, axis: int | tuple[int, ...], replicas: ReplicaSet
+    op: ReduceOp, leaf: object, axis: int | tuple[int, ...], replicas: Replicas
 ) -> Any:
     def merge(column: Sequence[Any]) -> Any:
         for part in column:
@@ -248,7 +243,7 @@ def _reduce_axis(
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
 
-def _gather_leaf(leaf: object, axis: int, replicas: ReplicaSet) -> Any:
+def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> Any:
     parts = _parts(leaf, replicas, "gather")
 
     def merge(column: Sequence[Any]) -> Any:
@@ -260,8 +255,8 @@ def _gather_leaf(leaf: object, axis: int, replicas: ReplicaSet) -> Any:
     return _merge_components(parts, merge)
 
 
-def _parts(leaf: object, replicas: ReplicaSet, verb: str) -> tuple[Any, ...]:
-    num_replicas = replicas.num_local_replicas
+def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[Any, ...]:
+    num_replicas = replicas.num
     parts = _components(leaf, replicas.members)
     if parts is None:
         if num_replicas == 1:
@@ -315,11 +310,9 @@ async def _maybe_in_thread(value: object, work: Callable[[], Any]) -> Any:
     return result
 
 
-def _entries(
-    destinations: object, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
-) -> int | None:
-    count = _require_destination(destinations, strategy, replicas, what)
-    return None if strategy.has_plain_values else count
+def _entries(destinations: object, replicas: Replicas, what: str) -> int | None:
+    count = _require_destination(destinations, replicas, what)
+    return None if replicas.runtime.has_plain_values else count
 
 
 def _mirrored(value: object, count: int) -> Mirrored:
@@ -343,9 +336,7 @@ def _frozen(leaf: object) -> Any:
     return copy
 
 
-def _require_destination(
-    destinations: object, strategy: CurrentStrategy, replicas: ReplicaSet, what: str
-) -> int | None:
+def _require_destination(destinations: object, replicas: Replicas, what: str) -> int | None:
     """Check a destination; return on how many replicas it lives, or None if it is a device.
 
     Raises:
@@ -359,13 +350,13 @@ def _require_destination(
         require_device(destinations)
         return None
     if isinstance(destinations, Variable):
-        require_own(destinations, strategy, f"{what} to it")
+        require_own(destinations, replicas.runtime, f"{what} to it")
         return len(destinations.components)
     if isinstance(destinations, DistributedValues):
-        if len(destinations) != replicas.num_local_replicas:
+        if len(destinations) != replicas.num:
             raise ValueError(
                 f"{what} got a {type(destinations).__name__} of {len(destinations)} values as "
-                f"destinations, but {replicas!r} has {replicas.num_local_replicas} replicas. "
+                f"destinations, but {replicas!r} has {replicas.num} replicas. "
                 "Pass a value of this strategy."
             )
         return len(destinations)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, NoReturn, cast, final
+from typing import NoReturn, cast, final
 
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
 from ..replica import ReplicaContext, ReplicaGroup, WorkerContext
-from ..values import PlainVariable, Variable, VariableOptions, default_store
+from ..values import PlainVariable, default_store
 from ._strategy import Strategy
 
 
@@ -29,11 +29,7 @@ class DefaultStrategy(Strategy):
     """
 
     def __init__(self) -> None:
-        super().__init__(None)
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a plain variable."""
-        return PlainVariable(value, options)
+        super().__init__(None, lambda _runtime, value, options: PlainVariable(value, options))
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise copy.Error("DefaultStrategy cannot be copied: it is the absence of a strategy.")
@@ -49,8 +45,9 @@ def get_strategy() -> Strategy:
         >>> get_strategy()
         <DefaultStrategy | new>
     """
-    strategy = PLACE.get().strategy
-    return strategy if strategy is not None else _default_strategy()
+    runtime = PLACE.get().strategy
+    strategy: Strategy = _default_strategy() if runtime is None else runtime.facade
+    return strategy
 
 
 def has_strategy() -> bool:
@@ -60,8 +57,8 @@ def has_strategy() -> bool:
         >>> has_strategy()
         False
     """
-    strategy = PLACE.get().strategy
-    return strategy is not None and not isinstance(strategy, DefaultStrategy)
+    runtime = PLACE.get().strategy
+    return runtime is not None and not runtime.has_plain_values
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -88,13 +85,13 @@ def get_replica_context() -> ReplicaContext | None:
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_run():
         running_loop("The default replica context")  # says why it cannot be used
-    strategy = _default_strategy()
+    runtime = _default_strategy()._runtime
     group = ReplicaGroup(
-        strategy, strategy.merge_place, ("-",), None, strategy.reducer, strategy.recorder,
-        strategy.observers, 0,
+        runtime, runtime.merge_place, ("-",), None, runtime.reducer, runtime.recorder,
+        runtime.observers, 0,
         "no step", has_plain_values=True,
     )  # fmt: skip
-    context = ReplicaContext(strategy, group, group.replicas[0], None, None, 0)
+    context = ReplicaContext(runtime, group, group.replicas[0], None, None, 0)
     context.open(place)
     return context
 
@@ -105,5 +102,5 @@ def _default_strategy() -> DefaultStrategy:
 
 def _new_default_strategy() -> DefaultStrategy:
     strategy = DefaultStrategy()
-    strategy._lifecycle.numbers = default_store().gate  # those that a checkpoint keeps
+    strategy._runtime.lifecycle.numbers = default_store().gate  # those that a checkpoint keeps
     return strategy

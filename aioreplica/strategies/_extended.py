@@ -25,9 +25,9 @@ from ..values import (
 )
 from ._across import read_variable
 from ._combine import broadcast_value, reduce_pairs
+from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:
-    from ._replica_set import ReplicaSet
     from ._strategy import Strategy
 
 _NON_SLOT = "extended.update_non_slot"
@@ -40,16 +40,16 @@ class Extended:
     """The part of a strategy that libraries use more than programs do.
 
     Args:
-        strategy: Owner of the variables and devices.
-        replicas: Those whose values are reduced; None for all of the strategy.
+        runtime: Owner of the variables and devices.
+        members: Ids of the replicas whose values are reduced; None for all of the strategy.
 
     Source:
         tf.distribute.StrategyExtended.
     """
 
-    def __init__(self, strategy: Strategy, replicas: ReplicaSet | None = None) -> None:
-        self._strategy = strategy
-        self._replicas: ReplicaSet = strategy if replicas is None else replicas
+    def __init__(self, runtime: Runtime, members: tuple[int, ...] | None = None) -> None:
+        self._runtime = runtime
+        self._replicas = Replicas(runtime, members)
 
     # ---- devices -------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class Extended:
         Raises:
             ContextError: Under the default strategy, which has none.
         """
-        devices = self._strategy.replica_devices
+        devices = self._runtime.replica_devices
         if None in devices:
             raise ContextError(
                 "The default strategy has no devices. Enter the scope of a OneDeviceStrategy or "
@@ -75,7 +75,7 @@ class Extended:
         Raises:
             ContextError: Under the default strategy, which has none.
         """
-        return self._strategy.parameter_devices or self.worker_devices
+        return self._runtime.parameter_devices or self.worker_devices
 
     def non_slot_devices(self, var_list: Iterable[Variable]) -> tuple[Device, ...]:
         """Return where state that belongs to all of some variables lives, for `update_non_slot`.
@@ -94,8 +94,8 @@ class Extended:
                 "variable in a list."
             )
         for variable in var_list:
-            require_own(variable, self._strategy, what)
-        return () if self._strategy.has_plain_values else self.parameter_devices
+            require_own(variable, self._runtime, what)
+        return () if self._runtime.has_plain_values else self.parameter_devices
 
     # ---- results that live somewhere ---------------------------------------------------------
 
@@ -135,9 +135,9 @@ class Extended:
             tf.distribute.StrategyExtended.reduce_to.
         """
         what = "extended.reduce_to"
-        self._strategy.require_cross_replica(what, _REDUCE_TWIN)
+        self._runtime.require_cross_replica(what, _REDUCE_TWIN)
         pairs = [(value, destinations)]
-        [result] = await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
+        [result] = await reduce_pairs(self._replicas, op, pairs, what, options)
         return result
 
     async def batch_reduce_to(
@@ -163,7 +163,7 @@ class Extended:
             ContextError: As `reduce_to`.
         """
         what = "extended.batch_reduce_to"
-        self._strategy.require_cross_replica(what, _REDUCE_TWIN)
+        self._runtime.require_cross_replica(what, _REDUCE_TWIN)
         pairs = list(value_destination_pairs)
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -171,7 +171,7 @@ class Extended:
                     f"{what} takes pairs of a value and a destination, got a "
                     f"{type(pair).__name__} among them. Write [(value, destination), ...]."
                 )
-        return await reduce_pairs(self._strategy, self._replicas, op, pairs, what, options)
+        return await reduce_pairs(self._replicas, op, pairs, what, options)
 
     async def broadcast_to(self, x: Any, destinations: object) -> Any:
         """Put one value where a destination lives.
@@ -193,8 +193,8 @@ class Extended:
             ContextError: If called inside a replica (use `ctx.broadcast`), or if the destination
                 is a variable of another strategy.
         """
-        self._strategy.require_cross_replica("extended.broadcast_to", "ctx.broadcast(value)")
-        return await broadcast_value(self._strategy, self._replicas, x, destinations)
+        self._runtime.require_cross_replica("extended.broadcast_to", "ctx.broadcast(value)")
+        return await broadcast_value(self._replicas, x, destinations)
 
     # ---- updates -------------------------------------------------------------------------
 
@@ -230,16 +230,16 @@ class Extended:
         what = "extended.update"
         place = PLACE.get()
         replica = place.replica
-        if isinstance(replica, ReplicaContext) and place.strategy is self._strategy:
+        if isinstance(replica, ReplicaContext) and place.strategy is self._runtime:
             merge, merged = update_variable(var, fn, args, kwargs, group)
             return replica.meet_as("update", merge, merged, sys._getframe(1))
-        self._strategy.require_cross_replica(what, None)
-        require_own(var, self._strategy, what)
+        self._runtime.require_cross_replica(what, None)
+        require_own(var, self._runtime, what)
         if not callable(fn):
             raise TypeError(f"{what} needs a function of (variable, *args), got {fn!r}.")
         label = f"{what} of {var.name!r}"
         all_args, all_kwargs = split_arguments(args, kwargs, len(var.components), label)
-        return update_components(self._strategy, var, fn, all_args, all_kwargs, group)
+        return update_components(self._runtime, var, fn, all_args, all_kwargs, group)
 
     async def update_non_slot(
         self,
@@ -274,22 +274,22 @@ class Extended:
         Cancellation:
             Leaves all variables as they were.
         """
-        self._strategy.require_cross_replica(_NON_SLOT, _NON_SLOT_TWIN)
+        self._runtime.require_cross_replica(_NON_SLOT, _NON_SLOT_TWIN)
         if not callable(fn):
             raise TypeError(f"{_NON_SLOT} needs a function, got {fn!r} ({type(fn).__name__}).")
-        strategy = self._strategy
-        if strategy.has_plain_values:
+        runtime = self._runtime
+        if runtime.has_plain_values:
             all_args, all_kwargs = split_arguments(args, kwargs, 1, _NON_SLOT)
-            results = await run_per_component(strategy, fn, all_args, all_kwargs, [(0, None)])
+            results = await run_per_component(runtime, fn, all_args, all_kwargs, [(0, None)])
             return results[0] if group else results
         known = self.parameter_devices
         places = [(known.index(device), device) for device in _chosen(devices, known)]
-        num_replicas = strategy.num_local_replicas
+        num_replicas = runtime.num_local_replicas
         all_args, all_kwargs = split_arguments(args, kwargs, num_replicas, _NON_SLOT)
-        results = await run_per_component(strategy, fn, all_args, all_kwargs, places)
+        results = await run_per_component(runtime, fn, all_args, all_kwargs, places)
         if not group:
             return results
-        return Mirrored(results * num_replicas if strategy.parameter_devices else results)
+        return Mirrored(results * num_replicas if runtime.parameter_devices else results)
 
     # ---- variables -----------------------------------------------------------------------
 
@@ -304,9 +304,9 @@ class Extended:
                 belongs to another strategy.
         """
         what = "extended.read_var"
-        self._strategy.require_cross_replica(what, "variable.value")
-        require_own(v, self._strategy, what)
-        return await read_variable(self._strategy.workers, v, what)
+        self._runtime.require_cross_replica(what, "variable.value")
+        require_own(v, self._runtime, what)
+        return await read_variable(self._runtime.workers, v, what)
 
     def colocate_vars_with(self, var: Variable) -> AbstractContextManager[Strategy]:
         """Return a context manager in which new variables live where `var` does.
@@ -319,13 +319,13 @@ class Extended:
                 belongs to another strategy.
         """
         what = "extended.colocate_vars_with"
-        self._strategy.require_cross_replica(what, None)
-        require_own(var, self._strategy, what)
-        return self._strategy.scope()
+        self._runtime.require_cross_replica(what, None)
+        require_own(var, self._runtime, what)
+        return self._runtime.facade.scope()  # type: ignore[no-any-return]  # see there
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Tell whether this strategy made the variable."""
-        return is_own(v, self._strategy)
+        return is_own(v, self._runtime)
 
     def value_container(self, v: Any) -> Any:
         """Return the variable that holds a component, such as what `variable.value` gave.
@@ -341,7 +341,7 @@ class Extended:
         if isinstance(v, Variable):
             return v
         parts = v.values if isinstance(v, DistributedValues) else (v,)
-        for variable in self._strategy.snapshot():
+        for variable in self._runtime.facade.snapshot():
             held = {id(component) for component in variable.components}
             if held.issuperset(map(id, parts)):
                 return variable
@@ -361,8 +361,8 @@ class Extended:
         Cancellation:
             As `strategy.run`.
         """
-        self._strategy.require_cross_replica("extended.call_for_each_replica", None)
-        return await self._strategy.run(fn, args, kwargs)
+        self._runtime.require_cross_replica("extended.call_for_each_replica", None)
+        return await self._runtime.facade.run(fn, args, kwargs)
 
     @property
     def should_checkpoint(self) -> bool:
@@ -376,13 +376,13 @@ class Extended:
 
     @property
     def _is_chief(self) -> bool:
-        workers = self._strategy.workers
+        workers = self._runtime.workers
         return workers is None or workers.rank == 0
 
     @property
     def require_static_shapes(self) -> bool:
         """True if shapes have to stay the same from step to step: on cores of a TPUStrategy."""
-        return self._strategy.needs_static_shapes
+        return self._runtime.topology is not None
 
 
 def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:

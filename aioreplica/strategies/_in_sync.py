@@ -17,7 +17,7 @@ from ..collectives import gather_across
 from ..devices import INLINE_BYTES, run_on_host
 from ..errors import ContextError, OutOfSyncError
 from ..values import Variable, is_own
-from ._replica_set import ReplicaSet
+from ._runtime import Runtime
 
 Array: TypeAlias = Any  # arrays of every dtype
 Named: TypeAlias = tuple[str, tuple[Array, ...]]
@@ -25,14 +25,14 @@ Named: TypeAlias = tuple[str, tuple[Array, ...]]
 _X87_BYTES = 10  # of an extended-precision number; the rest of its 12 or 16 is never written
 
 
-async def check_in_sync(replicas: ReplicaSet, variables: Iterable[Variable]) -> None:
+async def check_in_sync(runtime: Runtime, variables: Iterable[Variable]) -> None:
     """Check that the components of each variable are equal on all replicas, bit by bit.
 
     All components are those of one moment, that of the call. NaN equals a NaN of the same bits;
     0.0 and -0.0 differ. Sync-on-read variables are passed over: theirs are meant to differ.
 
     Args:
-        replicas: The strategy that made them.
+        runtime: The strategy that made them.
         variables: The variables to check, such as `strategy.trainable_variables`.
 
     Raises:
@@ -44,18 +44,18 @@ async def check_in_sync(replicas: ReplicaSet, variables: Iterable[Variable]) -> 
     Cancellation:
         Changes nothing; hashing that has started is waited for.
     """
-    replicas.require_cross_replica(
+    runtime.require_cross_replica(
         "check_in_sync", "ctx.merge_call(merge_fn) and check inside the merge function"
     )
-    held = [(v.name, v.components) for v in _checked(replicas, variables) if v.is_mirrored]
+    held = [(v.name, v.components) for v in _checked(runtime, variables) if v.is_mirrored]
     apart = [(name, parts) for name, parts in held if len(set(map(id, parts))) > 1]
     num_bytes = sum(part.nbytes for _, parts in apart for part in parts)
     if num_bytes < INLINE_BYTES:
         error = _first_difference(apart)
     else:
         error = await run_on_host(_first_difference, apart)
-    if replicas.workers is not None:
-        await _check_workers(replicas.workers, held, error)
+    if runtime.workers is not None:
+        await _check_workers(runtime.workers, held, error)
     if error is not None:
         raise error
 
@@ -87,7 +87,7 @@ async def _check_workers(
             raise _difference(name, replica_id, arrays[0][0], arrays[differs][0])
 
 
-def _checked(replicas: ReplicaSet, variables: object) -> list[Variable]:
+def _checked(runtime: Runtime, variables: object) -> list[Variable]:
     if not isinstance(variables, Iterable):
         raise TypeError(
             f"check_in_sync needs a list of variables, got {variables!r} "
@@ -105,9 +105,9 @@ def _checked(replicas: ReplicaSet, variables: object) -> list[Variable]:
                 f"check_in_sync needs a list of variables, but it holds {variable!r} "
                 f"({type(variable).__name__})."
             )
-        if not is_own(variable, replicas):
+        if not is_own(variable, runtime):
             raise ContextError(
-                f"{variable!r} does not belong to {replicas!r}. Check it through its own strategy."
+                f"{variable!r} does not belong to {runtime!r}. Check it through its own strategy."
             )
     return checked
 

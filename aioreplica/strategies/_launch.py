@@ -14,16 +14,14 @@ from ..errors import ContextError
 from ..replica import ReplicaContext, ReplicaGroup, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._across import equalize, function_name
-from ._lifecycle import Lifecycle
-from ._replica_set import Runner
 from ._run_options import RunOptions
+from ._runtime import Runtime
 
 DEFAULT_OPTIONS = RunOptions()
 
 
 async def launch(
-    strategy: Runner,
-    lifecycle: Lifecycle,
+    runtime: Runtime,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
@@ -34,21 +32,20 @@ async def launch(
     runs_on_loop = is_async(fn)
     if not runs_on_loop:
         require_no_yield(fn, "run")
-    workers = strategy.workers
+    workers = runtime.workers
     if workers is not None and across is None:
-        lifecycle.open()
+        runtime.open()
         async with workers.run(function_name(fn)) as run_of_all:
-            await equalize(strategy, run_of_all)
-            return await launch(strategy, lifecycle, fn, args, kwargs, options, run_of_all)
+            await equalize(runtime, run_of_all)
+            return await launch(runtime, fn, args, kwargs, options, run_of_all)
+    lifecycle = runtime.lifecycle
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
-    num_replicas = strategy.num_local_replicas
+    num_replicas = runtime.num_local_replicas
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
-    run = Run.prepare(
-        strategy, lifecycle, fn, options.seed, is_blocking=not runs_on_loop, across=across
-    )
+    run = Run.prepare(runtime, fn, options.seed, is_blocking=not runs_on_loop, across=across)
     lifecycle.started(run.group)
     try:
         if runs_on_loop:
@@ -65,14 +62,14 @@ async def launch(
             )
         results = await run.group.wait(options.stall_timeout)
     finally:
-        run.end(lifecycle)
+        run.end()
     if gate.is_closed:
         await gate.opened()
     if type(results[0]) in UNFINISHED:  # a wrapper called the generator function
         raise unfinished_error(results[0], fn, "run")
-    if strategy.has_plain_values:
+    if runtime.has_plain_values:
         return results[0]
-    return regroup_results(results, strategy.device_names)
+    return regroup_results(results, runtime.device_names)
 
 
 @final
@@ -81,14 +78,14 @@ class Run:
     """The replicas of one run, ready to start.
 
     Attributes:
-        strategy: Whose run it is.
+        runtime: Whose run it is.
         group: The replica group.
         contexts: One replica context for each replica.
         places: Where each replica runs.
         port: Brings results from device threads to the event loop.
     """
 
-    strategy: Runner
+    runtime: Runtime
     group: ReplicaGroup
     contexts: list[ReplicaContext]
     places: list[Place]
@@ -96,8 +93,7 @@ class Run:
 
     @staticmethod
     def prepare(
-        strategy: Runner,
-        lifecycle: Lifecycle,
+        runtime: Runtime,
         fn: Callable[..., Any],
         seed: int | None,
         *,
@@ -113,33 +109,34 @@ class Run:
         """
         holds_devices = PLACE.get().holds_devices
         if holds_devices and is_blocking:
-            raise _nested_programs_error(strategy, fn)
+            raise _nested_programs_error(runtime, fn)
         if is_blocking:
             what = f"Plain function {_name_of(fn)!r}" if num_steps == 1 else "A device loop"
             instead = "Make the step `async def` and run its heavy parts by `ctx.run_on_device`"
-            require_threads(strategy.device_names, what, instead)
+            require_threads(runtime.device_names, what, instead)
+        lifecycle = runtime.lifecycle
         loop, port = lifecycle.open()
         group = ReplicaGroup(
-            strategy,
-            strategy.blocking_merge_place if is_blocking else strategy.merge_place,
-            strategy.device_names,
+            runtime,
+            runtime.blocking_merge_place if is_blocking else runtime.merge_place,
+            runtime.device_names,
             loop,
-            strategy.reducer,
-            strategy.recorder,
-            strategy.observers,
+            runtime.reducer,
+            runtime.recorder,
+            runtime.observers,
             lifecycle.new_step(num_steps),
             _name_of(fn),
-            has_plain_values=strategy.has_plain_values,
+            has_plain_values=runtime.has_plain_values,
             is_blocking=is_blocking,
             across=across,
         )
         if across is not None:
             across.begin(group.step, group.point.rows)
         contexts = [
-            ReplicaContext(strategy, group, replica, device, port, seed or 0, holds_devices)
-            for replica, device in zip(group.replicas, strategy.replica_devices, strict=True)
+            ReplicaContext(runtime, group, replica, device, port, seed or 0, holds_devices)
+            for replica, device in zip(group.replicas, runtime.replica_devices, strict=True)
         ]
-        return Run(strategy, group, contexts, [Place(strategy, c) for c in contexts], port)
+        return Run(runtime, group, contexts, [Place(runtime, c) for c in contexts], port)
 
     def start_programs(
         self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
@@ -149,25 +146,25 @@ class Run:
             (run_device_program, (context, fn, *args), kwargs)
             for context, (fn, args, kwargs) in zip(self.contexts, calls, strict=True)
         ]
-        lanes = [HOST if d is None else str(d) for d in self.strategy.replica_devices]
+        lanes = [HOST if d is None else str(d) for d in self.runtime.replica_devices]
         self.group.start_ops(self.places, lanes, self.port, programs)
 
-    def end(self, lifecycle: Lifecycle) -> None:
+    def end(self) -> None:
         """Refuse further use of the contexts, and let go of the group."""
         for context, place in zip(self.contexts, self.places, strict=True):
             context.close()
             place.end()
         self.group.forget()
-        lifecycle.ended(self.group)
+        self.runtime.lifecycle.ended(self.group)
 
 
 def _name_of(fn: Any) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def _nested_programs_error(strategy: Runner, fn: Any) -> ContextError:
+def _nested_programs_error(runtime: Runtime, fn: Any) -> ContextError:
     return ContextError(
-        f"{fn!r} was to run on the devices of {strategy!r} in a merge function of plain replicas, "
+        f"{fn!r} was to run on the devices of {runtime!r} in a merge function of plain replicas, "
         "which hold the devices while they wait for it. Call it in the merge function, or make "
         "it `async def`: then its ops go to the host; or make the outer step `async def`."
     )

@@ -8,7 +8,6 @@ from typing import Any, final
 
 from ..collectives import CommunicationOptions
 from ..devices import Device, list_devices, require_device
-from ..values import Variable, VariableOptions
 from ._one_device import new_mirrored
 from ._strategy import Strategy
 
@@ -49,17 +48,15 @@ class MirroredStrategy(Strategy):
         *,
         options: CommunicationOptions | None = None,
     ) -> None:
-        super().__init__(chosen_devices("MirroredStrategy", devices), options)
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a mirrored variable."""
-        return new_mirrored(self, value, options)
+        super().__init__(chosen_devices("MirroredStrategy", devices), new_mirrored, options)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MirroredStrategy:
-        return MirroredStrategy(self.device_names, options=self.reducer.options)
+        return MirroredStrategy(self._runtime.device_names, options=self._runtime.reducer.options)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return partial(MirroredStrategy, options=self.reducer.options), (self.device_names,)
+        runtime = self._runtime
+        make = partial(MirroredStrategy, options=runtime.reducer.options)
+        return make, (runtime.device_names,)
 
 
 @final
@@ -103,17 +100,15 @@ class CentralStorageStrategy(Strategy):
             home = require_device(parameter_device)
         else:
             home = chosen[0] if len(chosen) == 1 else list_devices("cpu")[0]
-        super().__init__(chosen, parameter_devices=(home,))
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a variable with one copy."""
-        return new_mirrored(self, value, options)
+        super().__init__(chosen, new_mirrored, parameter_devices=(home,))
 
     def __deepcopy__(self, memo: dict[int, object]) -> CentralStorageStrategy:
-        return CentralStorageStrategy(self.device_names, self.parameter_devices[0])
+        runtime = self._runtime
+        return CentralStorageStrategy(runtime.device_names, runtime.parameter_devices[0])
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return CentralStorageStrategy, (self.device_names, str(self.parameter_devices[0]))
+        runtime = self._runtime
+        return CentralStorageStrategy, (runtime.device_names, str(runtime.parameter_devices[0]))
 
 
 def chosen_devices(name: str, devices: Sequence[Device | str] | None) -> tuple[Device, ...]:

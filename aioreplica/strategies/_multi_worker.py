@@ -10,7 +10,6 @@ from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
 from ..collectives import CommunicationOptions, require_options
 from ..devices import Device
-from ..values import Variable, VariableOptions
 from ._across import agree_on_names
 from ._mirrored import chosen_devices
 from ._one_device import new_mirrored
@@ -84,11 +83,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             rank, size, len(devices), "MultiWorkerMirroredStrategy",
             chosen if isinstance(chosen, Communicator) else None,
         )  # fmt: skip
-        super().__init__(devices, options, resolver=chosen, workers=workers)
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a mirrored variable."""
-        return new_mirrored(self, value, options)
+        super().__init__(devices, new_mirrored, options, resolver=chosen, workers=workers)
 
     async def shrink(self, savepoint: Savepoint | None = None) -> None:
         """Go on with the workers that are left, after one was lost; all of them must call this.
@@ -119,29 +114,32 @@ class MultiWorkerMirroredStrategy(Strategy):
         Source:
             Horovod's elastic training has the same cycle: commit, shrink, restore, go on.
         """
-        self.require_cross_replica("shrink", None)
+        runtime = self._runtime
+        runtime.require_cross_replica("shrink", None)
         if savepoint is not None and not isinstance(savepoint, Savepoint):
             raise TypeError(f"shrink takes an ar.checkpoint.Savepoint or None, got {savepoint!r}.")
-        self.open()
-        workers = self._workers
+        runtime.open()
+        workers = runtime.workers
         assert workers is not None  # this kind of strategy always has them
         await workers.shrink()
         if isinstance(self.cluster_resolver, ClusterResolver):
             self._resolver = ClusterResolver(
                 task_id=workers.rank, num_workers=workers.num_workers, source=SHRUNK
             )
-        await self._open_loops.end("The loop was ended because its strategy has lost a worker.")
+        await runtime.open_loops.end("The loop was ended because its strategy has lost a worker.")
         if savepoint is not None:
             await savepoint.put_back_newest(workers)
-        await agree_on_names(workers, self.variable_table)
+        await agree_on_names(workers, runtime.variable_table)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MultiWorkerMirroredStrategy:
         self._require_copyable()
-        return MultiWorkerMirroredStrategy(self.cluster_resolver, options=self.reducer.options)
+        return MultiWorkerMirroredStrategy(
+            self.cluster_resolver, options=self._runtime.reducer.options
+        )
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         self._require_copyable()
-        make = partial(MultiWorkerMirroredStrategy, options=self.reducer.options)
+        make = partial(MultiWorkerMirroredStrategy, options=self._runtime.reducer.options)
         return make, (self.cluster_resolver,)
 
     def _require_copyable(self) -> None:

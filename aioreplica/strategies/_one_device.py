@@ -15,6 +15,7 @@ from ..values import (
     Variable,
     VariableOptions,
 )
+from ._runtime import Runtime
 from ._strategy import Strategy
 
 
@@ -34,35 +35,31 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: Device | str) -> None:
-        super().__init__((require_device(device),))
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a mirrored variable with one component."""
-        return new_mirrored(self, value, options)
+        super().__init__((require_device(device),), new_mirrored)
 
     def __deepcopy__(self, memo: dict[int, object]) -> OneDeviceStrategy:
-        return OneDeviceStrategy(self.device_names[0])
+        return OneDeviceStrategy(self._runtime.device_names[0])
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return OneDeviceStrategy, (self.device_names[0],)
+        return OneDeviceStrategy, (self._runtime.device_names[0],)
 
 
-def new_mirrored(strategy: Strategy, value: Any, options: VariableOptions) -> Variable:
+def new_mirrored(runtime: Runtime, value: Any, options: VariableOptions) -> Variable:
     """Make a mirrored, central or sync-on-read variable under a name unique in its strategy."""
     synchronization = options.synchronization
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
-            f"Variable {options.name!r} got synchronization='none', which {strategy!r} does not "
+            f"Variable {options.name!r} got synchronization='none', which {runtime!r} does not "
             "support. Use 'auto', 'on_write' or 'on_read'."
         )
     is_on_read = synchronization is VariableSynchronization.ON_READ
-    merged = CentralVariable if strategy.parameter_devices else MirroredVariable
+    merged = CentralVariable if runtime.parameter_devices else MirroredVariable
     kind = SyncOnReadVariable if is_on_read else merged
 
     def make(name: str) -> Variable:
         named = dataclasses.replace(
             options, name=name, trainable=options.trainable and not is_on_read
         )
-        return kind(value, named, strategy, strategy.store)
+        return kind(value, named, runtime.num_local_replicas, runtime.store)
 
-    return strategy.variable_table.add(options.name, make)
+    return runtime.variable_table.add(options.name, make)

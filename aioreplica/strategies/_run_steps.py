@@ -13,7 +13,6 @@ from ..context import LoopStep
 from ..device_loop import (
     Feeder,
     Infeed,
-    KeptIterators,
     MultiStepContext,
     combine_outputs,
     new_feeder,
@@ -23,9 +22,8 @@ from ..device_loop import (
 from ..values import split_per_replica
 from ._combine import reduce_tree
 from ._launch import Run
-from ._lifecycle import Lifecycle
-from ._replica_set import Runner
 from ._run_options import RunOptions
+from ._runtime import Replicas, Runtime
 
 
 @final
@@ -94,33 +92,31 @@ def checked_count(name: str, value: Any) -> int:
     return count
 
 
-async def run_steps(
-    strategy: Runner, lifecycle: Lifecycle, iterators: KeptIterators, plan: LoopPlan
-) -> MultiStepContext:
+async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     """Run a device loop and combine what it leaves behind."""
+    lifecycle, events = runtime.lifecycle, runtime.events
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
     lifecycle.open()
-    count, num_steps = strategy.num_local_replicas, plan.num_steps
+    count, num_steps = runtime.num_local_replicas, plan.num_steps
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
     iterator = open_iterator(plan.given)
-    run = Run.prepare(
-        strategy, lifecycle, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps
-    )
-    infeed = Infeed(strategy.host_replicas, asyncio.get_running_loop())
+    run = Run.prepare(runtime, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps)
+    infeed = Infeed(runtime.host_replicas, asyncio.get_running_loop())
     step = run.group.step
     contexts = [
-        MultiStepContext(initial[i], events=strategy.events, replica_id=i, first_step=step)
+        MultiStepContext(initial[i], events=events, replica_id=i, first_step=step)
         for i in range(count)
     ]
     completed, published = [0] * count, [0] * count
     steps = [LoopStep(i, completed, published) for i in range(count)]
     is_given = iterator is plan.given
-    feeder = new_feeder(iterator, iterators if is_given else None, infeed, steps, num_steps)
-    strategy.events.add("loop", "begin", step, value=num_steps)
+    kept = runtime.iterators if is_given else None
+    feeder = new_feeder(iterator, kept, infeed, steps, num_steps)
+    events.add("loop", "begin", step, value=num_steps)
     try:
-        await _run(lifecycle, plan, run, infeed, feeder, contexts, steps)
+        await _run(plan, run, infeed, feeder, contexts, steps)
     finally:
         feeder.settle()
         for context in contexts:
@@ -130,24 +126,23 @@ async def run_steps(
                 settle()
         num_run = steps[0].num_taken()
         lifecycle.give_back_steps(step + num_run, step + num_steps)
-        strategy.events.add("loop", "end", step, value=num_run)
+        events.add("loop", "end", step, value=num_run)
     if gate.is_closed:
         await gate.opened()
     if feeder.error is not None:
         _raise_source_error(feeder.error, num_run)
     if num_run < num_steps:
-        strategy.events.add("infeed", "exhausted", step, value=num_run)
+        events.add("infeed", "exhausted", step, value=num_run)
     return await combine_outputs(
         contexts,
-        strategy.device_names,
+        runtime.device_names,
         step,
-        lambda op, value: reduce_tree(strategy, op, value, None, None),
-        has_plain_values=strategy.has_plain_values,
+        lambda op, value: reduce_tree(Replicas(runtime), op, value),
+        has_plain_values=runtime.has_plain_values,
     )
 
 
 async def _run(
-    lifecycle: Lifecycle,
     plan: LoopPlan,
     run: Run,
     infeed: Infeed,
@@ -157,7 +152,7 @@ async def _run(
 ) -> None:
     group = run.group
     group.point.on_abort.append(infeed.abort)
-    lifecycle.started(group)
+    run.runtime.lifecycle.started(group)
     try:
         feeder.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(
@@ -170,20 +165,20 @@ async def _run(
     except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
         infeed.abort()
         feeder.abandon()
-        run.end(lifecycle)
+        run.end()
         raise
     except BaseException:
         infeed.abort()
-        await _ended(feeder, run, lifecycle)
+        await _ended(feeder, run)
         raise
-    await _ended(feeder, run, lifecycle)
+    await _ended(feeder, run)
 
 
-async def _ended(feeder: Feeder, run: Run, lifecycle: Lifecycle) -> None:
+async def _ended(feeder: Feeder, run: Run) -> None:
     try:
         await feeder.aclose()
     finally:
-        run.end(lifecycle)
+        run.end()
 
 
 def _raise_source_error(error: BaseException, num_run: int) -> None:

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from ..cluster import Workers
-from ..collectives import CommunicationOptions, Reducer, require_options
-from ..context import PLACE, Place
-from ..device_loop import KeptIterators, Topology
+from ..collectives import CommunicationOptions, require_options
+from ..device_loop import MultiStepContext, Topology
 from ..devices import Device
 from ..errors import ContextError
-from ..input import OpenLoops
-from ..telemetry import EventLog, Observer, Observers, Recorder, UsageCounters
+from ..input import (
+    DistributedDataset,
+    InputContext,
+    InputOptions,
+    distribute_dataset,
+    distribute_from_function,
+)
+from ..telemetry import EventLog, Observers, Recorder, ReplicaWait, UsageCounters
 from ..typing import ReduceOp
-from ..values import Variable, VariableStore, default_store
-from ._across import Spread, close_workers
+from ..values import Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
-from ._device_loops import DeviceLoops
-from ._distribute import Distribution
+from ._distribute import ValueContext, input_target, values_from_function
 from ._extended import Extended
 from ._group_view import GroupView
 from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch, require_runnable
-from ._lifecycle import Lifecycle
+from ._lifecycle import StrategyStatistics
+from ._loop_watch import LoopWatch
 from ._run_options import RunOptions
-from ._scope import Scope
-from ._variable_owner import VariableOwner
-from ._watching import Watching
+from ._run_steps import checked_plan, run_steps
+from ._runtime import Replicas, Runtime, Scope
+from ._watching import Telemetry, Tracing
 
 
-class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
+class Strategy:
     """Runs a step function once per replica and combines what the replicas return.
 
     A strategy is an async context manager; using it without `async with` works too and leaves its
@@ -41,17 +47,20 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
 
     Args:
         devices: One device per replica, or None for the default strategy.
+        new_variable: Makes its kind of variable.
         options: How collectives are carried out unless a call says otherwise.
         topology: Which replica is on which host; None is one host.
         steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
         resolver: What said how many replicas there are, if something did.
         parameter_devices: Where variables live, if not with the replicas.
         workers: The same strategy in other processes, if there are some.
+        elsewhere: Fetcher of values that live on parameter servers; None if they live here.
     """
 
     def __init__(
         self,
         devices: tuple[Device, ...] | None,
+        new_variable: Callable[[Runtime, Any, VariableOptions], Variable],
         options: CommunicationOptions | None = None,
         *,
         topology: Topology | None = None,
@@ -59,37 +68,19 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         resolver: Any = None,  # Any: the cluster layer may say more than the topology
         parameter_devices: tuple[Device, ...] = (),
         workers: Workers | None = None,
+        elsewhere: Any = None,  # Any: parameter servers lie above this
     ) -> None:
         require_options(options, type(self).__name__)
-        self._devices = devices
-        self._topology = topology
         self._steps_per_run = steps_per_run
         self._resolver = resolver
-        self._workers = workers
-        self._parameter_devices = parameter_devices
-        self._reducer = Reducer(options)
-        self._recorder = Recorder()
-        self._observers = Observers(Observer(merge_ended=self._recorder.merge_ended))
-        self._events = EventLog(observers=self._observers)
-        self._scope_place = None if devices is None else Place(self)
-        self._merge_place = Place(self, in_merge=True)
-        self._blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
-        store = default_store() if devices is None else VariableStore(self._observers)
-        super().__init__(store)
-        self._extended = Extended(self)
-        self._open_loops = OpenLoops()
-        self._iterators = KeptIterators()
-        self._device_names = ("-",) if devices is None else tuple(map(str, devices))
-        lane_names = () if devices is None else self._device_names
+        self._runtime = Runtime(
+            self, devices, new_variable, GroupView, options, topology=topology,
+            parameter_devices=parameter_devices, workers=workers, elsewhere=elsewhere,
+        )  # fmt: skip
+        self._extended = Extended(self._runtime)
+        self._telemetry = Telemetry(self._runtime)
         if devices is not None:
             UsageCounters.of_process().count_strategy(type(self).__name__, len(devices))
-        self._lifecycle = Lifecycle(
-            f"<{type(self).__name__}>",
-            lane_names,
-            is_bound=devices is not None,
-            store=store,
-            open_loops=self._open_loops,
-        )
 
     # ---- running -------------------------------------------------------------------------
 
@@ -136,9 +127,70 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         Source:
             tf.distribute.Strategy.run.
         """
-        self.require_cross_replica("run", None)
+        runtime = self._runtime
+        runtime.require_cross_replica("run", None)
         require_runnable(fn, args, options)
-        return await launch(self, self._lifecycle, fn, args, kwargs, options or DEFAULT_OPTIONS)
+        return await launch(runtime, fn, args, kwargs, options or DEFAULT_OPTIONS)
+
+    async def run_steps(
+        self,
+        fn: Callable[..., Any],
+        iterator: Any,
+        iterations: int | None = None,
+        initial_loop_values: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> MultiStepContext:
+        """Run many steps on the device threads, in one hop there and back.
+
+        Args:
+            fn: A plain function, called as `fn(ctx, *inputs)` for each step; `ctx` is the replica's
+                own `MultiStepContext`. Collectives are those of
+                `ar.get_replica_context().blocking`.
+            iterator: Where the inputs come from, one element per step: a plain or async iterator
+                or iterable. A tuple is spread over the inputs, anything else is one; distributed
+                values are replaced by the replica's component. The next call on the same iterator
+                goes on behind the last step that was complete on all replicas, also if this one
+                fails or is cancelled.
+            iterations: How many steps; None takes the strategy's `steps_per_run`.
+            initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
+            options: Stall timeout and seed.
+
+        Returns:
+            The outputs of the last step, and how many steps were run: fewer than asked for if the
+            iterator was exhausted, but never half a one.
+
+        Raises:
+            TypeError: If `fn` is `async def`, or `iterator` yields nothing.
+            ValueError: If `iterations` is below 1, or an element has another structure, shape or
+                dtype than the first one.
+            ContextError: If the strategy has several workers.
+            MergeMismatchError: If the replicas do not meet in the same collectives, or do not set
+                the same outputs.
+            StallError: If `options.stall_timeout` seconds pass without progress.
+            Exception: What a step or the iterator raises; steps before the element that failed
+                were run.
+
+        Cancellation:
+            Wakes every thread that waits, in a collective, for its infeed or for the host, and
+            waits until all have ended. A plain iterator that blocks its thread is left behind.
+
+        Determinism:
+            The same numbers for any split of the steps into calls.
+
+        Source:
+            tf.distribute's run_steps_on_iterator, and the host training loop of TPUStrategy.
+        """
+        runtime = self._runtime
+        runtime.require_cross_replica("run_steps", None)
+        if runtime.workers is not None and runtime.workers.has_others:
+            raise ContextError(
+                f"run_steps does not go over several workers, which {self!r} has. Call run "
+                "for each step; plain functions may use ctx.blocking there."
+            )
+        plan = checked_plan(
+            fn, iterator, iterations, initial_loop_values, options, self._steps_per_run
+        )
+        return await run_steps(runtime, plan)
 
     def scope(self) -> Scope[Self]:
         """Return a context manager that makes this strategy current.
@@ -150,7 +202,7 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
             ContextError: On entering inside a replica or another strategy's scope, and on leaving
                 in another context.
         """
-        return Scope(self, self._scope_place)
+        return Scope(self._runtime)
 
     # ---- combining -----------------------------------------------------------------------
 
@@ -178,9 +230,10 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         Source:
             tf.distribute.Strategy.reduce.
         """
-        self.require_cross_replica("reduce", "ctx.all_reduce(op, value)")
-        self._lifecycle.open()
-        return await reduce_tree(self, ReduceOp.parse(op), value, axis, None)
+        runtime = self._runtime
+        runtime.require_cross_replica("reduce", "ctx.all_reduce(op, value)")
+        runtime.open()
+        return await reduce_tree(Replicas(runtime), ReduceOp.parse(op), value, axis)
 
     async def gather(self, value: Any, axis: int) -> Any:
         """Join the components of distributed values along `axis`, in replica order.
@@ -190,9 +243,10 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
                 or a leaf is a plain value (with several replicas).
             ContextError: If called inside a replica (use `ctx.all_gather`).
         """
-        self.require_cross_replica("gather", "ctx.all_gather(value, axis)")
-        self._lifecycle.open()
-        return await gather_tree(self, value, axis)
+        runtime = self._runtime
+        runtime.require_cross_replica("gather", "ctx.all_gather(value, axis)")
+        runtime.open()
+        return await gather_tree(Replicas(runtime), value, axis)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return one entry per replica, selected through pytrees.
@@ -212,25 +266,140 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
             TypeError: If something else than variables was given.
             ContextError: If called inside a replica, or for variables of another strategy.
         """
-        self._lifecycle.open()
-        await check_in_sync(self, variables)
+        self._runtime.open()
+        await check_in_sync(self._runtime, variables)
 
-    # ---- describing ----------------------------------------------------------------------
+    # ---- feeding ---------------------------------------------------------------------------
 
-    @property
-    def members(self) -> None:
-        """None: values are those of all replicas, see `view_of`."""
-        return None
-
-    def view_of(self, members: Sequence[int]) -> Strategy | GroupView:
-        """Return what combines the values of some of the replicas: of a group of a step.
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Split each global batch of a dataset over the replicas.
 
         Args:
-            members: Their ids, ascending; if these are all replicas the strategy itself is
-                returned.
+            dataset: Anything that yields pytrees of arrays whose leading axis counts the examples:
+                an `ar.ArrayDataset`, an `ar.Dataset`, a torch DataLoader, any other iterable or
+                async iterable, or a function that returns one, called for each epoch.
+            options: Reading ahead, what becomes of examples left over, sharding over workers.
+
+        Returns:
+            An async iterable of batches whose leaves are PerReplica, each component a contiguous
+            part of the global batch; parts differ by one example at most, and may be empty. Use
+            it in `async with`, which closes the source.
+
+        Raises:
+            TypeError: If `dataset` yields no batches, or `options` are not `ar.InputOptions`.
+            ValueError: If the options cannot be met.
+            ContextError: If called inside a replica.
+
+        Source:
+            tf.distribute.Strategy.experimental_distribute_dataset.
         """
-        is_whole = len(members) == len(self._device_names) and self._workers is None
-        return self if is_whole else GroupView(self, members)
+        self._runtime.require_cross_replica("distribute_dataset", None)
+        UsageCounters.of_process().count_input("distribute_dataset")
+        return distribute_dataset(input_target(self._runtime), dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """Feed the replicas from datasets of batches that are already of one replica's size.
+
+        Args:
+            dataset_fn: Returns a dataset. Called once per worker, and each replica takes one of its
+                batches per step; or, with PER_REPLICA, once for each replica. If it returns an
+                iterator, it is called again for each further epoch.
+            options: As for `distribute_dataset`.
+
+        Returns:
+            An async iterable of PerReplica batches. Where batches run out before every replica has
+            got one, the others get empty ones; the loop ends for all replicas together.
+
+        Raises:
+            TypeError: If `dataset_fn` is not a function, or returns no dataset.
+            ValueError: If the options cannot be met.
+            ContextError: If called inside a replica.
+
+        Source:
+            tf.distribute.Strategy.distribute_datasets_from_function.
+        """
+        self._runtime.require_cross_replica("distribute_datasets_from_function", None)
+        UsageCounters.of_process().count_input("distribute_datasets_from_function")
+        return distribute_from_function(input_target(self._runtime), dataset_fn, options)
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Call `value_fn(ValueContext)` once per replica, in order; return a PerReplica.
+
+        Under the default strategy, the one value itself.
+
+        Raises:
+            TypeError: If `value_fn` is not a plain function.
+            ContextError: If called inside a replica.
+        """
+        self._runtime.require_cross_replica("distribute_values_from_function", None)
+        UsageCounters.of_process().count_input("distribute_values_from_function")
+        return values_from_function(self._runtime, value_fn)
+
+    # ---- variables -------------------------------------------------------------------------
+
+    def snapshot(self, *variables: Variable) -> Snapshot:
+        """Return the values of variables at one version, for readers outside the step.
+
+        Every write (an `assign`, or a whole `apply_gradients`) is in it completely or not at all.
+        Cheap enough for every request, callable from any thread.
+
+        Args:
+            *variables: Variables of this strategy; none means all of them (not under the default
+                strategy, which does not list its variables).
+
+        Raises:
+            TypeError: If something else than variables was given.
+            ContextError: If a variable belongs to another strategy.
+        """
+        runtime = self._runtime
+        return take_snapshot(runtime.store, variables or runtime.variable_table.all())
+
+    async def wait_for_version(self, variable: Variable, version: int) -> int:
+        """Wait until a variable has seen `version` writes; return its version then.
+
+        Raises:
+            TypeError: If `variable` is not a variable or `version` not an int.
+            ContextError: If it belongs to another strategy, or the strategy is closed before the
+                variable has seen so many.
+
+        Cancellation:
+            Stops waiting; nothing else changes.
+        """
+        runtime = self._runtime
+        take_snapshot(runtime.store, (variable,))
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise TypeError(f"wait_for_version counts writes with an int, got {version!r}.")
+        if runtime.lifecycle.state == "closed" and variable.version < version:
+            raise wait_error(variable, version, f"{self!r} is closed.")
+        return await runtime.store.wait_for(variable, version)
+
+    @property
+    def trainable_variables(self) -> tuple[Variable, ...]:
+        """Trainable variables made by this strategy, in order of creation."""
+        return self._runtime.trainable_variables
+
+    # ---- describing ------------------------------------------------------------------------
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas of a run."""
+        return self._runtime.num_replicas_in_sync
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Number of replicas in this process, which is the number of components of a value."""
+        return self._runtime.num_local_replicas
+
+    @property
+    def steps_per_run(self) -> int:
+        """Default number of steps of `run_steps`."""
+        return self._steps_per_run
 
     @property
     def cluster_resolver(self) -> Any:
@@ -242,50 +411,51 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         """Devices, and updates of single components."""
         return self._extended
 
+    # ---- watching --------------------------------------------------------------------------
+
     @property
-    def reducer(self) -> Reducer:
-        """Reducer that carries out collectives on arrays."""
-        return self._reducer
+    def telemetry(self) -> Telemetry:
+        """The entry for watching it: statistics, waits, traces, records, events, observers."""
+        return self._telemetry
 
     @property
     def recorder(self) -> Recorder:
-        """The newest merges of all runs."""
-        return self._recorder
+        """The newest merges of all runs; `telemetry.recorder`."""
+        return self._runtime.recorder
 
     @property
     def observers(self) -> Observers:
-        """Observers of the runs of this strategy."""
-        return self._observers
+        """Observers of the runs of this strategy; `telemetry.observers`."""
+        return self._runtime.observers
 
     @property
-    def replica_devices(self) -> tuple[Device | None, ...]:
-        """One device per replica; None under the default strategy."""
-        return (None,) if self._devices is None else self._devices
+    def events(self) -> EventLog:
+        """Events that steps and device loops recorded, newest last; `telemetry.events`."""
+        return self._runtime.events
 
-    @property
-    def parameter_devices(self) -> tuple[Device, ...]:
-        """Devices of the variables; empty if each replica has a copy on its own device."""
-        return self._parameter_devices
+    def statistics(self) -> StrategyStatistics:
+        """Return counts of runs and ops; see `telemetry.statistics`."""
+        return self._telemetry.statistics()
 
-    @property
-    def device_names(self) -> tuple[str, ...]:
-        """One device name per replica; "-" under the default strategy."""
-        return self._device_names
+    def waiting(self) -> tuple[ReplicaWait, ...]:
+        """Return who waits for whom, and where; see `telemetry.waiting`."""
+        return self._telemetry.waiting()
 
-    @property
-    def merge_place(self) -> Place:
-        """Place in which merge functions of this strategy run."""
-        return self._merge_place
+    def straggler_report(self) -> str:
+        """Say which replica the others wait for; see `telemetry.straggler_report`."""
+        return self._telemetry.straggler_report()
 
-    @property
-    def blocking_merge_place(self) -> Place:
-        """The same for merge functions that device threads wait for."""
-        return self._blocking_merge_place
+    def trace(self, path: str | os.PathLike[str], *, capacity: int = 65_536) -> Tracing:
+        """Record a time line while an `async with` block runs; see `telemetry.trace`."""
+        return self._telemetry.trace(path, capacity=capacity)
 
-    @property
-    def has_plain_values(self) -> bool:
-        """True if values stay plain instead of becoming PerReplica (the default strategy)."""
-        return self._devices is None
+    def watch_loop(
+        self, *, threshold_s: float = 0.1, logger: logging.Logger | None = None
+    ) -> LoopWatch:
+        """Warn of what holds the event loop or the GIL; see `telemetry.watch_loop`."""
+        return self._telemetry.watch_loop(threshold_s=threshold_s, logger=logger)
+
+    # ---- its life --------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Close the strategy: end runs and loops over datasets, give threads back. Idempotent.
@@ -299,32 +469,10 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
         Cancellation:
             Runs in progress are waited for in any case.
         """
-        try:
-            await self._lifecycle.aclose()
-        finally:
-            if self._lifecycle.state == "closed":
-                self._reducer.clear()
-                self._iterators.close()
-                await self._open_loops.aclose(repr(self))
-                await close_workers(self._workers)
-
-    def abandon(self) -> None:
-        """Close at once because the interpreter is interrupted; started ops are left running."""
-        self._lifecycle.close_now()
-        if self._workers is not None:
-            self._workers.abandon()
-
-    def open(self) -> None:
-        """Bind to the running loop, at the first use.
-
-        Raises:
-            ContextError: If the strategy is closed.
-            LoopMismatchError: If it is bound to another loop.
-        """
-        self._lifecycle.open()
+        await self._runtime.aclose()
 
     async def __aenter__(self) -> Self:
-        self._lifecycle.reopen()
+        self._runtime.lifecycle.reopen()
         return self
 
     async def __aexit__(
@@ -335,26 +483,6 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
     ) -> None:
         await self.aclose()
 
-    def require_cross_replica(self, what: str, twin: str | None) -> None:
-        """Check that a cross-replica method is called where this strategy may be in charge.
-
-        Raises:
-            ContextError: Inside a replica or an update, or under another strategy.
-        """
-        place = PLACE.get()
-        if place.is_in_step:
-            advice = f"Use {twin} there" if twin else "Call it outside the step"
-            raise ContextError(
-                f"{what} is a cross-replica method but was called in {place.describe()}. {advice}."
-            )
-        if place.strategy is not None and place.strategy is not self:
-            raise ContextError(
-                f"{what} of {self!r} was called in {place.describe()}. Leave that scope first."
-            )
-
-    def _as_strategy(self) -> Strategy:
-        return self
-
     def __copy__(self) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be shallow-copied: two objects would share one life. "
@@ -364,19 +492,21 @@ class Strategy(Spread, VariableOwner, Distribution, DeviceLoops, Watching):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Strategy):
             return NotImplemented
-        if type(self) is not type(other) or self._devices != other._devices:
-            return False
-        return self._settings() == other._settings()
+        return type(self) is type(other) and self._settings() == other._settings()
 
     def _settings(self) -> tuple[object, ...]:
+        runtime = self._runtime
         return (
-            self._topology, self._steps_per_run, self._reducer.options, self._parameter_devices
+            runtime.replica_devices, runtime.topology, self._steps_per_run,
+            runtime.reducer.options, runtime.parameter_devices,
         )  # fmt: skip
 
     def __hash__(self) -> int:
-        return hash((type(self), self._devices))
+        return hash((type(self), self._runtime.replica_devices))
 
     def __repr__(self) -> str:
-        devices = "" if self._devices is None else f" {', '.join(self._device_names[:8])}"
-        more = ", ..." if len(self._device_names) > 8 else ""
-        return f"<{type(self).__name__}{devices}{more} | {self._lifecycle.state}>"
+        runtime = self._runtime
+        names = () if runtime.has_plain_values else runtime.device_names
+        devices = f" {', '.join(names[:8])}" if names else ""
+        more = ", ..." if len(names) > 8 else ""
+        return f"<{type(self).__name__}{devices}{more} | {runtime.lifecycle.state}>"

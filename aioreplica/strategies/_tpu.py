@@ -9,7 +9,7 @@ from typing import Any, final
 from ..device_loop import HasTopology, Topology, find_topology
 from ..devices import Device, DeviceSpec, list_devices
 from ..errors import DeviceError
-from ..values import Done, Variable, VariableOptions
+from ..values import Done
 from ._one_device import new_mirrored
 from ._run_steps import checked_count
 from ._strategy import Strategy
@@ -59,6 +59,7 @@ class TPUStrategy(Strategy):
         self._num_cores = num_cores
         super().__init__(
             available[: topology.num_cores],
+            new_mirrored,
             topology=topology,
             steps_per_run=steps,
             resolver=resolver,
@@ -67,8 +68,8 @@ class TPUStrategy(Strategy):
     @property
     def topology(self) -> Topology:
         """Hosts and cores in use."""
-        assert self._topology is not None  # the constructor gave one
-        return self._topology
+        assert self._runtime.topology is not None  # the constructor gave one
+        return self._runtime.topology
 
     @property
     def num_hosts(self) -> int:
@@ -78,7 +79,7 @@ class TPUStrategy(Strategy):
     @property
     def num_replicas_per_host(self) -> int:
         """Number of replicas per host; the last host may have fewer."""
-        return len(self.host_replicas[0])
+        return len(self._runtime.host_replicas[0])
 
     def host_of(self, replica_id: int) -> int:
         """Return the host that a replica's core belongs to.
@@ -113,16 +114,12 @@ class TPUStrategy(Strategy):
             ContextError: If the strategy is closed.
             LoopMismatchError: If it is bound to another loop.
         """
-        self.open()
+        self._runtime.open()
         return Done()
 
     async def finalize(self) -> None:
         """Give the cores back; the same as `aclose`. Idempotent."""
         await self.aclose()
-
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
-        """Make a mirrored variable."""
-        return new_mirrored(self, value, options)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TPUStrategy:
         return TPUStrategy(

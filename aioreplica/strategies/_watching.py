@@ -1,40 +1,56 @@
-"""The methods of a strategy that say what it is doing."""
+"""`strategy.telemetry`: seeing what a strategy is doing, and what it has done."""
 
 from __future__ import annotations
 
 import logging
 import os
-from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
 
+from ..devices import run_on_host
 from ..replica import waits_of
-from ..telemetry import Recorder, ReplicaWait, Trace, skew_of, straggler_text
-from ._lifecycle import Lifecycle, StrategyStatistics
+from ..telemetry import FORMATS, Observers, ReplicaWait, Trace, skew_of, straggler_text
+from ._lifecycle import StrategyStatistics
 from ._loop_watch import LoopWatch
-from ._replica_set import Runner
-from ._tracing import Tracing
+from ._runtime import Runtime
 
 
-class Watching(ABC):
-    """The methods of a strategy for those who watch it; only `Strategy` inherits them."""
+@final
+class Telemetry:
+    """The entry for watching a strategy; got as `strategy.telemetry`.
 
-    _lifecycle: Lifecycle
-    _recorder: Recorder
+    Args:
+        runtime: The strategy.
 
-    @abstractmethod
-    def _as_strategy(self) -> Runner:
-        """Return the strategy that this is a part of."""
+    Attributes:
+        recorder: The newest merges of all runs.
+        observers: Observers of the runs.
+        events: Events that steps and device loops recorded, newest last.
+    """
+
+    __slots__ = ("_runtime", "events", "observers", "recorder")
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.recorder = runtime.recorder
+        self.observers = runtime.observers
+        self.events = runtime.events
 
     def statistics(self) -> StrategyStatistics:
         """Return counts of runs and ops, the skew of the replicas, and how the loop keeps up."""
-        names = self._as_strategy().device_names
-        return self._lifecycle.statistics(skew_of(self._recorder.records(), len(names)))
+        runtime = self._runtime
+        return runtime.lifecycle.statistics(
+            skew_of(self.recorder.records(), runtime.num_local_replicas)
+        )
 
     def waiting(self) -> tuple[ReplicaWait, ...]:
         """Return who waits for whom, and where, in the runs in progress; on the event loop.
 
         In the order of steps and replicas. A replica that is not listed runs, or has ended.
         """
-        groups = self._lifecycle.active_groups()
+        groups = self._runtime.lifecycle.active_groups()
         return tuple(wait for group in groups for wait in waits_of(group))
 
     def straggler_report(self) -> str:
@@ -42,8 +58,8 @@ class Watching(ABC):
 
         It is about the merges that `recorder` keeps.
         """
-        names = self._as_strategy().device_names
-        return straggler_text(skew_of(self._recorder.records(), len(names)), names)
+        names = self._runtime.device_names
+        return straggler_text(skew_of(self.recorder.records(), len(names)), names)
 
     def trace(self, path: str | os.PathLike[str], *, capacity: int = 65_536) -> Tracing:
         """Record a time line while an `async with` block runs, and write it to a file.
@@ -68,7 +84,7 @@ class Watching(ABC):
             ...     await ar.get_replica_context().barrier()
             >>> async def main(path):
             ...     strategy = ar.OneDeviceStrategy("cpu:0")
-            ...     async with strategy, strategy.trace(path):
+            ...     async with strategy, strategy.telemetry.trace(path):
             ...         await strategy.run(step)
             ...     return path.stat().st_size > 0
             >>> from pathlib import Path
@@ -76,8 +92,8 @@ class Watching(ABC):
             ...     asyncio.run(main(Path(folder) / "run.json"))
             True
         """
-        strategy = self._as_strategy()
-        return Tracing(strategy.observers, Trace(strategy.device_names, capacity=capacity), path)
+        names = self._runtime.device_names
+        return Tracing(self.observers, Trace(names, capacity=capacity), path)
 
     def watch_loop(
         self, *, threshold_s: float = 0.1, logger: logging.Logger | None = None
@@ -94,4 +110,84 @@ class Watching(ABC):
         Raises:
             ValueError: If the threshold is not positive.
         """
-        return LoopWatch(self._as_strategy().observers, threshold_s, logger)
+        return LoopWatch(self.observers, threshold_s, logger)
+
+    def __repr__(self) -> str:
+        return f"<Telemetry of {self._runtime!r} | {self.recorder!r}>"
+
+
+@final
+class Tracing:
+    """Records what a strategy does while an `async with` block runs; got from `telemetry.trace`.
+
+    The newest happenings are kept in memory. Leaving the block, and `save`, write them: on a host
+    thread, into a new file that takes the name when it is complete.
+
+    Args:
+        observers: Those of the strategy.
+        trace: What is recorded.
+        path: Where to; the end of the name chooses the format.
+
+    Raises:
+        ValueError: If the name ends in another way.
+        FileNotFoundError: If its folder does not exist.
+    """
+
+    def __init__(self, observers: Observers, trace: Trace, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        if self._path.suffix not in FORMATS:
+            raise ValueError(
+                f"The name of a trace ends in {' or '.join(FORMATS)}, got {str(path)!r}."
+            )
+        if not self._path.absolute().parent.is_dir():
+            raise FileNotFoundError(
+                f"The folder of the trace {str(path)!r} does not exist. Make it first."
+            )
+        self._observers = observers
+        self._trace = trace
+
+    async def save(self) -> None:
+        """Write what is kept so far.
+
+        Raises:
+            OSError: If the file cannot be written; one that is there stays as it is.
+
+        Cancellation:
+            A write that has begun is waited for; the file is the old one or complete.
+        """
+        await run_on_host(self._write)
+
+    async def __aenter__(self) -> Self:
+        self._observers.add(self._trace.observer)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop recording and write the file; if that fails, it is logged, and the block is not."""
+        self._observers.remove(self._trace.observer)
+        try:
+            await self.save()
+        except OSError as failure:
+            logging.getLogger("aioreplica.telemetry").warning(
+                "The trace %s was not written: %s. Free some space, or give trace() another path.",
+                self._path, failure,
+            )  # fmt: skip
+
+    def _write(self) -> None:
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                for piece in FORMATS[self._path.suffix](self._trace.timeline()):
+                    file.write(piece)
+            part.replace(self._path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Tracing {self._path.name} | {len(self._trace)} happenings>"

@@ -36,6 +36,7 @@ from ._update import split_arguments as split_arguments
 from ._update import update_components as update_components
 from ._variable import Variable as Variable
 from ._variable import VariableOptions as VariableOptions
+from ._variable import workers_of as workers_of
 from ._weak_dict import WeakVariableDict as WeakVariableDict
 from ._weighted import Weighted as Weighted
 from ._weighted import flatten_summands as flatten_summands

@@ -18,7 +18,7 @@ from ..typing import ReduceOp, VariableAggregation
 from ._distributed import PerReplica, new_per_replica
 from ._indexed_slices import IndexedSlices
 from ._store import Components, VariableStore
-from ._variable import Array, Variable, VariableOptions
+from ._variable import Array, Variable, VariableOptions, workers_of
 
 
 class MirroredVariable(Variable):
@@ -27,9 +27,9 @@ class MirroredVariable(Variable):
     __slots__ = ()
 
     def __init__(
-        self, value: Array, options: VariableOptions, strategy: Any, store: VariableStore
+        self, value: Array, options: VariableOptions, num_components: int, store: VariableStore
     ) -> None:
-        self._set_up((value,) * strategy.num_local_replicas, options, strategy, store)
+        self._set_up((value,) * num_components, options, store)
 
     @property
     def is_mirrored(self) -> bool:
@@ -91,11 +91,12 @@ def _joined(aggregation: VariableAggregation, parts: Sequence[IndexedSlices]) ->
 
 
 def _merge_write(
-    strategy: Any, variable: MirroredVariable, verb: str, arrays: PerReplica
+    _strategy: object, variable: MirroredVariable, verb: str, arrays: PerReplica
 ) -> PerReplica | Awaitable[PerReplica]:
     combined = aggregate(variable.aggregation, arrays.values)
-    if strategy.workers is not None:
-        return _write_across(strategy.workers, variable, verb, combined)
+    workers = workers_of(variable)
+    if workers is not None:
+        return _write_across(workers, variable, verb, combined)
     return _write(variable, verb, combined)
 
 

@@ -21,7 +21,7 @@ class PlainVariable(Variable):
     __slots__ = ()
 
     def __init__(self, value: Array, options: VariableOptions) -> None:
-        self._set_up((value,), options, None, default_store())
+        self._set_up((value,), options, default_store())
 
     @property
     def is_mirrored(self) -> bool:
@@ -47,7 +47,7 @@ class PublishedVariable(Variable):
 
     def __init__(self, options: VariableOptions, is_mirrored: bool) -> None:
         self._is_mirrored = is_mirrored
-        self._set_up((np.empty(0),), options, None, VariableStore())
+        self._set_up((np.empty(0),), options, VariableStore())
 
     @property
     def is_mirrored(self) -> bool:

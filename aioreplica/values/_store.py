@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import LOOP
+from ..context import LOOP, CurrentStrategy
 from ..devices import running_loop
 from ..errors import ContextError
 from ..telemetry import Observers
@@ -115,15 +115,20 @@ class VariableStore:
 
     Args:
         observers: Who is told of writes; None tells those of all strategies.
+        owner: The object behind the strategy; None for the store of plain variables.
 
     Attributes:
+        owner: That object.
         version: Number of the newest published write.
         gate: Holds steps back while a checkpoint reads or replaces the variables.
     """
 
-    __slots__ = ("_lock", "_observers", "_waiters", "gate", "version")
+    __slots__ = ("_lock", "_observers", "_waiters", "gate", "owner", "version")
 
-    def __init__(self, observers: Observers | None = None) -> None:
+    def __init__(
+        self, observers: Observers | None = None, owner: CurrentStrategy | None = None
+    ) -> None:
+        self.owner: Any = owner  # Any: variables of replicas know that there is one
         self.version = 0
         self.gate = StepGate()
         self._observers = observers or Observers()

@@ -14,7 +14,7 @@ from ..typing import VariableAggregation
 from ._indexed_slices import IndexedSlices
 from ._mirrored import aggregate
 from ._store import Components, Done, VariableStore
-from ._variable import Array, Variable, VariableOptions
+from ._variable import Array, Variable, VariableOptions, workers_of
 
 
 @final
@@ -32,9 +32,9 @@ class SyncOnReadVariable(Variable):
     __slots__ = ()
 
     def __init__(
-        self, value: Array, options: VariableOptions, strategy: Any, store: VariableStore
+        self, value: Array, options: VariableOptions, num_components: int, store: VariableStore
     ) -> None:
-        self._set_up((value,) * strategy.num_local_replicas, options, strategy, store)
+        self._set_up((value,) * num_components, options, store)
 
     @property
     def is_mirrored(self) -> bool:
@@ -54,7 +54,7 @@ class SyncOnReadVariable(Variable):
                 "replicas. Create it with aggregation='sum', 'mean' or 'only_first_replica', or "
                 "read its components with strategy.local_results(variable)."
             )
-        workers = self.strategy.workers
+        workers = workers_of(self)
         if workers is not None and workers.has_others:
             raise ContextError(
                 f"Variable {self.name!r} has components on other workers, which cannot be read "
@@ -66,7 +66,7 @@ class SyncOnReadVariable(Variable):
 
     def written(self, components: Components) -> Array:
         """Return the aggregate; the first component where that is not known."""
-        if self.aggregation is VariableAggregation.NONE or self.strategy.workers is not None:
+        if self.aggregation is VariableAggregation.NONE or workers_of(self) is not None:
             return components[0]
         return self.primary_of(components)
 
@@ -86,11 +86,11 @@ class SyncOnReadVariable(Variable):
         here = len(self.cell.components)
         if self.aggregation is not VariableAggregation.SUM:
             return (array,) * here
-        count = self.strategy.num_replicas_in_sync
+        count = self.store.owner.num_replicas_in_sync
         if array.dtype.kind not in "iu":
             return ((array / count).astype(array.dtype, copy=False),) * here
         share, rest = array // count, array % count
-        workers = self.strategy.workers
+        workers = workers_of(self)
         first = 0 if workers is None else workers.first_replica
         return [share + (rest > first + i).astype(array.dtype) for i in range(here)]
 

@@ -184,9 +184,8 @@ async def _in_context(context: Context, awaitable: Awaitable[Any]) -> Any:
 
 def is_own(variable: Variable, strategy: CurrentStrategy) -> bool:
     """Tell whether a strategy made the variable."""
-    if variable.strategy is None:
-        return strategy.has_plain_values
-    return variable.strategy is strategy
+    owner = variable.store.owner
+    return strategy.has_plain_values if owner is None else owner is strategy
 
 
 def require_own(variable: object, strategy: CurrentStrategy, what: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import CARRIER, OVERRIDES, PLACE, Place
+from ..context import CARRIER, OVERRIDES, PLACE, CurrentStrategy, Place
 from ..devices import run_on_host
 from ..errors import ContextError
 from ..typing import VariableAggregation, VariableSynchronization
@@ -126,7 +126,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         array([2., 4.])
     """
 
-    __slots__ = ("__weakref__", "_options", "_strategy", "cell", "store")
+    __slots__ = ("__weakref__", "_options", "cell", "store")
 
     if TYPE_CHECKING:  # the signature of the factory, for type checkers
 
@@ -146,11 +146,9 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         self,
         components: Components,
         options: VariableOptions,
-        strategy: Any,  # Any: the strategies layer lies above this one
         store: VariableStore,
     ) -> None:
         self._options = options
-        self._strategy = strategy
         self.store = store
         self.cell = Cell(0, components, 0, components, 0)
 
@@ -191,7 +189,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     @property
     def strategy(self) -> Any:
         """The strategy that made it, or None for a plain variable."""
-        return self._strategy
+        return None if self.store.owner is None else self.store.owner.facade
 
     @property
     def version(self) -> int:
@@ -277,13 +275,13 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     def value_at(self, place: Place) -> Array:
         """Return what code that runs at a place reads, whichever thread asks."""
-        if place.strategy is self._strategy:
+        if place.strategy is self.store.owner:
             if place.replica is not None:
                 return self.components[place.replica.local_replica_id]
             if place.staging is not None:
                 staged: Array = place.staging.read(self, place.update_replica_id)
                 return staged
-        elif place.staging is not None and self._strategy is None:
+        elif place.staging is not None and self.store.owner is None:
             return place.staging.read(self, 0)  # type: ignore[no-any-return]
         return self.primary_of(self.components)
 
@@ -331,9 +329,9 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         Raises:
             ContextError: If another strategy is in charge there.
         """
-        owner = place.strategy
-        if owner is not None and owner is not self._strategy and not self._is_default(owner):
-            mine = "no strategy" if self._strategy is None else repr(self._strategy)
+        other = place.strategy
+        if other is not None and other is not self.store.owner and not self._is_default(other):
+            mine = "no strategy" if self.store.owner is None else repr(self.store.owner)
             raise ContextError(
                 f"Variable {self.name!r} belongs to {mine} but was written in "
                 f"{place.describe()}. Write it where its own strategy is in charge."
@@ -351,9 +349,9 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             return self._write_everywhere(verb, value)
         return self.write_in_replica(verb, self.fitting(value), place.replica, frame)
 
-    def _is_default(self, strategy: Any) -> bool:
+    def _is_default(self, strategy: CurrentStrategy) -> bool:
         """Tell whether this is a plain variable and `strategy` the default one, its owner."""
-        return self._strategy is None and bool(strategy.has_plain_values)
+        return self.store.owner is None and strategy.has_plain_values
 
     async def _write_everywhere(self, verb: str, value: Any) -> Array:
         if isinstance(value, PerReplica):
@@ -409,7 +407,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """Make a variable of the same strategy with the same components and a name of its own."""
         _require_creation_allowed(PLACE.get())
         components = self.components
-        create = _new_plain if self._strategy is None else self._strategy.create_variable
+        create = _new_plain if self.store.owner is None else self.store.owner.create_variable
         twin: Variable = create(components[0], self._options)
         twin.cell = Cell(0, components, 0, components, 0)
         memo[id(self)] = twin
@@ -439,6 +437,12 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         return f"<{type(self).__name__} {self.name} | {self.dtype} {self.shape}, v{self.version}>"
 
 
+def workers_of(variable: Variable) -> Any:  # Any: the cluster layer lies above this one
+    """Return the other workers that have components of a variable; None if there are none."""
+    owner = variable.store.owner
+    return None if owner is None else owner.workers
+
+
 def _publication(variable: Variable, place: Place) -> Publication:
     """Return what is read at a place; replicas whose components are one array read one value."""
     cell = variable.cell
@@ -447,7 +451,7 @@ def _publication(variable: Variable, place: Place) -> Publication:
     else:
         number, components = cell.previous_number, cell.previous
         num_writes = cell.num_writes - 1
-    if place.replica is not None and place.strategy is variable.strategy:
+    if place.replica is not None and place.strategy is variable.store.owner:
         array = components[place.replica.replica_id_in_sync_group]
     else:
         array = variable.primary_of(components)

@@ -85,7 +85,7 @@ async def test_a_save_that_fails_is_raised_on_every_worker(tmp_path: Path) -> No
 
 async def test_workers_that_save_or_restore_different_steps_are_told(tmp_path: Path) -> None:
     async def program(strategy: ar.Strategy) -> None:
-        made, rank = await make(strategy), strategy.workers.rank
+        made, rank = await make(strategy), strategy._runtime.workers.rank
         async with ar.CheckpointManager(tmp_path) as manager:
             await manager.save(rank, made["state"])
 
@@ -94,7 +94,7 @@ async def test_workers_that_save_or_restore_different_steps_are_told(tmp_path: P
         assert "disagree in CheckpointManager.save" in result.reason
 
     async def elsewhere(strategy: ar.Strategy) -> None:
-        made, rank = await make(strategy), strategy.workers.rank
+        made, rank = await make(strategy), strategy._runtime.workers.rank
         async with ar.CheckpointManager(tmp_path / str(rank)) as manager:
             await manager.save(1, made["state"])
             await manager.restore(made["state"])

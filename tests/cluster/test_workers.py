@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_task_left")
 @pytest.mark.asyncio
 async def test_a_run_that_waited_while_the_strategy_was_closed_does_not_begin() -> None:
     async def program(strategy: MultiWorkerMirroredStrategy) -> None:
-        workers, order = strategy.workers, []
+        workers, order = strategy._runtime.workers, []
 
         async def queued() -> None:
             async with workers.run("queued"):
@@ -40,7 +40,7 @@ async def test_a_run_that_waited_while_the_strategy_was_closed_does_not_begin() 
 @pytest.mark.asyncio
 async def test_closing_leaves_no_timer_that_would_break_what_is_opened_again() -> None:
     async def program(strategy: MultiWorkerMirroredStrategy) -> None:
-        workers = strategy.workers
+        workers = strategy._runtime.workers
         async with workers.operation("meet", "") as turn:
             await turn.exchange(b"", no_data)
         await workers.aclose()

@@ -35,8 +35,8 @@ def me() -> ar.ReplicaContext:
 
 
 def rank_of(strategy: ar.MultiWorkerMirroredStrategy) -> int:
-    assert strategy.workers is not None
-    return strategy.workers.rank
+    assert strategy._runtime.workers is not None
+    return strategy._runtime.workers.rank
 
 
 class Training:

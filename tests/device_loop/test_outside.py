@@ -68,7 +68,7 @@ async def test_it_sees_the_context_and_the_replica(strategy: ar.Strategy) -> Non
     for i in range(strategy.num_replicas_in_sync):
         word, own, device, value, same = (strategy.local_results(leaf)[i] for leaf in results[0][0])
         assert (word, own, value, same) == (f"from {i}", i, 7.0, True)
-        assert device is None or device == strategy.replica_devices[i]
+        assert device is None or device == strategy._runtime.replica_devices[i]
 
 
 async def test_device_ops_run_on_the_host_there(pair: ar.MirroredStrategy) -> None:

@@ -71,7 +71,7 @@ async def test_replicas_devices_rates_and_waits_are_drawn(pair: ar.MirroredStrat
 
     assert "train  open  step 3  4.0 steps/s  1 running" in text
     assert f"replica 0 waits for 1: barrier #1 at {__file__}" in text.replace("\n", "")
-    for device in pair.device_names:
+    for device in pair._runtime.device_names:
         assert device in text
     assert "of 2" in text
     assert "2.0" in text  # ops per second
@@ -145,7 +145,7 @@ async def test_the_socket_is_private_and_gone_afterwards(
     assert status["pid"] == os.getpid()
     [one] = status["strategies"]
     assert (one["name"], one["num_steps"]) == ("MirroredStrategy", 1)
-    assert [replica["device"] for replica in one["replicas"]] == list(pair.device_names)
+    assert [replica["device"] for replica in one["replicas"]] == list(pair._runtime.device_names)
 
 
 async def test_a_path_in_use_is_refused_and_a_dead_socket_replaced(

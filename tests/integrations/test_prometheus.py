@@ -110,7 +110,7 @@ async def test_metrics_are_scraped_over_http(pair: ar.MirroredStrategy, registry
     assert of(samples, "collectives_total", strategy="train", collective="all_reduce") == 3
     assert of(samples, "collective_bytes_total", strategy="train", collective="all_reduce") == 48
     assert of(samples, "scalar", strategy="train", name="loss") == 0.25
-    for device in pair.device_names:
+    for device in pair._runtime.device_names:
         assert of(samples, "device_ops_total", strategy="train", device=device) >= 3
         assert of(samples, "device_ops_queued", strategy="train", device=device) == 0
     assert of(samples, "event_loop_lag_seconds", strategy="train") > 0

@@ -50,4 +50,4 @@ LARGE = INLINE_STEP_BYTES // 8 + 1  # elements of a float64 gradient that is mer
 def made(strategy: ar.Strategy, value: Any = 0.0, name: str = "w") -> ar.Variable:
     """Make a variable in the scope of a strategy."""
     with strategy.scope():
-        return ar.Variable(value, name=None if strategy.variable_table.has(name) else name)
+        return ar.Variable(value, name=None if strategy._runtime.variable_table.has(name) else name)

@@ -28,7 +28,7 @@ async def test_the_loss_runs_on_the_device_of_its_replica(gang: ar.MirroredStrat
 
     threads = await gang.run(step)
 
-    assert list(threads) == [f"aioreplica {name}" for name in gang.device_names]
+    assert list(threads) == [f"aioreplica {name}" for name in gang._runtime.device_names]
 
 
 @pytest.mark.asyncio

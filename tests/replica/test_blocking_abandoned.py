@@ -33,7 +33,7 @@ def test_threads_are_let_go_when_their_loop_is_gone() -> None:
     while not parked.is_set():
         loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    strategy.abandon()
+    strategy._runtime.abandon()
 
     assert all(event.wait(10) for event in ended)
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
@@ -61,7 +61,7 @@ def test_a_device_loop_that_never_waits_ends_too() -> None:
     while not all(event.is_set() for event in stepped):
         loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    strategy.abandon()
+    strategy._runtime.abandon()
 
     assert source_ended.wait(10)
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
@@ -100,6 +100,6 @@ def test_a_merge_that_no_loop_can_run_is_closed() -> None:
 
     assert all(event.wait(10) for event in ended)
     assert [inspect.getcoroutinestate(merge) for merge in merges] == [inspect.CORO_CLOSED]
-    strategy.abandon()
+    strategy._runtime.abandon()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
     del task

@@ -59,7 +59,9 @@ async def test_it_knows_its_replica(strategy: ar.Strategy) -> None:
 
     count = strategy.num_replicas_in_sync
     results = strategy.local_results(await strategy.run(step))
-    assert results == tuple((i, count, strategy.replica_devices[i], strategy) for i in range(count))
+    assert results == tuple(
+        (i, count, strategy._runtime.replica_devices[i], strategy) for i in range(count)
+    )
 
 
 @pytest.mark.asyncio

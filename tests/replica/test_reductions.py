@@ -347,7 +347,7 @@ async def test_differences_are_a_mismatch_with_a_table(
     error = caught.value
     assert error.step == 0
     assert [row.replica_id for row in error.rows] == list(range(gang.num_replicas_in_sync))
-    assert [row.device for row in error.rows] == list(gang.device_names)
+    assert [row.device for row in error.rows] == list(gang._runtime.device_names)
     for row in error.rows[:2]:
         file, _, number = row.site.rpartition(":")
         assert file == __file__

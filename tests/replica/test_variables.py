@@ -152,7 +152,7 @@ async def test_options_have_to_be_equal(
 
     with pytest.raises(MergeMismatchError, match=r"Replicas 0 and 1 disagree in variable #1"):
         await pair.run(step)
-    assert len(pair.variable_table) == 0
+    assert len(pair._runtime.variable_table) == 0
 
 
 @pytest.mark.asyncio
@@ -189,7 +189,7 @@ async def test_another_collective_there_is_a_mismatch(pair: ar.MirroredStrategy)
 
     with pytest.raises(MergeMismatchError, match=r"variable #1.*barrier #1"):
         await pair.run(step)
-    assert len(pair.variable_table) == 0
+    assert len(pair._runtime.variable_table) == 0
 
 
 @pytest.mark.asyncio
@@ -239,7 +239,7 @@ async def test_what_a_variable_refuses_is_refused_alike(
 
     with pytest.raises(error):  # not an ExceptionGroup: the texts are equal
         await pair.run(step)
-    assert len(pair.variable_table) == 0
+    assert len(pair._runtime.variable_table) == 0
 
 
 @pytest.mark.asyncio
@@ -325,7 +325,7 @@ async def test_a_call_that_is_never_awaited_is_an_error(
 
     with pytest.raises(ContextError, match=rf"never awaited.*replica 0: {method} #1"):
         await pair.run(step)
-    assert len(pair.variable_table) == 1
+    assert len(pair._runtime.variable_table) == 1
     assert variable.version == 0
 
 

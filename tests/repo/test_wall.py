@@ -119,3 +119,12 @@ def test_every_exported_name_is_for_users() -> None:
 
     unused = {name: sorted(homes) for name, homes in everything.items() if name not in public}
     assert unused == {}
+
+
+@pytest.mark.parametrize(
+    ("cls", "at_most"), [(ar.Strategy, 30)], ids=lambda each: getattr(each, "__name__", "")
+)
+def test_facades_have_few_public_members(cls: type, at_most: int) -> None:
+    members = [name for name in dir(cls) if not name.startswith("_")]
+
+    assert len(members) <= at_most, members

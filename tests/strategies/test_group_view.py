@@ -1,4 +1,4 @@
-"""strategy.view_of: combining the values of some of the replicas."""
+"""GroupView: combining the values of some of the replicas."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,14 +23,14 @@ async def quad() -> AsyncIterator[ar.MirroredStrategy]:
 
 @pytest.fixture
 def view(quad: ar.MirroredStrategy) -> GroupView:
-    made = quad.view_of(MEMBERS)
+    made = quad._runtime.view_of(MEMBERS)
     assert isinstance(made, GroupView)
     return made
 
 
 @pytest.mark.asyncio
 async def test_the_view_of_all_is_the_strategy(quad: ar.MirroredStrategy) -> None:
-    assert quad.view_of(range(4)) is quad
+    assert quad._runtime.view_of(range(4)) is quad
 
 
 @pytest.mark.asyncio
@@ -94,7 +94,9 @@ async def test_members_name_their_residuals_when_compressed() -> None:
     )
 
     async def reduce_one(member: int) -> Any:
-        return await strategy.view_of([member]).reduce("sum", ar.PerReplica([np.array([3.0, 2.0])]))
+        return await strategy._runtime.view_of([member]).reduce(
+            "sum", ar.PerReplica([np.array([3.0, 2.0])])
+        )
 
     assert (await reduce_one(1)).tolist() == [3.0, 0.0]
     assert (await reduce_one(0)).tolist() == [3.0, 0.0]  # without replica 1's residual

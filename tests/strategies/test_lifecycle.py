@@ -52,7 +52,7 @@ async def test_used_lazily_without_async_with(strategy: ar.Strategy) -> None:
 async def test_async_with_opens_and_closes(make: Any) -> None:
     async with make() as strategy:
         assert strategy.statistics().state == "open"
-        names = strategy.device_names
+        names = strategy._runtime.device_names
         await strategy.run(add_one, (1,))
         assert set(names) <= set(lane_table().statistics())
 

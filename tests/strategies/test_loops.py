@@ -53,7 +53,7 @@ def test_the_next_loop_goes_on_with_the_variables(make: Any) -> None:
     assert strategy.statistics().num_steps == 3
     np.testing.assert_allclose(weight.value, [1.0 - 0.5 * 4.25, 2.0 - 0.5 * 4.25])
     close(strategy)
-    assert not set(strategy.device_names) & set(lane_table().statistics())
+    assert not set(strategy._runtime.device_names) & set(lane_table().statistics())
 
 
 @each_kind
@@ -117,7 +117,7 @@ def test_a_wait_on_the_dead_loop_does_not_disturb_later_ones() -> None:
         return await waiting
 
     assert asyncio.run(evaluate()) == 1
-    assert "0 waiting" in repr(strategy.store)
+    assert "0 waiting" in repr(strategy._runtime.store)
     close(strategy)
     for wait in waits:  # pending for good, as their loop is
         wait._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -160,10 +160,10 @@ async def test_async_with_opens_a_closed_strategy_again(make: Any) -> None:
             await strategy.run(total, (1.0,))
             await weight.assign_add(1.0)
             assert strategy.statistics().state == "open"
-            assert set(strategy.device_names) <= set(lane_table().statistics())
+            assert set(strategy._runtime.device_names) <= set(lane_table().statistics())
         assert strategy.statistics().state == "closed"
         assert weight.value == number + 2.0
-    assert not set(strategy.device_names) & set(lane_table().statistics())
+    assert not set(strategy._runtime.device_names) & set(lane_table().statistics())
 
 
 @pytest.mark.asyncio
@@ -220,7 +220,7 @@ async def test_aclose_ends_every_wait() -> None:
             ContextError, match=rf"'{name}' has seen 0 writes, and the wait for 2 was ended"
         ):
             await asyncio.wait_for(wait, 60)
-    assert "0 waiting" in repr(strategy.store)
+    assert "0 waiting" in repr(strategy._runtime.store)
 
 
 # ---- the table of docs/guide.md ------------------------------------------------------------------
@@ -238,7 +238,7 @@ REFUSED: dict[str, Callable[[ar.Strategy, Any], Any]] = {
     ),
     "extended.call_for_each_replica": lambda s, v: s.extended.call_for_each_replica(total, (1.0,)),
     "iterating over a dataset": lambda s, v: anext(aiter(s.distribute_dataset([np.ones(2)]))),
-    "a view's reduce": lambda s, v: s.view_of([1]).reduce("sum", ar.PerReplica([1])),
+    "a view's reduce": lambda s, v: s._runtime.view_of((1,)).reduce("sum", ar.PerReplica([1])),
 }
 
 WORKS: dict[str, Callable[[ar.Strategy, Any], Any]] = {
@@ -323,7 +323,7 @@ def test_an_operation_whose_event_loop_ended_holds_up_nothing(
 
     async def leave_one_waiting() -> None:
         await asyncio.gather(*(strategy.run(total, (1.0,)) for strategy in made))
-        entered, workers = asyncio.Event(), made[0].workers
+        entered, workers = asyncio.Event(), made[0]._runtime.workers
         assert workers is not None
         before = workers.before
         monkeypatch.setattr(workers, "before", lambda: entered.set() or before())

@@ -28,8 +28,8 @@ def me() -> ar.ReplicaContext:
 
 
 def rank_of(strategy: Strategy) -> int:
-    assert strategy.workers is not None
-    return strategy.workers.rank
+    assert strategy._runtime.workers is not None
+    return strategy._runtime.workers.rank
 
 
 # ---- what is global, what is local -------------------------------------------------------------
@@ -204,9 +204,9 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
     order: list[str] = []
 
     async def program(strategy: Strategy) -> None:
-        workers = strategy.workers
+        workers = strategy._runtime.workers
         assert workers is not None
-        real = strategy.reducer.reduce
+        real = strategy._runtime.reducer.reduce
         if rank_of(strategy) == 0:
 
             def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -221,13 +221,13 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
                 settle(call, result)
 
             communicator._settle = settled
-            strategy._reducer = type(
+            strategy._runtime.reducer = type(
                 "Spy",
                 (),
                 {
                     "reduce": staticmethod(reduce),
-                    "options": strategy.reducer.options,
-                    "clear": strategy.reducer.clear,
+                    "options": strategy._runtime.reducer.options,
+                    "clear": strategy._runtime.reducer.clear,
                 },
             )()
 

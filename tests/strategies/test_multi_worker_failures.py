@@ -32,8 +32,8 @@ def me() -> ar.ReplicaContext:
 
 
 def rank_of(strategy: Strategy) -> int:
-    assert strategy.workers is not None
-    return strategy.workers.rank
+    assert strategy._runtime.workers is not None
+    return strategy._runtime.workers.rank
 
 
 async def meet(value: Any = 1.0) -> Any:
@@ -277,8 +277,8 @@ async def test_a_run_cancelled_while_its_collective_crosses_workers_leaves_the_o
         if rank_of(strategy):
             run = asyncio.create_task(strategy.run(step))
             await idle()
-            assert strategy.workers is not None
-            assert strategy.workers.last is not None
+            assert strategy._runtime.workers is not None
+            assert strategy._runtime.workers.last is not None
             run.cancel()  # it has begun, and the other worker has not
             with pytest.raises(asyncio.CancelledError):
                 await run
@@ -371,8 +371,8 @@ async def test_a_run_in_a_merge_function_is_refused() -> None:
 
 async def test_workers_of_different_sizes_are_refused() -> None:
     [one, _] = strategies(2, 1)
-    assert one.workers is not None
-    one.workers.num_local_replicas = 3
+    assert one._runtime.workers is not None
+    one._runtime.workers.num_local_replicas = 3
     other = _
 
     results = await outcomes([one, other], [lambda strategy: strategy.run(meet)] * 2)

@@ -75,10 +75,10 @@ def test_what_a_cancelled_step_writes_does_not_reach_the_others(
 
         async def program(strategy: MultiWorkerMirroredStrategy) -> Any:
             await strategy.run(meet)
-            if not (strategy.workers and strategy.workers.rank):
+            if not (strategy._runtime.workers and strategy._runtime.workers.rank):
                 await cancelled.wait()
                 return strategy.local_results(await strategy.run(fn, (np.ones(50_000),)))[0]
-            entered, workers = asyncio.Event(), strategy.workers
+            entered, workers = asyncio.Event(), strategy._runtime.workers
             assert workers is not None
             before = workers.before
             monkeypatch.setattr(workers, "before", lambda: entered.set() or before())

@@ -29,8 +29,8 @@ def me() -> ar.ReplicaContext:
 
 
 def rank_of(strategy: Strategy) -> int:
-    assert strategy.workers is not None
-    return strategy.workers.rank
+    assert strategy._runtime.workers is not None
+    return strategy._runtime.workers.rank
 
 
 # ---- collective_all_reduce_strategy_test -------------------------------------------------------

@@ -41,7 +41,7 @@ async def busy_step() -> Any:
 
 async def train(strategy: Strategy) -> Any:
     with strategy.scope():
-        w = ar.Variable(np.full(2, float(strategy.workers.rank)))  # type: ignore[union-attr]
+        w = ar.Variable(np.full(2, float(strategy._runtime.workers.rank)))  # type: ignore[union-attr]
         sgd = ar.optimizers.SGD(0.5)
 
     async def step() -> None:
@@ -85,7 +85,7 @@ async def test_a_mismatch_is_the_same_error_on_every_worker() -> None:
 
     results = await outcomes(
         strategies(2, 2),
-        [lambda strategy: strategy.run(step, (strategy.workers.rank,))] * 2,
+        [lambda strategy: strategy.run(step, (strategy._runtime.workers.rank,))] * 2,
     )
 
     assert all(isinstance(result, MergeMismatchError) for result in results)

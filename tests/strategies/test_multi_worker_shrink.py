@@ -144,8 +144,8 @@ async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None
     all_ready = asyncio.Barrier(3)
 
     async def program(strategy: Strategy) -> Any:
-        assert strategy.workers is not None
-        rank = strategy.workers.rank
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
         assert strategy.local_results(await strategy.run(count)) == (6, 6)
         await all_ready.wait()
         if rank == 0:
@@ -157,7 +157,7 @@ async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None
         result = strategy.local_results(await strategy.run(count))
         ids = strategy.distribute_values_from_function(lambda v: v.replica_id_in_sync_group)
         chief = strategy.extended.should_checkpoint
-        seen[rank] = strategy.workers.rank, result, strategy.local_results(ids), chief
+        seen[rank] = strategy._runtime.workers.rank, result, strategy.local_results(ids), chief
         with pytest.raises(ContextError, match="has lost no worker"):
             await strategy.shrink()
 
@@ -173,8 +173,8 @@ async def test_a_loop_that_is_open_over_a_shrink_ends_with_an_error() -> None:
     all_ready = asyncio.Barrier(3)
 
     async def program(strategy: Strategy) -> Any:
-        assert strategy.workers is not None
-        rank = strategy.workers.rank
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
         data = ar.ArrayDataset(np.arange(24), batch_size=3)
         batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
         iterator = aiter(batches)
@@ -202,8 +202,8 @@ async def test_on_read_variables_keep_what_the_survivors_have() -> None:
     all_ready = asyncio.Barrier(3)
 
     async def program(strategy: Strategy) -> Any:
-        assert strategy.workers is not None
-        rank = strategy.workers.rank
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
         with strategy.scope():
             total = ar.metrics.Sum("total")
 
@@ -279,8 +279,8 @@ async def test_savepoints_of_different_states_are_an_error() -> None:
     all_ready = asyncio.Barrier(3)
 
     async def program(strategy: Strategy) -> Any:
-        assert strategy.workers is not None
-        rank = strategy.workers.rank
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
         with strategy.scope():
             a, b = ar.Variable(1.0, name="a"), ar.Variable(2.0, name="b")
         await strategy.run(count)
@@ -307,8 +307,8 @@ async def test_the_newest_savepoint_wins_with_slots_that_others_have_not_made() 
     learned: dict[int, Any] = {}
 
     async def program(strategy: Strategy) -> Any:
-        assert strategy.workers is not None
-        rank = strategy.workers.rank
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
         training = Training(strategy)
         async with training.batches:
             batches = aiter(training.batches)

@@ -34,7 +34,7 @@ def weighted_gradient(batch: dict[str, Any], w: Any) -> ar.Weighted:
 
 async def train(strategy: ar.Strategy, dtype: str) -> dict[str, Any]:
     with strategy.scope():
-        rank = 0 if strategy.workers is None else strategy.workers.rank
+        rank = 0 if strategy._runtime.workers is None else strategy._runtime.workers.rank
         start = np.random.default_rng(rank).standard_normal(WIDTH)  # worker 0's counts
         w = ar.Variable(start.astype(dtype), name="w")
         table = ar.Variable(np.zeros((7, 2), dtype), name="table")

@@ -136,7 +136,7 @@ async def test_plain_functions_run_on_device_threads(strategy: ar.Strategy) -> N
     for replica_id, (value, thread) in enumerate(results):
         assert value == 10 + replica_id
         assert thread != threading.current_thread().name
-        device = strategy.replica_devices[replica_id]
+        device = strategy._runtime.replica_devices[replica_id]
         assert device is None or str(device) in thread
 
 

@@ -24,7 +24,7 @@ def test_cores_are_counted_host_after_host() -> None:
     assert strategy.num_replicas_in_sync == 6
     assert (strategy.num_hosts, strategy.num_replicas_per_host) == (2, 3)
     assert [strategy.host_of(i) for i in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert strategy.host_replicas == ((0, 1, 2), (3, 4, 5))
+    assert strategy._runtime.host_replicas == ((0, 1, 2), (3, 4, 5))
     assert strategy.replica_names[4] == "/job:tpu_worker/replica:0/task:1/device:CPU:1"
     assert len(set(strategy.replica_names)) == 6
     assert strategy.cluster_resolver == resolver(2, 3)
@@ -40,18 +40,23 @@ def test_without_a_resolver_one_host_has_all_devices() -> None:
     assert (strategy.num_replicas_in_sync, strategy.num_hosts) == (8, 1)
     assert strategy.cluster_resolver is None
     assert strategy.steps_per_run == 1
-    assert ar.TPUStrategy(num_cores=3).host_replicas == ((0, 1, 2),)
+    assert ar.TPUStrategy(num_cores=3)._runtime.host_replicas == ((0, 1, 2),)
 
 
 def test_num_cores_overrides_the_resolver() -> None:
     strategy = ar.TPUStrategy(resolver(2, 4), num_cores=5)
 
-    assert strategy.host_replicas == ((0, 1, 2, 3), (4,))
+    assert strategy._runtime.host_replicas == ((0, 1, 2, 3), (4,))
     assert strategy.num_hosts == 2
 
 
 def test_devices_are_shared_out_over_hosts() -> None:
-    assert ar.TPUStrategy(resolver(4, None)).host_replicas == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert ar.TPUStrategy(resolver(4, None))._runtime.host_replicas == (
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    )
     with pytest.raises(ValueError, match="8 devices cannot be shared out evenly over 3 hosts"):
         ar.TPUStrategy(resolver(3, None))
 

@@ -48,7 +48,7 @@ async def test_statistics_count_ops_skew_and_lag(pair: ar.MirroredStrategy) -> N
     assert [each.num_merges for each in before.skew] == [0, 0]
     assert (before.loop_lag_s, before.max_loop_lag_s) == (None, 0.0)
     assert [each.num_last for each in after.skew] == [1, 0]
-    assert [after.lanes[name].queued for name in pair.device_names] == [0, 0]
+    assert [after.lanes[name].queued for name in pair._runtime.device_names] == [0, 0]
     assert after.loop_lag_s is not None
     assert 0 < after.loop_lag_s <= after.max_loop_lag_s
     report = pair.straggler_report()
@@ -97,8 +97,8 @@ async def test_waits_name_replica_collective_and_those_who_are_missing(
 
     found = [(w.step, w.replica_id, w.device, w.what, w.waits_for) for w in seen]
     assert found == [
-        (0, 0, triple.device_names[0], "start_all_reduce #1 (SUM)", (2,)),
-        (0, 1, triple.device_names[1], "barrier #2", (0, 2)),
+        (0, 0, triple._runtime.device_names[0], "start_all_reduce #1 (SUM)", (2,)),
+        (0, 1, triple._runtime.device_names[1], "barrier #2", (0, 2)),
     ]
     assert all(re.search(r"test_watching\.py:\d+$", wait.where) for wait in seen)
     assert triple.waiting() == ()
@@ -122,7 +122,7 @@ async def test_waits_name_ops_and_what_a_device_loop_waits_for(solo: ar.OneDevic
 
     _, seen = await asyncio.gather(solo.run(step), look())
 
-    device = solo.device_names[0]
+    device = solo._runtime.device_names[0]
     assert seen == [f"block, which runs on {device}", f"work, which is queued on {device}"]
 
 

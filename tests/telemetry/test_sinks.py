@@ -32,7 +32,7 @@ async def test_memory_keeps_every_kind_in_order(solo: ar.Strategy) -> None:
     await solo.run(step)
 
     name = "test_memory_keeps_every_kind_in_order.<locals>"
-    device = solo.device_names[0]
+    device = solo._runtime.device_names[0]
     found = [(e.kind, e.name, e.step, e.replica_id, e.value) for e in sink.events()]
     assert found[:3] == [
         ("replica", "begin", 0, 0, None),

@@ -27,7 +27,7 @@ def work() -> None:
 
 
 async def traced(strategy: ar.Strategy, step: Any, **options: Any) -> Trace:
-    trace = Trace(strategy.device_names, **options)
+    trace = Trace(strategy._runtime.device_names, **options)
     remove = strategy.observers.add(trace.observer)
     await strategy.run(step)
     remove()
@@ -41,7 +41,7 @@ async def test_a_track_for_steps_each_replica_and_each_device(pair: ar.MirroredS
 
     timeline = (await traced(pair, step, worker_id=3)).timeline()
 
-    first, second = pair.device_names
+    first, second = pair._runtime.device_names
     assert timeline.worker == "worker 3"
     assert list(timeline.tracks) == [
         "steps", f"replica 0 ({first})", f"replica 1 ({second})", first, second,
@@ -49,7 +49,7 @@ async def test_a_track_for_steps_each_replica_and_each_device(pair: ar.MirroredS
     names = Counter((each.track, each.name, each.category) for each in timeline.slices)
     run = f"{test_a_track_for_steps_each_replica_and_each_device.__name__}.<locals>.step"
     expected = [("steps", run, "run")]
-    for replica_id, device in enumerate(pair.device_names):
+    for replica_id, device in enumerate(pair._runtime.device_names):
         track = f"replica {replica_id} ({device})"
         expected += [
             (track, "step 0", "step"),
@@ -81,7 +81,7 @@ async def test_flows_follow_the_arrivals_and_lead_from_replica_to_device(
             (("collective", "replica 2"), ("collective", "replica 0"), ("collective", "replica 1")),
             *(
                 (("await", f"replica {i}"), ("op", device))
-                for i, device in enumerate(triple.device_names)
+                for i, device in enumerate(triple._runtime.device_names)
             ),
         ]
     )
@@ -127,7 +127,7 @@ async def test_writes_scalars_texts_and_faults_are_marked(pair: ar.MirroredStrat
         me().record("note", "half way")
         raise KeyError("mine")
 
-    trace = Trace(pair.device_names)
+    trace = Trace(pair._runtime.device_names)
     pair.observers.add(trace.observer)
     with pytest.raises(KeyError):
         await pair.run(step)
@@ -160,7 +160,7 @@ async def test_memory_is_bounded(solo: ar.OneDeviceStrategy) -> None:
 
 
 async def test_ops_that_are_withdrawn_leave_nothing_behind(solo: ar.OneDeviceStrategy) -> None:
-    trace = Trace(solo.device_names)
+    trace = Trace(solo._runtime.device_names)
     solo.observers.add(trace.observer)
     assert trace.observer.op_queued is not None
 

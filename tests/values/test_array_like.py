@@ -215,7 +215,7 @@ async def test_what_the_program_drops_is_freed(strategy: ar.Strategy) -> None:
 
     assert [ref() for ref in dropped] == [None] * 100
     if not isinstance(strategy, ar.DefaultStrategy):
-        assert len(strategy.variable_table) == 1
+        assert len(strategy._runtime.variable_table) == 1
         assert list(map(id, strategy.snapshot())) == [id(kept)]
 
 
@@ -231,7 +231,7 @@ async def test_variables_made_in_steps_do_not_pile_up(pair: ar.MirroredStrategy)
         await pair.run(step)
         gc.collect()
 
-    assert len(pair.variable_table) == 0
+    assert len(pair._runtime.variable_table) == 0
 
 
 def test_variables_are_listed_in_order_of_creation() -> None:
@@ -256,7 +256,7 @@ def test_a_cell_that_runs_again_may_use_the_name_again(monkeypatch: pytest.Monke
     with strategy.scope():
         newest = ar.Variable(3.0, name="w")
     assert (new.name, newest.name) == ("w_1", "w")
-    assert len(strategy.variable_table) == 2
+    assert len(strategy._runtime.variable_table) == 2
 
 
 def test_entries_of_a_weak_dict_go_with_their_variables() -> None:

@@ -118,7 +118,7 @@ async def check(strategy: ar.Strategy, case: Case, write: Way) -> None:
         assert isinstance(row.written, Failure)
         with pytest.raises(row.written.error, match=row.written.pattern):
             new(strategy, case)
-        assert len(strategy.variable_table) == 0
+        assert len(strategy._runtime.variable_table) == 0
         return
     variable = new(strategy, case)
 

@@ -16,7 +16,7 @@ START = [10.0, 20.0]
 
 def new(strategy: ar.Strategy, value: Any = START, aggregation: str = "none") -> Any:
     with strategy.scope():
-        name = None if strategy.variable_table.has("w") else "w"
+        name = None if strategy._runtime.variable_table.has("w") else "w"
         return ar.Variable(value, name=name, aggregation=aggregation)
 
 

@@ -30,7 +30,7 @@ async def test_a_snapshot_keeps_the_values_of_its_time(strategy: ar.Strategy) ->
 
     assert (first[a].tolist(), first[b].tolist()) == ([1.0, 2.0], 3.0)
     assert (second[a].tolist(), second[b].tolist()) == ([5.0, 6.0], 7.0)
-    assert second.version == first.version + 2 == strategy.store.version
+    assert second.version == first.version + 2 == strategy._runtime.store.version
     assert [*first] == [a, b]
     assert [*second.keys()] == [b, a]
     assert len(first) == 2
@@ -191,9 +191,9 @@ def test_writes_meanwhile_are_left_out_or_it_is_taken_anew(
         while num_passes == 2 and left[0] > 0:  # the first pass checks the arguments
             left[0] -= 1
             value = np.float64(2 * (num_writes - left[0]))
-            pair.store.write(dict.fromkeys((a, b), (value,) * 2))
+            pair._runtime.store.write(dict.fromkeys((a, b), (value,) * 2))
 
-    snapshot = take_snapshot(pair.store, Meddled([a, b], write))
+    snapshot = take_snapshot(pair._runtime.store, Meddled([a, b], write))
 
     assert (float(snapshot[a]), float(snapshot[b])) == (expected, expected)
     assert snapshot.version == expected / 2

@@ -47,7 +47,7 @@ class Halfway(dict[Any, Any]):
 
 def test_writes_are_numbered_per_store_and_counted_per_variable(pair: ar.Strategy) -> None:
     a, b = new(pair), new(pair)
-    store = pair.store
+    store = pair._runtime.store
 
     numbers = [store.write(changes) for changes in ({a: parts(a, 1)}, {b: parts(b, 2)})]
     numbers.append(store.write({a: parts(a, 3), b: parts(b, 4)}))
@@ -61,23 +61,23 @@ def test_writes_are_numbered_per_store_and_counted_per_variable(pair: ar.Strateg
 def test_stores_of_different_strategies_count_apart(pair: ar.Strategy, solo: ar.Strategy) -> None:
     a, b = new(pair), new(solo)
 
-    pair.store.write({a: parts(a, 1)})
+    pair._runtime.store.write({a: parts(a, 1)})
 
-    assert (pair.store.version, solo.store.version) == (1, 0)
+    assert (pair._runtime.store.version, solo._runtime.store.version) == (1, 0)
     assert (a.version, b.version) == (1, 0)
 
 
 def test_nothing_of_a_write_is_visible_before_all_of_it(pair: ar.Strategy) -> None:
     a, b = new(pair, 1.0), new(pair, 2.0)
-    pair.store.write({a: parts(a, 3), b: parts(b, 6)})
+    pair._runtime.store.write({a: parts(a, 3), b: parts(b, 6)})
     seen: list[Any] = []
 
     def look() -> None:
         snapshot = pair.snapshot(a, b)
         values = [float(x) for x in (a.value, b.value, snapshot[a], snapshot[b])]
-        seen.append((values, a.version, b.version, snapshot.version, pair.store.version))
+        seen.append((values, a.version, b.version, snapshot.version, pair._runtime.store.version))
 
-    pair.store.write(Halfway({a: parts(a, 5), b: parts(b, 10)}, look))
+    pair._runtime.store.write(Halfway({a: parts(a, 5), b: parts(b, 10)}, look))
 
     assert seen == [([3.0, 6.0, 3.0, 6.0], 1, 1, 1, 1)] * 3
     look()
@@ -89,7 +89,7 @@ def test_a_reader_of_an_old_value_never_sees_it_change(pair: ar.Strategy) -> Non
     held = [a.value]
 
     for number in range(2, 6):
-        pair.store.write({a: parts(a, number)})
+        pair._runtime.store.write({a: parts(a, number)})
         held.append(a.value)
 
     assert [array.tolist() for array in held] == [[n, n] for n in (1.0, 2.0, 3.0, 4.0, 5.0)]
@@ -101,7 +101,7 @@ async def test_one_assign_and_one_update_are_one_write_each(pair: ar.Strategy) -
     a, b = new(pair), new(pair)
 
     await a.assign(1.0)
-    assert pair.store.version == 1
+    assert pair._runtime.store.version == 1
 
     async def both(v: Any) -> None:
         await v.assign_add(1.0)
@@ -110,7 +110,7 @@ async def test_one_assign_and_one_update_are_one_write_each(pair: ar.Strategy) -
 
     await pair.extended.update(a, both)
 
-    assert pair.store.version == 2
+    assert pair._runtime.store.version == 2
     assert (a.version, b.version) == (2, 1)
     assert (a.value, b.value) == (3.0, 2.0)
 
@@ -120,14 +120,14 @@ async def test_one_apply_gradients_is_one_write(gang: ar.Strategy) -> None:
     a, b = new(gang), new(gang)
     with gang.scope():
         adam = ar.optimizers.Adam()
-    before = gang.store.version
+    before = gang._runtime.store.version
 
     async def step() -> None:
         await adam.apply_gradients([(1.0, a), (1.0, b)])
 
     await gang.run(step)
 
-    assert gang.store.version == before + 1
+    assert gang._runtime.store.version == before + 1
     slots = [adam.get_slot(v, name) for v in (a, b) for name in ("m", "v")]
     assert {v.cell.number for v in (a, b, adam.iterations, *slots)} == {before + 1}
 
@@ -137,7 +137,9 @@ def test_writes_of_several_threads_have_different_numbers(pair: ar.Strategy) -> 
     numbers: list[int] = []
 
     def write(variable: Any) -> None:
-        numbers.extend(pair.store.write({variable: parts(variable, n)}) for n in range(100))
+        numbers.extend(
+            pair._runtime.store.write({variable: parts(variable, n)}) for n in range(100)
+        )
 
     threads = [threading.Thread(target=write, args=(variable,)) for variable in variables]
     for thread in threads:
@@ -157,7 +159,7 @@ def test_the_repr_tells_the_version_and_who_waits() -> None:
 
 
 def num_waiting(strategy: ar.Strategy) -> int:
-    return int(repr(strategy.store).split(", ")[1].split()[0])
+    return int(repr(strategy._runtime.store).split(", ")[1].split()[0])
 
 
 async def started(*coroutines: Any) -> list[asyncio.Task[Any]]:
@@ -237,7 +239,7 @@ async def test_a_write_in_another_thread_wakes(pair: ar.Strategy) -> None:
 
     def write() -> None:
         for value in range(50):
-            pair.store.write({a: parts(a, value)})
+            pair._runtime.store.write({a: parts(a, value)})
 
     await asyncio.to_thread(write)
 

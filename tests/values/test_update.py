@@ -12,7 +12,7 @@ from aioreplica.errors import ContextError
 
 def new(strategy: ar.Strategy, value: Any = 0.0, aggregation: str = "none") -> Any:
     with strategy.scope():
-        name = None if strategy.variable_table.has("w") else "w"
+        name = None if strategy._runtime.variable_table.has("w") else "w"
         return ar.Variable(value, name=name, aggregation=aggregation)
 
 

@@ -134,7 +134,7 @@ def test_names_are_unique_within_a_strategy() -> None:
         unnamed = [ar.Variable(0.0) for _ in range(3)]
 
     assert [v.name for v in [named, *unnamed]] == ["w", "variable", "variable_1", "variable_2"]
-    assert len(strategy.variable_table) == 4
+    assert len(strategy._runtime.variable_table) == 4
 
 
 def test_trainable_variables_are_listed_in_order() -> None:

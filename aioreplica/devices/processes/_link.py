@@ -105,14 +105,14 @@ class Link:
         if thing is place.replica:
             self.names[REPLICA] = thing
             return named, (REPLICA,)
-        if thing is place.strategy:
+        if place.strategy is not None and thing is place.strategy.facade:
             return named, (self.number_of_strategy(place),)
         return None
 
     def number_of_strategy(self, place: Place) -> int | None:
         """Return the name of the strategy at a place."""
         strategy = place.strategy
-        return None if strategy is None else self._publications.number_of(strategy)
+        return None if strategy is None else self._publications.number_of(strategy.facade)
 
     def stand_ins(self, place: Place) -> list[tuple[int, bytes]]:
         """Return what names stand for that the worker does not know yet."""
@@ -121,18 +121,20 @@ class Link:
             if isinstance(number, int) and not self.reader.knows(number):
                 new.append((number, pickle.dumps(thing.stand_in())))
         strategy = self.number_of_strategy(place)
-        if strategy is not None:
+        if place.strategy is not None and strategy is not None:
+            facade = place.strategy.facade
             if not self.reader.knows(strategy):
-                new.append((strategy, _packed_strategy(place.strategy)))
-            self.names[strategy] = place.strategy
+                new.append((strategy, _packed_strategy(facade)))
+            self.names[strategy] = facade
         for number, _ in new:
             self.reader.was_told(number)
         return new
 
     def find_values(self, values: list[Value]) -> None:
         """Add the values that the worker has not got."""
+        strategy = self.number_of_strategy(self.place)
         for number, thing in self.names.items():
-            if not isinstance(number, int) or thing is self.place.strategy:
+            if not isinstance(number, int) or number == strategy:
                 continue
             value = self.reader.value(number, thing.publication(self.place))
             if value is not None:

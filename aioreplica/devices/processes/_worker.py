@@ -159,7 +159,7 @@ class _Worker:
             make, args = pickle.loads(request.replica)
             replica = make(*args, strategy)
             self._know(REPLICA, replica)
-        PLACE.set(Place(strategy, replica))
+        PLACE.set(Place(None if strategy is None else strategy._runtime, replica))
 
     def _pack_result(self, result: Any) -> tuple[Parcel | None, Failure | None]:
         try:
@@ -210,7 +210,8 @@ class _Worker:
 
     def reduced(self, thing: Any) -> Reduced | None:
         place = PLACE.get()
-        is_here = thing is place.strategy or thing is place.replica
+        strategy = None if place.strategy is None else place.strategy.facade
+        is_here = thing is place.replica or (strategy is not None and thing is strategy)
         return self.refer(thing) if is_here else None
 
     def _array(self, value: Value) -> npt.NDArray[Any]:

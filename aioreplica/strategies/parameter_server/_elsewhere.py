@@ -79,7 +79,7 @@ class Elsewhere:
             name=full, dtype=dtype, trainable=False, slot=(optimizer, name)
         )
         options = VariableOptions(full, trainable=False, aggregation=variable.aggregation)
-        return new_served(spec, options, variable.strategy, variable.store, self._servers)
+        return new_served(spec, options, variable.store, self._servers)
 
     async def send_out(self, variables: Iterable[Variable], composites: Iterable[Any]) -> None:
         """Give the servers what a checkpoint has put into variables and optimizers.

@@ -77,7 +77,7 @@ class HomeSide:
         return optimizer_in_closure, (recipe, iterations, settings.skipped, settings.norm)
 
     def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
-        recipe = recipe_of(optimizer, self._strategy.variable_table.all())
+        recipe = recipe_of(optimizer, self._strategy._runtime.variable_table.all())
         limits = (recipe.clipnorm, recipe.global_clipnorm)
         if self._strategy.mode == "sync" and any(limit is not None for limit in limits):
             raise ValueError(

@@ -9,6 +9,7 @@ from ...cluster import ClosureEngine, DaskClosureEngine
 from ...errors import ContextError
 from ...values import Snapshot, StepGate, Variable, VariableOptions
 from .._mirrored import chosen_devices
+from .._runtime import Runtime
 from .._strategy import Strategy
 from ._elsewhere import Elsewhere
 from ._messages import CoordinatorStatistics
@@ -89,15 +90,18 @@ class ParameterServerStrategy(Strategy):
         self._mode: Literal["async", "sync"] = mode
         self._replicas_to_aggregate = replicas_to_aggregate
         self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
-        self._elsewhere = Elsewhere(self._servers)
         self._coordinator: Coordinator | None = None
         self._next_step = 0  # of the synchronous mode
         self._next_closure = 0
-        super().__init__(chosen_devices("ParameterServerStrategy", ["cpu:0"]))
+        super().__init__(
+            chosen_devices("ParameterServerStrategy", ["cpu:0"]),
+            self._new_variable,
+            elsewhere=Elsewhere(self._servers),
+        )
 
     # ---- variables -------------------------------------------------------------------------
 
-    def create_variable(self, value: Any, options: VariableOptions) -> Variable:
+    def _new_variable(self, runtime: Runtime, value: Any, options: VariableOptions) -> Variable:
         """Make a variable, to be placed on its servers at the next occasion."""
         cuts = cut_rows(self._partitioner, options.name, value.shape, value.dtype)
 
@@ -107,11 +111,11 @@ class ParameterServerStrategy(Strategy):
                 name, options.trainable, options.aggregation, options.synchronization,
                 options.constraint,
             )  # fmt: skip
-            variable = new_served(spec, named, self, self._store, self._servers, value)
+            variable = new_served(spec, named, runtime.store, self._servers, value)
             self._servers.add(variable)
             return variable
 
-        return self.variable_table.add(options.name, make)
+        return runtime.variable_table.add(options.name, make)
 
     @property
     def num_ps(self) -> int:
@@ -144,11 +148,6 @@ class ParameterServerStrategy(Strategy):
         return self._servers
 
     @property
-    def elsewhere(self) -> Elsewhere:
-        """Fetcher of values, for checkpoints."""
-        return self._elsewhere
-
-    @property
     def lost_variables(self) -> tuple[str, ...]:
         """Names of the variables that were lost with a parameter server and not restored."""
         return tuple(variable.name for variable in self._servers.lost_variables)
@@ -166,7 +165,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ContextError: If the strategy belongs to another one, or is closed.
         """
-        self.open()
+        self._runtime.open()
         if self._coordinator is not None and self._coordinator is not coordinator:
             raise ContextError(
                 f"{self!r} has a coordinator already: {self._coordinator!r}. Use that one, or "
@@ -200,7 +199,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def gate(self) -> StepGate:
         """Gate that holds closures back while a checkpoint reads or replaces the variables."""
-        return self._store.gate
+        return self._runtime.store.gate
 
     def new_step(self) -> int:
         """Number a closure; no number comes twice, though a checkpoint may take steps back."""
@@ -210,11 +209,11 @@ class ParameterServerStrategy(Strategy):
 
     def closure_began(self, closure: ScheduledClosure) -> None:
         """Count a closure under way."""
-        self._lifecycle.started(closure)  # type: ignore[arg-type]  # it has a step and an abort
+        self._runtime.lifecycle.started(closure)  # type: ignore[arg-type]  # it has a step and an abort
 
     def closure_ended(self, closure: ScheduledClosure) -> None:
         """Forget one."""
-        self._lifecycle.ended(closure)  # type: ignore[arg-type]  # as above
+        self._runtime.lifecycle.ended(closure)  # type: ignore[arg-type]  # as above
 
     # ---- what needs replicas -----------------------------------------------------------------
 
@@ -281,7 +280,7 @@ class ParameterServerStrategy(Strategy):
         try:
             await super().aclose()
         finally:
-            if self._lifecycle.state == "closed":
+            if self._runtime.lifecycle.state == "closed":
                 await self._servers.aclose()
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:

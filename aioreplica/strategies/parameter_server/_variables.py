@@ -39,7 +39,6 @@ class ServedVariable(Variable):
         self,
         spec: Spec,
         options: VariableOptions,
-        strategy: Any = None,  # Any: it needs this class
         store: VariableStore | None = None,
         servers: Servers | None = None,
         value: Array | None = None,
@@ -48,7 +47,7 @@ class ServedVariable(Variable):
         self._servers = servers
         self._is_home = value is not None
         home = _placeholder(spec) if value is None else value
-        self._set_up((home,), options, strategy, VariableStore() if store is None else store)
+        self._set_up((home,), options, VariableStore() if store is None else store)
 
     # ---- what it is ------------------------------------------------------------------------
 
@@ -258,7 +257,6 @@ class ShardedVariable(ServedVariable):
 def new_served(
     spec: Spec,
     options: VariableOptions,
-    strategy: Any = None,
     store: VariableStore | None = None,
     servers: Servers | None = None,
     value: Array | None = None,
@@ -267,7 +265,7 @@ def new_served(
     kind: Callable[..., ServedVariable] = (
         ShardedVariable if len(spec.shards) > 1 else ParameterServerVariable
     )
-    return kind(spec, options, strategy, store, servers, value)
+    return kind(spec, options, store, servers, value)
 
 
 def checked_rows(variable: Variable, rows: Any) -> Array:
