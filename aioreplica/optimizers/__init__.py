@@ -13,11 +13,6 @@ from ._elementwise import SGD as SGD
 from ._elementwise import Adagrad as Adagrad
 from ._elementwise import ElementwiseOptimizer as ElementwiseOptimizer
 from ._elementwise import RMSprop as RMSprop
-from ._elsewhere import Finished as Finished
-from ._elsewhere import OptimizerRecipe as OptimizerRecipe
-from ._elsewhere import finished_gradients as finished_gradients
-from ._elsewhere import recipe_of as recipe_of
-from ._elsewhere import weighed_gradients as weighed_gradients
 from ._from_optax import from_optax as from_optax
 from ._from_torch import from_torch as from_torch
 from ._gradient import ScaledGradient as ScaledGradient
@@ -31,8 +26,11 @@ from ._merged_gradient import merge_gradients as merge_gradients
 from ._moving_average import BlockingMovingAverage as BlockingMovingAverage
 from ._moving_average import ExponentialMovingAverage as ExponentialMovingAverage
 from ._optimizer import Optimizer as Optimizer
+from ._optimizer import OptimizerRecipe as OptimizerRecipe
+from ._optimizer import recipe_of as recipe_of
 from ._settings import OptimizerOptions as OptimizerOptions
 from ._slots import working_dtype as working_dtype
+from ._step import finish_gradients as finish_gradients
 from ._step import take_step as take_step
 
 __all__ = [

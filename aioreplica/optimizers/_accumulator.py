@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, final
@@ -11,17 +11,18 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Reducer, Turn, leaf_bytes
 from ..context import LOOP, PLACE, LoopStep
 from ..devices import run_together
 from ..errors import ContextError
-from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
+from ..replica import CallSite, ReplicaContext
 from ..values import IndexedSlices, Variable, Weighted
 from ._apply_gradients import (
+    APPLY_ACCUMULATED,
+    Contribution,
+    gradient_bytes,
     gradients_text,
-    merge_over_workers,
-    name_the_replica,
     optimizer_text,
+    take_step_across,
 )
 from ._checks import replica_on_device, require_cross_replica_context, require_owner, written
 from ._gradient import ScaledGradient, checked_pairs
@@ -253,7 +254,9 @@ class GradientAccumulator:
         """
         replica = PLACE.get().replica
         if isinstance(replica, ReplicaContext):
-            return replica.meet(APPLY_ACCUMULATED, self, (global_step,), sys._getframe(1))
+            return replica.meet(
+                APPLY_ACCUMULATED, self, self._brought(global_step), sys._getframe(1)
+            )
         return self._apply_outside(global_step)
 
     @property
@@ -326,40 +329,28 @@ class GradientAccumulator:
             own = self._sums.setdefault(variable, {})
             _require_one_kind(variable, gradient, tuple(own.values()))
             sums.append(own.setdefault(replica_id, _Sum(variable)))
-        return sum(map(_num_bytes, gradients)), partial(_add_all, sums, gradients, LOOP.get())
+        return sum(map(gradient_bytes, gradients)), partial(_add_all, sums, gradients, LOOP.get())
+
+    def _brought(self, global_step: Variable | None) -> Contribution:
+        return Contribution(self._optimizer, (), (), global_step)
 
     async def _apply_outside(self, global_step: Variable | None) -> None:
         require_cross_replica_context("GradientAccumulator.apply")
         strategy = next((variable.store.owner for variable in self._sums), None)
+        reducer, optimizer = None, self._optimizer
         if strategy is not None:
             strategy.open()
-            if strategy.workers is not None:
-                async with strategy.workers.operation("apply_accumulated", self.text()) as turn:
-                    await self.apply_across(turn, strategy.reducer, global_step)
-                return
-        pending = self._take_step(None if strategy is None else strategy.reducer, global_step)
-        if pending is not None:
-            await pending
-        self.discard()
-
-    def _take_step(
-        self, reducer: Reducer | None, global_step: Variable | None, *, is_blocking: bool = False
-    ) -> Awaitable[None] | None:
-        variables, columns = self._columns(global_step)
-        gradients = merge_gradients(variables, columns, is_mean=self._optimizer.settings.is_mean)
-        return take_step(self._optimizer, gradients, reducer, global_step, is_blocking=is_blocking)
-
-    async def apply_across(
-        self, turn: Turn, reducer: Reducer, global_step: Variable | None
-    ) -> None:
-        """Take the step with the sums of all workers, and start anew; for the library."""
-        variables, columns = self._columns(global_step)
-        optimizer = self._optimizer
-        merged = await merge_over_workers(
-            turn, reducer, variables, columns, is_mean=optimizer.settings.is_mean
-        )
-        take = partial(take_step, optimizer, merged, None, global_step)
-        await name_the_replica(turn, variables, columns, take)
+            reducer = strategy.reducer
+        if strategy is not None and strategy.workers is not None:
+            async with strategy.workers.operation("apply_accumulated", self.text()) as turn:
+                of_all = self.columns(global_step)
+                await take_step_across(turn, strategy.reducer, optimizer, *of_all, global_step)
+        else:
+            variables, columns = self.columns(global_step)
+            merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
+            pending = take_step(optimizer, merged, reducer, global_step)
+            if pending is not None:
+                await pending
         self.discard()
 
     def text(self) -> str:
@@ -376,10 +367,10 @@ class GradientAccumulator:
             if any(each.count for each in own.values())
         ]
 
-    def _columns(
+    def columns(
         self, global_step: Variable | None
     ) -> tuple[Sequence[Variable], Sequence[Sequence[Any]]]:
-        """Return what is to be applied: variables, and a part per replica for each."""
+        """Return what is to be applied, a part per replica for each variable; for the library."""
         merged = self._all_merged()
         if not merged:
             raise ValueError(
@@ -400,66 +391,6 @@ class GradientAccumulator:
         if any(each.is_weighted for each in sums) or self._optimizer.settings.is_mean:
             return [Weighted(total, each.weight) for total, each in zip(totals, sums, strict=True)]
         return totals
-
-
-@final
-class ApplyAccumulated(Collective):
-    """Applies what all replicas have added; each gets None.
-
-    The argument of a call is the accumulator, its args the global step or None.
-    """
-
-    __slots__ = ()
-
-    def detail(self, argument: Any) -> str:
-        """Return "": the accumulator is shown where it differs."""
-        return ""
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether both apply the same accumulator with the same global step."""
-        return first.argument is call.argument and first.args[0] is call.args[0]
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say what differs: the accumulators or the global steps."""
-        if self.agrees(first, call):
-            return None
-        if first.argument is not call.argument:
-            return f"{first.argument!r} here and {call.argument!r} there are two accumulators"
-        return f"global_step is {first.args[0]!r} here and {call.args[0]!r} there"
-
-    def signature(self, call: Call) -> str:
-        """Describe the sums and the global step."""
-        step = call.args[0]
-        accumulator: GradientAccumulator = call.argument
-        return f"{accumulator.text()}, global step {None if step is None else step.name!r}"
-
-    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
-        """Take the step with the sums of all workers, on each of them."""
-        accumulator: GradientAccumulator = calls[0].argument
-        await accumulator.apply_across(turn, group.reducer, calls[0].args[0])
-        return [None] * len(calls)
-
-    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
-        """Take the step in cross-replica context, in replica 0's context variables."""
-        accumulator: GradientAccumulator = calls[0].argument
-        nothing = [None] * group.num_replicas
-        pending = calls[0].context.run(_take_accumulated, accumulator, group, calls[0].args[0])
-
-        def ended(_result: None) -> Parts:
-            accumulator.discard()
-            return nothing
-
-        return ended(None) if pending is None else Pending(pending, ended)
-
-
-APPLY_ACCUMULATED = ApplyAccumulated("apply_accumulated")
-
-
-def _take_accumulated(
-    accumulator: GradientAccumulator, group: SyncGroup, global_step: Variable | None
-) -> Awaitable[None] | None:
-    PLACE.set(group.merge_place)
-    return accumulator._take_step(group.reducer, global_step, is_blocking=group.is_blocking)
 
 
 @final
@@ -502,7 +433,8 @@ class BlockingAccumulator:
         frame = sys._getframe(1)
         site = CallSite(frame.f_code, frame.f_lasti)
         replica = replica_on_device("accumulator.blocking.apply")
-        replica.blocking.meet(APPLY_ACCUMULATED, self._accumulator, (global_step,), site)
+        brought = self._accumulator._brought(global_step)
+        replica.blocking.meet(APPLY_ACCUMULATED, self._accumulator, brought, site)
 
     def __repr__(self) -> str:
         return f"<BlockingAccumulator of {self._accumulator!r}>"
@@ -513,12 +445,6 @@ def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any], loop_step: LoopStep
         if loop_step is not None:
             each.keep(loop_step)
         each.add(gradient)
-
-
-def _num_bytes(gradient: Any) -> int:
-    if isinstance(gradient, Weighted):
-        gradient = gradient.total
-    return leaf_bytes(gradient.values if isinstance(gradient, ScaledGradient) else gradient)
 
 
 def _at_scale(total: Any, scale: float | None) -> Any:

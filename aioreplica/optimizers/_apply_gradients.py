@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
-from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across, reduces_to_itself
+from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across
 from ..context import CLOSURE, PLACE, Place
 from ..devices import is_process_device, run_on_host
 from ..errors import ContextError, NonFiniteError
@@ -31,7 +31,7 @@ from ..values import IndexedSlices, Variable, Weighted
 from ._checks import replica_on_device, require_owner, written
 from ._gradient import ScaledGradient, checked_pairs, has_parts
 from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
-from ._merged_gradient import MergedGradient, merge_gradients
+from ._merged_gradient import merge_gradients, merge_over_workers, scale_of, summand_of
 from ._step import take_step
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Contribution(NamedTuple):
 class ApplyGradients(Collective):
     """Takes one step with the gradients of all replicas; each gets None.
 
-    The argument of a call is None, its args a `Contribution`.
+    The args of a call are a `Contribution`. Its argument is the accumulator that has the gradients,
+    which starts anew behind the step, or None if the replica brings them.
     """
 
     __slots__ = ()
@@ -77,7 +78,7 @@ class ApplyGradients(Collective):
         """Add up the gradients."""
         size = 0
         for gradient in call.args[2]:
-            size += gradient.nbytes if type(gradient) is np.ndarray else _num_bytes(gradient)
+            size += gradient.nbytes if type(gradient) is np.ndarray else gradient_bytes(gradient)
         return size
 
     def agrees(self, first: Call, call: Call) -> bool:
@@ -85,7 +86,8 @@ class ApplyGradients(Collective):
         ours: Contribution = call.args  # type: ignore[assignment]  # see the class above
         theirs: Contribution = first.args  # type: ignore[assignment]
         if (
-            ours.optimizer is not theirs.optimizer
+            call.argument is not first.argument
+            or ours.optimizer is not theirs.optimizer
             or ours.global_step is not theirs.global_step
             or ours.is_summed is not theirs.is_summed
             or list(map(id, ours.variables)) != list(map(id, theirs.variables))
@@ -97,10 +99,12 @@ class ApplyGradients(Collective):
         return True
 
     def difference(self, first: Call, call: Call) -> str | None:
-        """Say what differs: variables, weights, global steps or optimizers."""
+        """Say what differs: accumulators, variables, weights, global steps or optimizers."""
         if self.agrees(first, call):
             return None
         here, there = _of(first), _of(call)
+        if first.argument is not call.argument:
+            return f"{first.argument!r} here and {call.argument!r} there are two accumulators"
         if list(map(id, here.variables)) != list(map(id, there.variables)):
             return _other_variables(here.variables, there.variables)
         if here.is_summed is not there.is_summed:
@@ -126,35 +130,41 @@ class ApplyGradients(Collective):
         """Describe the optimizer, its variables and what their gradients are."""
         own = _of(call)
         step = "" if own.global_step is None else f", global step {own.global_step.name!r}"
+        if call.argument is not None:
+            return f"{call.argument.text()}{step}"
         text = gradients_text(own.variables, [[gradient] for gradient in own.gradients])
         return f"{optimizer_text(own.optimizer)}, aggregate={not own.is_summed}{step}: {text}"
 
     async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
         """Take the step with the gradients of the replicas of all workers, on each of them."""
-        own = _of(calls[0])
-        optimizer, variables = own.optimizer, own.variables
-        is_mean = optimizer.settings.is_mean
-        if own.is_summed:
-            columns: list[list[Any]] = [[gradient] for gradient in own.gradients]
-            await turn.exchange(b"", no_data)
-            merged = merge_gradients(variables, columns, is_mean=False)
-        else:
-            columns = [list(each) for each in zip(*[_of(c).gradients for c in calls], strict=True)]
-            merged = await merge_over_workers(
-                turn, group.reducer, variables, columns, is_mean=is_mean
-            )
-        take = partial(take_step, optimizer, merged, None, own.global_step)
-        await name_the_replica(turn, variables, columns, take)
+        own, accumulator = _of(calls[0]), calls[0].argument
+        variables, columns = _columns(calls)
+        await take_step_across(
+            turn, group.reducer, own.optimizer, variables, columns, own.global_step,
+            is_summed=own.is_summed,
+        )  # fmt: skip
+        if accumulator is not None:
+            accumulator.discard()
         return [None] * len(calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Take the step in cross-replica context, in replica 0's context variables."""
+        accumulator = calls[0].argument
         nothing = [None] * group.num_replicas
         pending = calls[0].context.run(_take_step_of_all, group, calls)
-        return nothing if pending is None else Pending(pending, lambda _: nothing)
+
+        def ended(_result: None) -> Parts:
+            if accumulator is not None:
+                accumulator.discard()
+            return nothing
+
+        if pending is not None:
+            return Pending(pending, ended)
+        return nothing if accumulator is None else ended(None)
 
 
 APPLY_GRADIENTS = ApplyGradients("apply_gradients")
+APPLY_ACCUMULATED = ApplyGradients("apply_accumulated")
 
 
 def optimizer_text(optimizer: Optimizer) -> str:
@@ -167,13 +177,20 @@ def _of(call: Call) -> Contribution:
     return contribution
 
 
+def _columns(calls: Sequence[Call]) -> tuple[Sequence[Variable], Sequence[Sequence[Any]]]:
+    """Return the variables, and a part of each gradient per replica, or one that is the sum."""
+    _, variables, gradients, global_step, is_summed = calls[0].args
+    if calls[0].argument is not None:
+        return calls[0].argument.columns(global_step)  # type: ignore[no-any-return]  # see above
+    if is_summed or len(calls) == 1:
+        return variables, [(gradient,) for gradient in gradients]
+    return variables, list(zip(*[call.args[2] for call in calls], strict=True))
+
+
 def _take_step_of_all(group: SyncGroup, calls: Sequence[Call]) -> Awaitable[None] | None:
     PLACE.set(group.merge_place)
-    optimizer, variables, gradients, global_step, is_summed = calls[0].args
-    if is_summed or len(calls) == 1:
-        columns: Sequence[Sequence[Any]] = [(gradient,) for gradient in gradients]
-    else:
-        columns = list(zip(*[call.args[2] for call in calls], strict=True))
+    variables, columns = _columns(calls)
+    optimizer, _, _, global_step, is_summed = calls[0].args
     merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
     reducer = None if is_summed else group.reducer
     return take_step(optimizer, merged, reducer, global_step, is_blocking=group.is_blocking)
@@ -200,17 +217,36 @@ async def apply_across(
             "Over several workers bring all of one kind."
         )
     text = f"{optimizer_text(optimizer)}, {summed[0]}: {gradients_text(variables, columns)}"
-    is_mean = optimizer.settings.is_mean
     async with strategy.workers.operation("distributed_apply", text) as turn:
-        if summed[0]:
-            await turn.exchange(b"", no_data)
-            merged = merge_gradients(variables, columns, is_mean=is_mean)
-        else:
-            merged = await merge_over_workers(
-                turn, strategy.reducer, variables, columns, is_mean=is_mean
-            )
-        take = partial(take_step, optimizer, merged, None, global_step)
-        await name_the_replica(turn, variables, columns, take)
+        await take_step_across(
+            turn, strategy.reducer, optimizer, variables, columns, global_step, is_summed=summed[0]
+        )
+
+
+async def take_step_across(
+    turn: Turn,
+    reducer: Reducer,
+    optimizer: Optimizer,
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[Any]],
+    global_step: Variable | None,
+    *,
+    is_summed: bool = False,
+) -> None:
+    """Take one step with the gradients of all workers, on each of them.
+
+    Raises:
+        NonFiniteError: As `name_the_replica`.
+    """
+    if is_summed:
+        await turn.exchange(b"", no_data)
+        merged = merge_gradients(variables, columns, is_mean=False)
+    else:
+        merged = await merge_over_workers(
+            turn, reducer, variables, columns, is_mean=optimizer.settings.is_mean
+        )
+    take = partial(take_step, optimizer, merged, None, global_step)
+    await name_the_replica(turn, variables, columns, take)
 
 
 async def take_step_alone(brought: Contribution) -> None:
@@ -226,7 +262,8 @@ async def take_step_alone(brought: Contribution) -> None:
 # ---- differences ---------------------------------------------------------------------------------
 
 
-def _num_bytes(gradient: Any) -> int:
+def gradient_bytes(gradient: Any) -> int:
+    """Return the size of one gradient as a user brings it."""
     if type(gradient) is Weighted:
         gradient = gradient.total
     return leaf_bytes(gradient.values if type(gradient) is ScaledGradient else gradient)
@@ -253,95 +290,15 @@ def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str
 NOBODY = sys.maxsize
 
 
-async def merge_over_workers(
-    turn: Turn,
-    reducer: Reducer,
-    variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
-    *,
-    is_mean: bool,
-) -> list[MergedGradient]:
-    """Do what `merge_gradients` does, over the replicas of all workers.
-
-    Args:
-        turn: Of the collective.
-        reducer: Sums what this worker's replicas have brought.
-        variables: Whose gradients they are.
-        columns: One part per replica of this worker.
-        is_mean: Whether gradients without weights are averaged over the replicas.
-
-    Raises:
-        ValueError: If all weights of a gradient are 0.
-    """
-    sums, weights, are_lent = await _sum_here(reducer, columns)
-    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights], are_lent=are_lent)
-    totals, weights = found[: len(sums)], found[len(sums) :]
-    left = iter(weights)
-    parts = []
-    for column, total in zip(columns, totals, strict=True):
-        first = column[0]
-        part: Any = total
-        scale = _scale_of(first)
-        if scale is not None:
-            part = ScaledGradient(part, scale)
-        if isinstance(first, Weighted):
-            part = Weighted(part, next(left))
-        parts.append([part])
-    merged = merge_gradients(variables, parts, is_mean=False)
-    if is_mean:
-        count = turn.num_workers * turn.num_local_replicas
-        for gradient, column in zip(merged, columns, strict=True):
-            if not isinstance(column[0], Weighted):
-                gradient.divisor *= count
-    return merged
-
-
-async def _sum_here(
-    reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[list[Any], list[float], bool]:
-    """Sum parts without weight 0 over this worker's replicas, and the weights.
-
-    A single replica's are taken as they are, which the last of the results tells.
-    """
-    weights = [
-        float(sum(part.weight for part in column))
-        for column in columns
-        if isinstance(column[0], Weighted)
-    ]
-    rows = [[_summand(part) for part in row] for row in zip(*columns, strict=True)]
-    if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
-        return rows[0], weights, True
-    with np.errstate(all="ignore"):
-        done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)
-        return (done if isinstance(done, list) else await done), weights, False
-
-
-def _summand(part: Any) -> Any:
-    """Return what is summed: an array or IndexedSlices; nothing of what has no weight."""
-    total = part.total if isinstance(part, Weighted) else part
-    if isinstance(total, ScaledGradient):
-        total = total.values
-    if not isinstance(part, Weighted) or part.weight:
-        return total
-    if isinstance(total, IndexedSlices):  # what has no weight may hold anything
-        return IndexedSlices(total.values[:0], total.indices[:0], total.dense_shape)
-    return np.zeros_like(total)
-
-
-def _scale_of(part: Any) -> float | None:
-    total = part.total if isinstance(part, Weighted) else part
-    return total.scale if isinstance(total, ScaledGradient) else None
-
-
 def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[Any]]) -> str:
     """Describe gradients by what has to be equal on all workers."""
     texts = []
     for variable, column in zip(variables, columns, strict=True):
         first = column[0]
-        total = _summand(first)
+        total = summand_of(first)
         kind = "IndexedSlices of " if isinstance(total, IndexedSlices) else ""
         weight = ", weighted" if isinstance(first, Weighted) else ""
-        scale = _scale_of(first)
+        scale = scale_of(first)
         scaled = "" if scale is None else f", scale {scale:g}"
         shape = list(variable.shape)
         texts.append(f"{variable.name!r}: {kind}{variable.dtype}{shape}{weight}{scaled}")
@@ -372,7 +329,7 @@ async def name_the_replica(
     for variable, column in zip(variables, columns, strict=True):
         if variable.name == wrong.variable:
             for replica_id, part in enumerate(column):
-                total = _summand(part)
+                total = summand_of(part)
                 values = total.values if isinstance(total, IndexedSlices) else total
                 if not np.isfinite(values).all():
                     own = turn.rank * turn.num_local_replicas + replica_id

@@ -379,10 +379,6 @@ class FusedRules:
                     return None
         return found
 
-    def has(self, kernel: Kernel | None, dtype: DType) -> bool:
-        """Tell whether a kernel is compiled for a dtype."""
-        return kernel is not None and self._compiled.get((kernel, dtype)) is not None
-
     def missing(self, kernel: Kernel, dtypes: Iterable[DType]) -> list[DType]:
         """Return the dtypes for which a kernel has to be compiled."""
         if not self._is_on:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import reduce_leaves
+from ..collectives import Reducer, Turn, reduce_across, reduce_leaves, reduces_to_itself
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
@@ -136,6 +137,16 @@ class MergedGradient:
         result.flags.writeable = False
         return result
 
+    def whole(self) -> Any:
+        """Return the gradient, checked: an array of its own kind, or IndexedSlices."""
+        whole = self.summed()
+        if not isinstance(whole, IndexedSlices):
+            return self.dense()
+        values = whole.values
+        with np.errstate(all="ignore"):
+            flat = self.finished(values.reshape(-1), np.empty(values.size, values.dtype))
+        return IndexedSlices(flat.reshape(values.shape), whole.indices, whole.dense_shape)
+
     def finished(self, part: Array, out: Array, scratch: Array | None = None) -> Array:
         """Turn some elements of the sum into those of the gradient, checked, perhaps in `out`."""
         if self.divisor != 1.0:
@@ -235,6 +246,45 @@ class MergedGradient:
         )
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """Transformation that brings merged gradients down to a limit, when the rule reads them.
+
+    Attributes:
+        option: The option of `Optimizer` that asks for it.
+        limit: Largest magnitude of an element, or largest norm.
+
+    Source:
+        The arguments of these names of tf.keras.optimizers.Optimizer, and their formulas.
+    """
+
+    option: str
+    limit: float
+
+    @property
+    def needs_norms(self) -> bool:
+        """True if norms have to be known before the first element is updated."""
+        return self.option != "clipvalue"
+
+    def __call__(self, gradients: Sequence[MergedGradient], squares: Sequence[float]) -> None:
+        """Tell gradients where their elements stop, or what to multiply them with.
+
+        Args:
+            gradients: All of a step.
+            squares: The sum of the squares of each, if norms are needed.
+        """
+        limit = self.limit
+        if self.option == "clipvalue":
+            for gradient in gradients:
+                gradient.limit = limit
+            return
+        together = math.sqrt(math.fsum(squares))
+        for gradient, square in zip(gradients, squares, strict=True):
+            norm = math.sqrt(square) if self.option == "clipnorm" else together
+            gradient.factor = limit / max(norm, limit)
+
+
 def merge_gradients(
     variables: Sequence[Variable], columns: Sequence[Sequence[Any]], *, is_mean: bool
 ) -> list[MergedGradient]:
@@ -260,6 +310,86 @@ def merge_gradients(
         else:
             merged.append(_merge_one(variable, column, is_mean=is_mean))
     return merged
+
+
+async def merge_over_workers(
+    turn: Turn,
+    reducer: Reducer,
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[Any]],
+    *,
+    is_mean: bool,
+) -> list[MergedGradient]:
+    """Do what `merge_gradients` does, over the replicas of all workers.
+
+    Args:
+        turn: Of the collective.
+        reducer: Sums what this worker's replicas have brought.
+        variables: Whose gradients they are.
+        columns: One part per replica of this worker.
+        is_mean: Whether gradients without weights are averaged over the replicas.
+
+    Raises:
+        ValueError: If all weights of a gradient are 0.
+    """
+    sums, weights, are_lent = await _sum_here(reducer, columns)
+    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights], are_lent=are_lent)
+    totals, weights = found[: len(sums)], found[len(sums) :]
+    left = iter(weights)
+    parts = []
+    for column, total in zip(columns, totals, strict=True):
+        first = column[0]
+        part: Any = total
+        scale = scale_of(first)
+        if scale is not None:
+            part = ScaledGradient(part, scale)
+        if isinstance(first, Weighted):
+            part = Weighted(part, next(left))
+        parts.append([part])
+    merged = merge_gradients(variables, parts, is_mean=False)
+    if is_mean:
+        count = turn.num_workers * turn.num_local_replicas
+        for gradient, column in zip(merged, columns, strict=True):
+            if not isinstance(column[0], Weighted):
+                gradient.divisor *= count
+    return merged
+
+
+async def _sum_here(
+    reducer: Reducer, columns: Sequence[Sequence[Any]]
+) -> tuple[list[Any], list[float], bool]:
+    """Sum parts without weight 0 over this worker's replicas, and the weights.
+
+    A single replica's are taken as they are, which the last of the results tells.
+    """
+    weights = [
+        float(sum(part.weight for part in column))
+        for column in columns
+        if isinstance(column[0], Weighted)
+    ]
+    rows = [[summand_of(part) for part in row] for row in zip(*columns, strict=True)]
+    if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
+        return rows[0], weights, True
+    with np.errstate(all="ignore"):
+        done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)
+        return (done if isinstance(done, list) else await done), weights, False
+
+
+def summand_of(part: Any) -> Any:
+    """Return what is summed: an array or IndexedSlices; nothing of what has no weight."""
+    total = part.total if isinstance(part, Weighted) else part
+    if isinstance(total, ScaledGradient):
+        total = total.values
+    if not isinstance(part, Weighted) or part.weight:
+        return total
+    if isinstance(total, IndexedSlices):  # what has no weight may hold anything
+        return IndexedSlices(total.values[:0], total.indices[:0], total.dense_shape)
+    return np.zeros_like(total)
+
+
+def scale_of(part: Any) -> float | None:
+    total = part.total if isinstance(part, Weighted) else part
+    return total.scale if isinstance(total, ScaledGradient) else None
 
 
 def _merge_one(variable: Variable, column: Sequence[Any], *, is_mean: bool) -> MergedGradient:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
 
+import numpy as np
 import numpy.typing as npt
 
 from ..context import PLACE
@@ -36,11 +39,13 @@ from ._checks import (
     written,
 )
 from ._gradient import merged_pairs
-from ._loss import LossScaling, Pairs, require_loss
+from ._loss import DynamicLossScale, LossScaling, Pairs, require_loss
 from ._merged_gradient import merge_gradients
 from ._settings import OnNonFinite, StepSettings, checked_settings
+from ._slots import SlotTable, new_variable
 from ._staged_write import StagedWrite
 from ._step import take_step
+from .schedules import ReduceOnPlateau
 
 Array = npt.NDArray[Any]
 
@@ -491,3 +496,88 @@ class JointOptimizer(Optimizer):
     def finish(self, prepared: Any) -> Mapping[Variable, Array]:
         """Return {}: `update_all` has staged everything."""
         return {}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OptimizerRecipe:
+    """Recipe of an optimizer without its state; it can be pickled.
+
+    Attributes:
+        kind: Its class.
+        attributes: What the rule keeps in the object.
+        options: Those of its `StepSettings`.
+        slot_names: Names of what is remembered for each variable.
+    """
+
+    kind: type[Optimizer]
+    attributes: Mapping[str, Any]
+    options: Mapping[str, Any]
+    slot_names: tuple[str, ...]
+
+    def rebuilt(
+        self, iterations: Variable, skipped: Variable | None, norm: Variable | None
+    ) -> Optimizer:
+        """Return an optimizer with these counters, and without slots."""
+        optimizer = self.kind.__new__(self.kind)
+        vars(optimizer).update(self.attributes)
+        slots = SlotTable(self.slot_names)
+        optimizer._settings = StepSettings(
+            **self.options, slots=slots, iterations=iterations, skipped=skipped, norm=norm
+        )
+        return optimizer
+
+    def applying(self, *, clips_values: bool) -> Optimizer:
+        """Return a copy that applies gradients which were checked and clipped before.
+
+        Args:
+            clips_values: Whether single elements were not.
+        """
+        clipping = self.options["clipping"]
+        if clipping is not None and (clipping.needs_norms or not clips_values):
+            clipping = None
+        changed = {
+            "clipping": clipping, "loss_scaling": None, "on_non_finite": "ignore", "is_mean": False
+        }  # fmt: skip
+        bare = replace(self, options={**self.options, **changed})
+        return bare.rebuilt(new_variable(None, np.int64(0), "iterations"), None, None)
+
+
+def recipe_of(optimizer: Optimizer, variables: Sequence[Variable]) -> OptimizerRecipe:
+    """Return what an optimizer is made of.
+
+    Args:
+        optimizer: Which one.
+        variables: Those that it may update.
+
+    Raises:
+        TypeError: If its rule needs all variables at once, or state that changes with every step.
+    """
+    settings = optimizer.settings
+    what = f"{type(optimizer).__name__} {settings.iterations.name!r}"
+    if optimizer.is_joint:
+        raise TypeError(
+            f"{what} updates all variables together, but on parameter servers each is updated "
+            "where it lives. Use one of ar.optimizers, or derive one from ElementwiseOptimizer."
+        )
+    if isinstance(settings.loss_scaling, DynamicLossScale):
+        raise TypeError(
+            f"{what} has a DynamicLossScale, which follows every step. On parameter servers use a "
+            "LossScale."
+        )
+    if isinstance(settings.learning_rate, ReduceOnPlateau):
+        raise TypeError(
+            f"{what} has the schedule ReduceOnPlateau, which keeps variables of its own. On "
+            "parameter servers set optimizer.learning_rate instead."
+        )
+    names = ("learning_rate", "clipping", "loss_scaling", "on_non_finite", "is_mean")
+    options = {name: getattr(settings, name) for name in names}
+    of = settings.multiplier_of
+    known = {} if of is None else {variable.name: of(variable) for variable in variables}
+    options["multiplier_of"] = partial(_multiplier_by_name, known) if known else None
+    attributes = {name: value for name, value in vars(optimizer).items() if name != "_settings"}
+    return OptimizerRecipe(type(optimizer), attributes, options, settings.slots.names)
+
+
+def _multiplier_by_name(known: Mapping[str, float], variable: Variable) -> float:
+    return known.get(variable.name, 1.0)

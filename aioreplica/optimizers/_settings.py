@@ -18,6 +18,7 @@ from ._checks import (
     checked_number,
 )
 from ._loss import LossScaling, checked_loss_scale
+from ._merged_gradient import Clipping
 from ._slots import SlotTable, new_variable
 from .schedules import ReduceOnPlateau
 
@@ -47,9 +48,7 @@ class StepSettings:
     Attributes:
         learning_rate: A number or a function of the number of updates done before.
         multiplier_of: Gives what the learning rate of a variable is multiplied with.
-        clipnorm: Largest norm of the gradient of one variable.
-        clipvalue: Largest magnitude of one element.
-        global_clipnorm: Largest norm of all gradients together.
+        clipping: Transformation of gradients before the rule, None for none.
         loss_scaling: What losses are multiplied with, if anything.
         on_non_finite: What happens when gradients are not finite.
         is_mean: Whether gradients without weights are averaged over the replicas.
@@ -61,16 +60,12 @@ class StepSettings:
         touched: What sparse updates changed.
         shared: What a rule of another library keeps beside the slots.
         restored: Values of a checkpoint for `shared` before it is made, by number.
-
-    Source:
-        Clipping: the arguments of those names of tf.keras.optimizers.Optimizer, and their formulas.
+        needs_norms: Whether norms have to be known before the first element is updated.
     """
 
     learning_rate: LearningRate
     multiplier_of: Callable[[Variable], float] | None
-    clipnorm: float | None
-    clipvalue: float | None
-    global_clipnorm: float | None
+    clipping: Clipping | None
     loss_scaling: LossScaling | None
     on_non_finite: OnNonFinite
     is_mean: bool
@@ -78,15 +73,15 @@ class StepSettings:
     iterations: Variable
     skipped: Variable | None
     norm: Variable | None
-    scratch: Scratch
-    touched: TouchedRows
+    scratch: Scratch = field(default_factory=list)
+    touched: TouchedRows = field(default_factory=TouchedRows)
     shared: tuple[Variable, ...] = ()
     restored: dict[str, Any] = field(default_factory=dict)
+    needs_norms: bool = field(init=False)
 
-    @property
-    def needs_norms(self) -> bool:
-        """True if norms have to be known before the first element is updated."""
-        return self.clipnorm is not None or self.norm is not None  # as with global_clipnorm
+    def __post_init__(self) -> None:
+        is_clipped = self.clipping is not None and self.clipping.needs_norms
+        self.needs_norms = is_clipped or self.norm is not None
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -175,9 +170,9 @@ def checked_settings(
     """
     if not callable(learning_rate):
         learning_rate = checked_learning_rate(learning_rate)
-    _require_one_way({
-        "clipnorm": clipnorm, "clipvalue": clipvalue, "global_clipnorm": global_clipnorm
-    })  # fmt: skip
+    clipping = _checked_clipping(
+        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
+    )
     if loss_reduction not in ("sum", "mean"):
         raise ValueError(f'loss_reduction must be "sum" or "mean", got {loss_reduction!r}.')
     scaling = checked_loss_scale(loss_scale, strategy)
@@ -191,9 +186,7 @@ def checked_settings(
     return StepSettings(
         learning_rate,
         checked_multipliers(learning_rate_multipliers),
-        clipnorm,
-        clipvalue,
-        global_clipnorm,
+        clipping,
         scaling,
         chosen,
         loss_reduction == "mean",
@@ -201,15 +194,15 @@ def checked_settings(
         new_variable(strategy, np.int64(0), "iterations"),
         new_variable(strategy, np.int64(0), "skipped_steps") if chosen == "skip" else None,
         new_variable(strategy, np.float64(0), "gradient_norm") if measures else None,
-        [],
-        TouchedRows(),
     )
 
 
-def _require_one_way(given: dict[str, float | None]) -> None:
+def _checked_clipping(**given: float | None) -> Clipping | None:
     chosen = {name: value for name, value in given.items() if value is not None}
     if len(chosen) > 1:
         listed = " and ".join(f"{name}={value!r}" for name, value in chosen.items())
         raise ValueError(f"Gradients are clipped in one way at most, got {listed}.")
     for name, value in chosen.items():
         checked_number(name, value, "> 0", lambda number: number > 0)
+        return Clipping(name, value)
+    return None

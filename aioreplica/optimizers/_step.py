@@ -28,11 +28,12 @@ from ..collectives import (
 from ..context import INLINE_STEP
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
-from ..values import IndexedSlices, Variable
+from ..values import IndexedSlices, Variable, Weighted
 from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
 from ._checks import learning_rate_at
+from ._gradient import ScaledGradient
 from ._kernels import Kernel
-from ._merged_gradient import MergedGradient
+from ._merged_gradient import MergedGradient, merge_gradients
 from ._slots import SlotTable
 from ._staged_write import StagedWrite
 
@@ -78,7 +79,7 @@ def take_step(
     """
     stages = _stages(optimizer, gradients, reducer, global_step)
     kernel: Kernel | None = getattr(optimizer, "kernel", None)
-    is_fused = fused_rules().has(kernel, gradients[0].parts[0].dtype)
+    is_fused = fused_rules().find(kernel, gradients[0].parts[0].dtype, ()) is not None
     thread_bytes = FUSED_THREAD_BYTES if is_fused else STEP_THREAD_BYTES
     limit = INLINE_STEP.get()
     if limit is not None and not is_blocking and sum(each.num_bytes for each in gradients) > limit:
@@ -121,17 +122,15 @@ def _stages(
         if dtypes:  # takes long, so not on the event loop
             yield [(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))]
     yield sum_gradients(gradients, reducer)
-    norm = None
+    norm, squares = None, [0.0] * len(gradients)
     if settings.needs_norms:
-        squares = [0.0] * len(gradients)
         yield unscale_and_check(gradients, squares)
         if checks and not all(gradient.is_finite for gradient in gradients):
             yield from _refuse(optimizer, gradients)
             return
-        norm = clip(optimizer, gradients, squares)
-    elif settings.clipvalue is not None:
-        for gradient in gradients:
-            gradient.limit = settings.clipvalue
+        norm = math.sqrt(math.fsum(squares))
+    if settings.clipping is not None:
+        settings.clipping(gradients, squares)
     while True:
         write, prepared, groups, masters, jobs = apply(optimizer, gradients, global_step, norm)
         if masters and (stale := _stale(settings.slots, masters)):
@@ -176,21 +175,6 @@ def unscale_and_check(gradients: Sequence[MergedGradient], squares: list[float])
         squares[index] = gradients[index].squares()
 
     return [(gradient.num_bytes, partial(measure, i)) for i, gradient in enumerate(gradients)]
-
-
-def clip(
-    optimizer: Optimizer, gradients: Sequence[MergedGradient], squares: Sequence[float]
-) -> float:
-    """Say what to multiply with, or where to stop; return the norm of all gradients together."""
-    settings = optimizer.settings
-    norm = math.sqrt(math.fsum(squares))
-    for gradient, square in zip(gradients, squares, strict=True):
-        gradient.limit = settings.clipvalue
-        if settings.clipnorm is not None:
-            gradient.factor = settings.clipnorm / max(math.sqrt(square), settings.clipnorm)
-        elif settings.global_clipnorm is not None:
-            gradient.factor = settings.global_clipnorm / max(norm, settings.global_clipnorm)
-    return norm
 
 
 def apply(
@@ -276,6 +260,64 @@ def publish(
     if is_done and scaling is not None:
         scaling.applied_by(optimizer)
     return is_done
+
+
+def finish_gradients(
+    optimizer: Optimizer,
+    variables: Sequence[Variable],
+    gradients: Sequence[Any],
+    *,
+    keeps_weights: bool,
+) -> tuple[list[Any] | None, float | None]:
+    """Sum rows, unscale, check and clip, where the rule is applied elsewhere.
+
+    Args:
+        optimizer: Whose options count.
+        variables: Whose gradients they are.
+        gradients: As `checked_pairs` gives them.
+        keeps_weights: Whether totals and weights are summed elsewhere, apart, and clipped there.
+
+    Returns:
+        Gradients to be applied, None if the step is to be skipped; and the norm of all of them
+        before clipping, None if it was not measured.
+
+    Raises:
+        NonFiniteError: If one is not finite, unless such steps are skipped.
+        ValueError: If one has weight 0, and weights are not kept.
+    """
+    settings = optimizer.settings
+    weights: list[float | None] = [None] * len(gradients)
+    if keeps_weights:
+        weights = [each.weight if isinstance(each, Weighted) else None for each in gradients]
+        gradients = list(map(_without_weight, gradients))
+    merged = merge_gradients(variables, [(each,) for each in gradients], is_mean=False)
+    run_here(sum_gradients(merged, None))
+    norm, squares = None, [0.0] * len(merged)
+    if settings.needs_norms and not keeps_weights:
+        run_here(unscale_and_check(merged, squares))
+        norm = math.sqrt(math.fsum(squares))
+    if settings.clipping is not None and not keeps_weights:
+        settings.clipping(merged, squares)
+    finished = [each.whole() for each in merged]
+    if settings.on_non_finite != "ignore" and not all(each.is_finite for each in merged):
+        if settings.skipped is None:
+            raise next(each for each in merged if not each.is_finite).non_finite_error()
+        return None, None
+    pairs = zip(finished, weights, strict=True)
+    return [part if weight is None else Weighted(part, weight) for part, weight in pairs], norm
+
+
+def _without_weight(gradient: Any) -> Any:
+    """Return the total of a gradient; zeros if it has no weight, as that may hold anything."""
+    if not isinstance(gradient, Weighted):
+        return gradient
+    part = gradient.total
+    if gradient.weight:
+        return part
+    rows = part.values if isinstance(part, ScaledGradient) else part
+    if isinstance(rows, IndexedSlices):
+        return IndexedSlices(rows.values[:0], rows.indices[:0], rows.dense_shape)
+    return np.zeros_like(rows)
 
 
 # ---- parts of these ------------------------------------------------------------------------------

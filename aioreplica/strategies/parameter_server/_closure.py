@@ -18,11 +18,9 @@ from ...cluster import ClosureWorker, StateHandle
 from ...context import CARRIER, CLOSURE, DEFAULT_PLACE, PLACE
 from ...errors import ContextError, StallError
 from ...optimizers import (
-    Finished,
     Optimizer,
     checked_pairs,
-    finished_gradients,
-    weighed_gradients,
+    finish_gradients,
 )
 from ...values import Done, Variable, Weighted
 from ._messages import Array, Count, Gradient, Item, Key, Pull, Stamp, Write
@@ -223,20 +221,22 @@ class ClosureContext:
         """Push gradients to where the variables are; see `Optimizer.apply_gradients`."""
         gradients, variables = checked_pairs(pairs)
         self._check_owned(optimizer, variables, global_step)
-        finish = weighed_gradients if self.closure.is_sync else finished_gradients
-        finished = finish(optimizer, variables, gradients)
+        finished, norm = finish_gradients(
+            optimizer, variables, gradients, keeps_weights=self.closure.is_sync
+        )
         with self._lock:
-            if finished.gradients is None:
+            if finished is None:
                 self._count(optimizer.skipped_steps)
             else:
-                self._push_step(optimizer, variables, finished, global_step)
+                self._push_step(optimizer, variables, finished, norm, global_step)
         return Done()
 
     def _push_step(
         self,
         optimizer: Optimizer,
         variables: Sequence[Variable],
-        finished: Finished,
+        gradients: Sequence[Any],
+        norm: float | None,
         global_step: Variable | None,
     ) -> None:
         iterations: Any = optimizer.iterations
@@ -245,15 +245,13 @@ class ClosureContext:
         before = int(self.value(iterations)) if self.closure.is_sync else None
         first: list[Item] = [Count((number, 0), self._ordinal((number, 0)))]
         items: dict[int, list[Item]] = {home: first}
-        if optimizer.gradient_norm is not None and finished.norm is not None:
-            norm: Any = optimizer.gradient_norm
-            key = (norm.spec.variable_id, 0)
-            value = np.asarray(finished.norm, norm.dtype)
-            measured = Write(key, self._ordinal(key), "assign", value)
-            items.setdefault(norm.spec.shards[0].server, []).append(measured)
-        assert finished.gradients is not None
+        if optimizer.gradient_norm is not None and norm is not None:
+            kept: Any = optimizer.gradient_norm
+            key = (kept.spec.variable_id, 0)
+            measured = Write(key, self._ordinal(key), "assign", np.asarray(norm, kept.dtype))
+            items.setdefault(kept.spec.shards[0].server, []).append(measured)
         is_mean = optimizer.settings.is_mean
-        for variable, gradient in zip(variables, finished.gradients, strict=True):
+        for variable, gradient in zip(variables, gradients, strict=True):
             spec = variable.spec  # type: ignore[attr-defined]  # checked to be a ServedVariable
             for i, part in _split_gradient(spec, gradient):
                 key = (spec.variable_id, i)

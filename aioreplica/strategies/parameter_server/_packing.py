@@ -78,8 +78,8 @@ class HomeSide:
 
     def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
         recipe = recipe_of(optimizer, self._strategy._runtime.variable_table.all())
-        limits = (recipe.clipnorm, recipe.global_clipnorm)
-        if self._strategy.mode == "sync" and any(limit is not None for limit in limits):
+        clipping = recipe.options["clipping"]
+        if self._strategy.mode == "sync" and clipping is not None and clipping.needs_norms:
             raise ValueError(
                 f"{type(optimizer).__name__} {optimizer.settings.iterations.name!r} clips norms, "
                 "which needs the sum of all gradients in one place; in synchronous mode they are "
