@@ -36,8 +36,6 @@ __all__ = [
     "Submission",
     "TorchCommunicator",
     "WorkerInfo",
-    "Workers",
-    "WorkersRun",
     "connect",
     "current_worker_index",
     "resolve",

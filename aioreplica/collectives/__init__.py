@@ -43,20 +43,10 @@ from ._sparse import reduce_slices as reduce_slices
 from ._sparse import require_dense as require_dense
 
 __all__ = [
-    "INLINE_SUM_BYTES",
-    "Carry",
     "CommunicationOptions",
     "Compression",
     "Float16",
-    "Job",
-    "Reducer",
     "TopK",
-    "Ahead",
-    "Turn",
-    "Wire",
-    "concatenate",
-    "pieces",
-    "share",
 ]
 
 export_public(__name__, __all__, globals())

@@ -22,8 +22,6 @@ from ._registry import REGISTRY as REGISTRY
 from ._registry import Registry as Registry
 
 __all__ = [
-    "CurrentReplica",
-    "Place",
     "get_update_replica_id",
     "in_cross_replica_context",
 ]

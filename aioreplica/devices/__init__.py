@@ -41,14 +41,10 @@ from ._spec import Device as Device
 from ._spec import DeviceSpec as DeviceSpec
 
 __all__ = [
-    "CompletionQueue",
     "Device",
     "DeviceSpec",
     "LaneStatistics",
     "Op",
-    "OpTracker",
-    "OwnedTask",
-    "UnfinishedOp",
     "WorkerStatistics",
     "current_device",
     "device",

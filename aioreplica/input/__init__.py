@@ -35,9 +35,6 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "InputStatistics",
-    "InputTarget",
-    "OpenLoops",
-    "distribute_dataset",
     "num_examples",
 ]
 

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["Limits", "OnlineService", "Route"]
+__all__ = ["Limits", "OnlineService"]
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_KEY_LENGTH = 200

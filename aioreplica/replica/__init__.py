@@ -45,21 +45,10 @@ __all__ = [
     "BlockingCollectives",
     "BlockingContext",
     "BlockingGroup",
-    "Call",
-    "CallSite",
-    "Collective",
     "Collectives",
-    "Generation",
     "GroupContext",
     "Handle",
-    "MeetingPoint",
-    "Mismatch",
-    "Parts",
-    "Pending",
     "ReplicaContext",
-    "ReplicaGroup",
-    "ReplicaState",
-    "SyncGroup",
 ]
 
 export_public(__name__, __all__, globals())

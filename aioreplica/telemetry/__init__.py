@@ -54,7 +54,6 @@ __all__ = [
     "ReplicaWait",
     "Totals",
     "Usage",
-    "Visit",
     "events_to",
     "log_observer",
     "observe_everywhere",

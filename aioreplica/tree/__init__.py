@@ -1,6 +1,5 @@
 """Pytrees: nested containers of values, over optree in a namespace of our own."""
 
-from .._export import export_public
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import Leaf as Leaf
@@ -18,10 +17,4 @@ from ._tree import paths_of as paths_of
 from ._tree import register_node as register_node
 from ._tree import unflatten as unflatten
 
-__all__ = [
-    "Leaf",
-    "leaves",
-    "paths",
-]
-
-export_public(__name__, __all__, globals())
+__all__ = ()

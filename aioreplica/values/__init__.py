@@ -51,11 +51,8 @@ __all__ = [
     "MirroredVariable",
     "PerReplica",
     "Snapshot",
-    "StepGate",
     "SyncOnReadVariable",
     "Variable",
-    "VariableOptions",
-    "VariableStore",
     "Weighted",
 ]
 

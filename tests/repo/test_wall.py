@@ -18,6 +18,7 @@ import aioreplica as ar
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "aioreplica"
+MAX_EXPORTED = 240
 NO_PAGES = {"api_index.md", "architecture.md", "reference.md"}
 IMPLEMENTED = {  # chosen by an entry point or by a connection, or written by users
     "Backend", "DaskClosureEngine", "FsspecStorage", "LocalStorage", "MpiCommunicator",
@@ -128,3 +129,38 @@ def test_facades_have_few_public_members(cls: type, at_most: int) -> None:
     members = [name for name in dir(cls) if not name.startswith("_")]
 
     assert len(members) <= at_most, members
+
+
+@pytest.mark.slow
+def test_a_name_has_one_public_path() -> None:
+    several = {
+        name: sorted(homes)
+        for name, homes in exported().items()
+        if len({id(getattr(importlib.import_module(home), name)) for home in homes}) < len(homes)
+    }
+
+    assert several == {}
+
+
+@pytest.mark.slow
+def test_the_wall_is_low_enough_to_look_over() -> None:
+    of_packages = [
+        (name, home)
+        for name, homes in exported().items()
+        for home in homes
+        if not home.startswith("aioreplica.integrations.")  # modules, imported one at a time
+    ]
+
+    assert len(of_packages) <= MAX_EXPORTED
+
+
+@pytest.mark.slow
+def test_every_exported_function_is_on_a_page() -> None:
+    defined = definitions()
+    functions = {
+        name
+        for name, nodes in defined.items()
+        if isinstance(nodes[0], (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+
+    assert exported().keys() & functions - words_on_pages() == set()

@@ -3,15 +3,10 @@
 Imported when the first of them gets an op: it needs cloudpickle.
 """
 
-from ..._export import export_public
 from ._parcel import dumps as dumps
 from ._parcel import find_obstacle as find_obstacle
 from ._process import RemoteTracebackError as RemoteTracebackError
 from ._process import WorkerProcess as WorkerProcess
 from ._worker import kind_of as kind_of
 
-__all__ = [
-    "dumps",
-]
-
-export_public(__name__, __all__, globals())
+__all__ = ()

@@ -1,6 +1,5 @@
 """Parameter servers: variables that live on them, and a coordinator that runs closures."""
 
-from ..._export import export_public
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._messages import CoordinatorStatistics as CoordinatorStatistics
 from ._packing import PerWorkerDataset as PerWorkerDataset
@@ -17,21 +16,4 @@ from ._variables import ParameterServerVariable as ParameterServerVariable
 from ._variables import ServedVariable as ServedVariable
 from ._variables import ShardedVariable as ShardedVariable
 
-__all__ = [
-    "ClusterCoordinator",
-    "CoordinatorStatistics",
-    "FixedShardsPartitioner",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "ParameterServerStrategy",
-    "Partitioner",
-    "PerWorkerDataset",
-    "PerWorkerIterator",
-    "PerWorkerResource",
-    "RemoteValue",
-    "ServedVariable",
-    "Shard",
-    "ShardedVariable",
-]
-
-export_public(__name__, __all__, globals())
+__all__ = ()
