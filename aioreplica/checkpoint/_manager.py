@@ -58,6 +58,18 @@ class CheckpointStatistics:
     is_saving: bool
 
 
+def _warn_of_failure(manager: Any) -> None:
+    """Warn of a save in the background that went wrong and was not waited for."""
+    failure = getattr(manager, "_failure", None)  # a constructor may have raised
+    if failure is not None:
+        warnings.warn(
+            f"{failure} Nobody waited for that save: leave `async with manager` before the event "
+            "loop ends.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 @final
 class CheckpointManager:
     """Saves a state as numbered steps in a directory, and restores it from there.
@@ -190,6 +202,7 @@ class CheckpointManager:
 
         Raises:
             TypeError: If `step` is not a plain function.
+            ContextError: If called in a step, or another call waits for SIGTERM already.
             CheckpointError: If the state could not be saved.
             SystemExit: After SIGTERM, once the state is saved.
             Exception: What `work` raises; nothing is saved then, also if it was being stopped.
@@ -202,8 +215,7 @@ class CheckpointManager:
         require_outside_steps("CheckpointManager.save_on_cancel")
         _require_step_function(step)
         write = self._write_in_turn if is_first(state) else write_nothing
-        options: Any = {"grace_s": grace_s, "exit_on_sigterm": exit_on_sigterm}
-        return await run_and_save(work, state, step, write, **options)
+        return await run_and_save(work, state, step, write, grace_s, on_sigterm=exit_on_sigterm)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
         _end_cut_off(self)
@@ -239,7 +251,7 @@ class CheckpointManager:
 
     async def _write(self, step: int, cut: Cut) -> None:
         try:
-            [found] = await run_all([self._begin], Stop())
+            [found] = await run_all([bound(_begin, self)], Stop())
         except (OSError, MemoryError) as error:
             raise not_committed(self._storage, step, error) from error
         sequence = 1 + max(found.values(), default=0)
@@ -251,14 +263,6 @@ class CheckpointManager:
             [*self._sequences], max_to_keep=self._max_to_keep, keep_every=self._keep_every
         )
         await _remove(self._storage, doomed)
-
-    def _begin(self) -> dict[int, int]:
-        """Take the lock, unless it is taken; return the sequence of each step, newest first."""
-        if self._lock is None:
-            self._sequences = {}  # another manager may have saved
-            self._storage.make_folder("")
-            self._lock = self._storage.lock()
-        return by_age(self._storage, self._sequences)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -392,6 +396,8 @@ class CheckpointManager:
                 lock.close()
             self._raise_failure()  # of more weight than a cancellation
 
+    __del__ = _warn_of_failure
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -407,6 +413,15 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"A save in the background had failed too: {failure}")
+
+
+def _begin(manager: CheckpointManager) -> dict[int, int]:
+    """Take the lock, unless it is taken; return the sequence of each step, newest first."""
+    if manager._lock is None:
+        manager._sequences = {}  # another manager may have saved
+        manager._storage.make_folder("")
+        manager._lock = manager._storage.lock()
+    return by_age(manager._storage, manager._sequences)
 
 
 def _end_cut_off(manager: CheckpointManager) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from ..context import REGISTRY
 from ..devices import OwnedTask
-from ..errors import CheckpointNotCommittedError
+from ..errors import CheckpointNotCommittedError, ContextError
 from ..values import between_steps
 from ._state import Cut, look, read_state
 
 T = TypeVar("T")
 
+LOOPS = frozenset({"asyncio", "uvloop"})
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
 
@@ -24,9 +27,9 @@ async def run_and_save(
     state: Any,
     step: Callable[[], int],
     write: Callable[[int, Cut], Awaitable[None]],
-    *,
     grace_s: float,
-    exit_on_sigterm: bool,
+    *,
+    on_sigterm: bool,
 ) -> T:
     """Run `work` to its end; when the caller is cancelled or told to stop, save first.
 
@@ -42,28 +45,59 @@ async def run_and_save(
         if not told.done():
             told.set_result(None)
 
-    if exit_on_sigterm:
-        try:
-            loop.add_signal_handler(signal.SIGTERM, wake)
-        except BaseException:  # not the main thread, or Windows: nothing has begun
-            work.close()
-            raise
-    training = OwnedTask(work, "training")
-    training.when_done(wake)
-    stop = partial(_save_and_stop, training, state, step, write, grace_s)
-    try:
+    signals: list[int] = []
+
+    def sigterm() -> None:
+        signals.append(signal.SIGTERM)
+        wake()
+
+    with ExitStack() as stack:
+        if on_sigterm:
+            try:
+                stack.enter_context(_called_on_sigterm(loop, sigterm))
+            except BaseException:  # not the main thread, or Windows: nothing has begun
+                work.close()
+                raise
+        training = OwnedTask(work, "training")
+        training.when_done(wake)
+        stop = partial(_save_and_stop, training, state, step, write, grace_s)
         try:
             await told
+            if on_sigterm and not signals:
+                await asyncio.sleep(0)  # a signal that came before the end is told after it
         except asyncio.CancelledError:
             await _whole(stop(), "save on cancel")
             raise
-        if training.is_done:
+        if training.is_done and not signals:
             return await training
         await _whole(stop(), "save on SIGTERM")
         raise SystemExit(EXIT_CODE)
+
+
+@contextmanager
+def _called_on_sigterm(loop: asyncio.AbstractEventLoop, fn: Callable[[], None]) -> Iterator[None]:
+    """Call a function on SIGTERM, in a block.
+
+    Raises:
+        ContextError: If another block does: only one can end the program when it has saved.
+    """
+    users = REGISTRY.once("users_of_sigterm", list[asyncio.AbstractEventLoop])
+    if any(not each.is_closed() for each in users):
+        raise ContextError(
+            "SIGTERM is waited for already, by another `save_on_cancel`, and ends the program once "
+            "that has saved. Save all in one call: the works in a `gather`, the states in a dict."
+        )
+    before = signal.getsignal(signal.SIGTERM)
+    loop.add_signal_handler(signal.SIGTERM, fn)
+    users[:] = [loop]
+    try:
+        yield
     finally:
-        if exit_on_sigterm:
-            loop.remove_signal_handler(signal.SIGTERM)
+        users.clear()
+        loop.remove_signal_handler(signal.SIGTERM)
+        owner = str(getattr(before, "__module__", None)).partition(".")[0]
+        if before is not None and owner not in LOOPS:  # those go by a list that has lost it
+            signal.signal(signal.SIGTERM, before)
 
 
 async def _whole(work: Coroutine[Any, Any, None], name: str) -> None:

@@ -1,6 +1,7 @@
 """Ctrl-C, and errors, while something is saved: it is saved first, and no error is lost."""
 
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import CheckpointManager, LocalStorage
-from aioreplica.errors import CheckpointNotCommittedError, LoopMismatchError
+from aioreplica.checkpoint import EXIT_CODE, CheckpointManager, LocalStorage
+from aioreplica.errors import CheckpointNotCommittedError, ContextError, LoopMismatchError
 
 from . import signals
 from .signals import FirstSync
@@ -133,12 +134,84 @@ def test_a_second_ctrl_c_gives_the_save_up_and_leaves_the_step_before(tmp_path: 
     assert CheckpointManager(tmp_path).steps() == (6,)
 
 
+@pytest.fixture
+def sigterms() -> Any:
+    """A signal that came too late would end the test run."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: told.append(number))
+    yield told
+    signal.signal(signal.SIGTERM, before)
+
+
+@needs_signals
+@pytest.mark.usefixtures("sigterms")
+def test_a_sigterm_in_the_last_cycle_of_the_work_is_not_swallowed(tmp_path: Path) -> None:
+    async def train() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    async def main() -> None:
+        manager = CheckpointManager(tmp_path)
+        await manager.save_on_cancel(train(), {"x": 1}, lambda: 7, exit_on_sigterm=True)
+
+    with pytest.raises(SystemExit) as stopped:
+        asyncio.run(main())
+
+    assert stopped.value.code == EXIT_CODE
+    assert CheckpointManager(tmp_path).steps() == (7,)
+
+
+@needs_signals
+def test_a_second_save_that_ends_the_program_on_sigterm_is_refused(
+    tmp_path: Path, sigterms: list[int]
+) -> None:
+    """SIGTERM reached the second alone, and the exit cut the first one's work off, unsaved."""
+
+    async def main() -> None:
+        manager, ended = CheckpointManager(tmp_path), asyncio.Event()
+        options: Any = {"state": {"x": 1}, "step": lambda: 7, "exit_on_sigterm": True}
+        first = asyncio.create_task(manager.save_on_cancel(ended.wait(), **options))
+        await asyncio.sleep(0)
+        with pytest.raises(ContextError, match="waited for already"):
+            await manager.save_on_cancel(ended.wait(), **options)
+        ended.set()
+        assert await first
+        assert await manager.save_on_cancel(ended.wait(), **options)
+
+    asyncio.run(main())
+
+    signal.raise_signal(signal.SIGTERM)
+    assert sigterms == [signal.SIGTERM]  # the handler of before is back
+
+
 @needs_signals
 @pytest.mark.xslow
 def test_programs_that_are_told_to_stop_save_and_end_as_documented() -> None:
     command = [sys.executable, "-m", signals.__name__, "--repeat", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+def test_a_save_in_the_background_that_nobody_waits_for_is_warned_of_if_it_fails(
+    tmp_path: Path,
+) -> None:
+    """The end of `asyncio.run` cancels it."""
+
+    async def save_and_cancel() -> None:
+        loop, is_writing = asyncio.get_running_loop(), asyncio.Event()
+        calls = FirstSync(lambda: on_loop(loop, is_writing.set))
+        await CheckpointManager(LocalStorage(tmp_path, calls=calls)).save(1, {"x": 1}, wait=False)
+        [saving] = [t for t in asyncio.all_tasks() if t.get_name() == "checkpoint 1"]
+        await is_writing.wait()
+        saving.cancel()
+        await asyncio.wait([saving])
+
+    async def main() -> None:
+        await asyncio.create_task(save_and_cancel())
+        gc.collect()
+
+    with pytest.warns(RuntimeWarning, match="Step 1 was not saved .* leave `async with manager`"):
+        asyncio.run(main())
+    assert CheckpointManager(tmp_path).steps() == ()
 
 
 # --- other loops ---------------------------------------------------------------------------------
