@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=positive, default=64, help="images per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("loss_curve.png"))
-    parser.add_argument("--trace", type=Path, help="write a time line, .json or .pftrace")
+    parser.add_argument("--trace", type=Path, help="write a time line, .json")
     parser.add_argument("--no-progress", action="store_true", help="print lines, not a live bar")
     options = vars(parser.parse_args(arguments))
     output, is_quiet = options.pop("output"), options.pop("no_progress")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -13,9 +15,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..telemetry._trace import STEPS, Instant, Slice, Timeline
+from ..telemetry._trace import STEPS, Instant, Sample, Slice, Timeline
 from ._rows import print_rows
-from ._trace_reading import read_trace
 
 COLOURS = {
     "run": "#b8b8c8",
@@ -26,6 +27,15 @@ COLOURS = {
 }
 OTHER_COLOUR = "#8c6bb1"
 MAX_NAMES = 12
+UNREADABLE = (
+    ArithmeticError,  # a time that is not a number
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading a file raises that has not the form of a trace."""
 
 
 def add_to(app: Any) -> None:  # Any: typer need not be installed where types are checked
@@ -41,19 +51,16 @@ def trace(
         Path | None, typer.Option(help="Draw the time line into this file, too.")
     ] = None,
 ) -> None:
-    """Sum a trace up: steps, what took the time, how busy each replica and device was.
-
-    Both formats are read: Chrome's JSON and Perfetto's .pftrace.
-    """
+    """Sum a trace up: steps, what took the time, how busy each replica and device was."""
     try:
-        kind, timeline = read_trace(file)
+        timeline = read_trace(file)
     except (OSError, ValueError) as error:
         raise _failed(f"{file} cannot be read as a trace: {error}.") from None
     if not timeline.slices:
         raise _failed(f"{file} has no slices: nothing ran while it was recorded.")
     if png is not None:
         _draw(timeline, png, file.name)
-    print_rows(("what", "value"), list(_overview(kind, timeline)), title="trace")
+    print_rows(("what", "value"), list(_overview(timeline)), title="trace")
     head = ("kind", "name", "count", "total", "mean", "longest")
     print_rows(head, list(_by_name(timeline)), title="time")
     print_rows(("track", "count", "busy"), list(_by_track(timeline)), title="tracks")
@@ -63,9 +70,57 @@ def trace(
     print_rows(("counter", "count", "last"), list(_counters(timeline)), title="counters")
 
 
-def _overview(kind: str, timeline: Timeline) -> Iterator[tuple[str, str]]:
+def read_trace(path: Path) -> Timeline:
+    """Read a trace file in Chrome's JSON: complete slices (`X`), moments and counters.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is not a trace, or damaged.
+    """
+    content = path.read_bytes()
+    if not content.strip():
+        raise ValueError("the file is empty")
+    try:
+        parsed: Any = json.loads(content)
+        events = parsed["traceEvents"] if isinstance(parsed, dict) else parsed
+        return _from_chrome([each for each in events if isinstance(each, dict)])
+    except UNREADABLE as error:
+        raise ValueError(f"it is no trace in Chrome's format ({error!r:.200})") from None
+
+
+def _from_chrome(events: list[dict[str, Any]]) -> Timeline:
+    names: dict[tuple[Any, Any], str] = {}
+    worker, pid = "", 0
+    for event in events:
+        if event.get("ph") == "M" and event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = str(event["args"]["name"])
+        elif event.get("ph") == "M" and event["name"] == "process_name" and not worker:
+            worker, pid = str(event["args"]["name"]), int(event["pid"])
+    slices, instants, samples = [], [], []
+    for event in events:
+        kind = event.get("ph")
+        if kind not in ("X", "i", "C"):
+            continue
+        name, begin = str(event["name"]), round(float(event["ts"]) * 1e3)
+        place = event.get("pid"), event.get("tid")
+        if kind == "C":
+            samples.append(Sample(name, begin, float(next(iter(event["args"].values()), 0.0))))
+            continue
+        track = names.setdefault(place, f"thread {place[1]}")
+        category = str(event.get("cat", ""))
+        if kind == "i":
+            instants.append(Instant(track, name, category, begin, dict(event.get("args", {}))))
+            continue
+        end = begin + round(float(event.get("dur", 0)) * 1e3)
+        slices.append(Slice(track, name, category, begin, end))
+    slices.sort(key=lambda each: (each.begin_ns, -each.end_ns))
+    instants.sort(key=attrgetter("at_ns"))
+    samples.sort(key=attrgetter("at_ns"))
+    return Timeline(worker, pid, list(dict.fromkeys(names.values())), slices, instants, samples)
+
+
+def _overview(timeline: Timeline) -> Iterator[tuple[str, str]]:
     begin, end = _extent(timeline)
-    yield "format", kind
     yield "process", f"{timeline.worker} ({timeline.pid})"
     yield "length", _time(end - begin)
     steps = [each.end_ns - each.begin_ns for each in timeline.slices if each.category == "run"]

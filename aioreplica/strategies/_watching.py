@@ -11,7 +11,7 @@ from typing import Self, final
 
 from ..devices import run_on_host
 from ..replica import waits_of
-from ..telemetry import FORMATS, Observers, ReplicaWait, Trace, skew_of, straggler_text
+from ..telemetry import Observers, ReplicaWait, Trace, chrome_json, skew_of, straggler_text
 from ._lifecycle import StrategyStatistics
 from ._loop_watch import LoopWatch
 from ._runtime import Runtime
@@ -69,7 +69,7 @@ class Telemetry:
         arrival, and from a replica to the ops it made.
 
         Args:
-            path: Ends in ".json" (Chrome's format) or ".pftrace" (Perfetto's, which is smaller).
+            path: Ends in ".json"; the format is Chrome's.
             capacity: How many happenings are kept; older ones are dropped. A merge of 4 replicas
                 takes about 700 bytes of memory.
 
@@ -126,7 +126,7 @@ class Tracing:
     Args:
         observers: Those of the strategy.
         trace: What is recorded.
-        path: Where to; the end of the name chooses the format.
+        path: Where to; ends in ".json".
 
     Raises:
         ValueError: If the name ends in another way.
@@ -135,9 +135,9 @@ class Tracing:
 
     def __init__(self, observers: Observers, trace: Trace, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        if self._path.suffix not in FORMATS:
+        if self._path.suffix != ".json":
             raise ValueError(
-                f"The name of a trace ends in {' or '.join(FORMATS)}, got {str(path)!r}."
+                f"The name of a trace ends in .json, which Perfetto opens too, got {str(path)!r}."
             )
         if not self._path.absolute().parent.is_dir():
             raise FileNotFoundError(
@@ -181,7 +181,7 @@ class Tracing:
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:
-                for piece in FORMATS[self._path.suffix](self._trace.timeline()):
+                for piece in chrome_json(self._trace.timeline()):
                     file.write(piece)
             part.replace(self._path)
         except BaseException:

@@ -32,7 +32,7 @@ from ._statistics import usage as usage
 from ._totals import CollectiveTotals as CollectiveTotals
 from ._totals import Totals as Totals
 from ._trace import Trace as Trace
-from ._trace_files import FORMATS as FORMATS
+from ._trace import chrome_json as chrome_json
 
 __all__ = [
     "CollectiveRecord",

@@ -1,16 +1,20 @@
 """The trace: the newest happenings of a strategy, ready to be drawn on a time line.
 
 While the program runs, a tuple of numbers and names is kept for each happening, in a ring. Only
-who reads the trace turns them into slices on tracks (`Timeline`), which `_trace_files.py` writes in
-the formats that Perfetto opens. So tracing costs the program little, and its memory is bounded.
+who reads the trace turns them into slices on tracks (`Timeline`), which `chrome_json` writes for
+https://ui.perfetto.dev. So tracing costs the program little, and its memory is bounded.
+
+Source:
+    "Trace Event Format" (Google, 2016).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -341,3 +345,51 @@ def _nest(first: Sequence[str], slices: Iterable[Slice]) -> tuple[list[str], lis
 
 def _row_name(track: str, number: int) -> str:
     return track if number == 0 else f"{track} +{number}"
+
+
+def chrome_json(timeline: Timeline) -> Iterator[bytes]:
+    """Write a time line in Chrome's format, piece by piece."""
+    ids = {track: number for number, track in enumerate(timeline.tracks, 1)}
+    head = {"displayTimeUnit": "ms", "otherData": {"producer": "aioreplica"}, "traceEvents": []}
+    yield json.dumps(head)[:-2].encode()
+    for number, event in enumerate(_chrome_events(timeline, ids)):
+        yield ((",\n" if number else "\n") + json.dumps(event)).encode()
+    yield b"\n]}\n"
+
+
+def _chrome_events(timeline: Timeline, ids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    pid = timeline.pid  # Any above: what JSON can be made of
+    yield _named("process_name", pid, 0, name=timeline.worker)
+    for track, tid in ids.items():
+        yield _named("thread_name", pid, tid, name=track)
+        yield _named("thread_sort_index", pid, tid, sort_index=tid)
+    left = Counter(flow for each in timeline.slices for flow in each.flows)
+    total = dict(left)
+    for each in timeline.slices:
+        tid = ids[each.track]
+        yield {
+            "ph": "X", "name": each.name, "cat": each.category, "pid": pid, "tid": tid,
+            "ts": each.begin_ns / 1e3, "dur": (each.end_ns - each.begin_ns) / 1e3,
+            "args": dict(each.args),
+        }  # fmt: skip
+        for flow in each.flows:
+            phase = "s" if left[flow] == total[flow] else "f" if left[flow] == 1 else "t"
+            left[flow] -= 1
+            yield {
+                "ph": phase, "id": flow, "name": each.category, "cat": "flow", "pid": pid,
+                "tid": tid, "ts": each.begin_ns / 1e3, "bp": "e",
+            }  # fmt: skip
+    for instant in timeline.instants:
+        yield {
+            "ph": "i", "s": "t", "name": instant.name, "cat": instant.category, "pid": pid,
+            "tid": ids[instant.track], "ts": instant.at_ns / 1e3, "args": dict(instant.args),
+        }  # fmt: skip
+    for sample in timeline.samples:
+        yield {
+            "ph": "C", "name": sample.name, "pid": pid, "ts": sample.at_ns / 1e3,
+            "args": {"value": sample.value},
+        }  # fmt: skip
+
+
+def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

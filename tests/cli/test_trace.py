@@ -1,4 +1,4 @@
-"""`trace`: both formats say the same, the picture is drawn, and what is no trace is refused."""
+"""`trace`: the file says what happened, the picture is drawn, and what is no trace is refused."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cli import main
-from aioreplica.cli._trace_reading import read_trace
+from aioreplica.cli._trace import read_trace
 from tests.telemetry.timelines import read_chrome
 
 pytest.importorskip("typer")
@@ -31,7 +31,6 @@ async def traced(folder: Path) -> None:
     async with (
         ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
         strategy.trace(folder / "run.json"),
-        strategy.trace(folder / "run.pftrace"),
     ):
         for _ in range(3):
             await strategy.run(step)
@@ -57,26 +56,19 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def test_both_formats_hold_the_same(folder: Path) -> None:
-    (one, chrome), (two, perfetto) = map(read_trace, (folder / "run.json", folder / "run.pftrace"))
+def test_what_is_read_is_what_other_code_reads(folder: Path) -> None:
+    found, expected = read_trace(folder / "run.json"), read_chrome(folder / "run.json")
 
-    assert (one, two) == ("Chrome JSON", "Perfetto")
-    assert (chrome.worker, chrome.pid) == (perfetto.worker, perfetto.pid)
-    assert list(chrome.tracks) == list(perfetto.tracks)
-    for first, second in zip(chrome.slices, read_chrome(folder / "run.json").slices, strict=True):
+    assert (found.worker, found.pid) == expected.process
+    assert list(found.tracks) == expected.tracks
+    for first, second in zip(found.slices, expected.slices, strict=True):
         assert (first.track, first.name, first.category) == second[:3]
-    names = [
-        sorted((each.track, each.category, each.name) for each in timeline.slices)
-        for timeline in (chrome, perfetto)
-    ]
-    assert names[0] == names[1]
-    assert [each.value for each in chrome.samples] == [each.value for each in perfetto.samples]
-    assert [each.name for each in chrome.instants] == [each.name for each in perfetto.instants]
+    assert [each.value for each in found.samples] == [value for _, value in expected.samples]
+    assert [(each.track, each.name) for each in found.instants] == expected.instants
 
 
-@pytest.mark.parametrize("name", ["run.json", "run.pftrace"])
-def test_the_summary_counts(folder: Path, run: Run, name: str) -> None:
-    code, out, err = run(folder / name)
+def test_the_summary_counts(folder: Path, run: Run) -> None:
+    code, out, err = run(folder / "run.json")
 
     assert (code, err) == (0, "")
     rows = [line.split("\t") for line in out.splitlines()]
@@ -95,7 +87,7 @@ def test_the_picture_is_a_png_with_a_row_per_track(folder: Path, run: Run, tmp_p
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
-    assert run(folder / "run.pftrace", "--png", tmp_path / "run.png")[0] == 0
+    assert run(folder / "run.json", "--png", tmp_path / "run.png")[0] == 0
 
     picture = imread(tmp_path / "run.png")
     green = np.all(np.abs(picture[:, :, :3] - [0x2F / 255, 0x7D / 255, 0x6D / 255]) < 0.01, axis=2)
@@ -105,7 +97,7 @@ def test_the_picture_is_a_png_with_a_row_per_track(folder: Path, run: Run, tmp_p
 
 
 def test_a_damaged_trace_is_refused_at_every_length(folder: Path, tmp_path: Path) -> None:
-    whole = (folder / "run.pftrace").read_bytes()
+    whole = (folder / "run.json").read_bytes()
     target = tmp_path / "cut"
     for length in range(0, len(whole), 61):
         target.write_bytes(whole[:length])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from examples.train_digits import Result, main, plot_losses, train
-from tests.telemetry.timelines import read_chrome, read_perfetto
+from tests.telemetry.timelines import read_chrome
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 
@@ -106,29 +106,23 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trace_shows_every_replica_and_device(tmp_path: Path) -> None:
-    pytest.importorskip("perfetto")
-
-    quick(epochs=1, replicas=3, trace=tmp_path / "digits.pftrace")
     quick(epochs=1, replicas=3, trace=tmp_path / "digits.json")
 
-    for read in (
-        read_perfetto(tmp_path / "digits.pftrace"),
-        read_chrome(tmp_path / "digits.json"),
-    ):
-        devices = [f"cpu:{i}" for i in range(3)]
-        replicas = [f"replica {i} ({device})" for i, device in enumerate(devices)]
-        assert [track for track in read.tracks if " +" not in track][:4] == ["steps", *replicas]
-        assert set(devices) <= set(read.tracks)
-        steps = [each for each in read.slices if each[2] == "step"]
-        assert sorted(each[0] for each in steps) == sorted(replicas * 4)  # 3 of training, 1 of test
-        meets: dict[int, set[str]] = {}
-        for track, _, category, _, _, flows in read.slices:
-            if category == "collective":
-                for flow in flows:
-                    meets.setdefault(flow, set()).add(track)
-        assert len(meets) == 3
-        assert all(tracks == set(replicas) for tracks in meets.values())
-        made = {flow for each in read.slices if each[2] == "await" for flow in each[5]}
-        run = {flow for each in read.slices if each[2] == "op" for flow in each[5]}
-        assert made == run != set()
+    read = read_chrome(tmp_path / "digits.json")
+    devices = [f"cpu:{i}" for i in range(3)]
+    replicas = [f"replica {i} ({device})" for i, device in enumerate(devices)]
+    assert [track for track in read.tracks if " +" not in track][:4] == ["steps", *replicas]
+    assert set(devices) <= set(read.tracks)
+    steps = [each for each in read.slices if each[2] == "step"]
+    assert sorted(each[0] for each in steps) == sorted(replicas * 4)  # 3 of training, 1 of test
+    meets: dict[int, set[str]] = {}
+    for track, _, category, _, _, flows in read.slices:
+        if category == "collective":
+            for flow in flows:
+                meets.setdefault(flow, set()).add(track)
+    assert len(meets) == 3
+    assert all(tracks == set(replicas) for tracks in meets.values())
+    made = {flow for each in read.slices if each[2] == "await" for flow in each[5]}
+    run = {flow for each in read.slices if each[2] == "op" for flow in each[5]}
+    assert made == run != set()
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".part"]

@@ -1,4 +1,4 @@
-"""Traces: what they keep, how it is drawn, and both formats read back by other code."""
+"""Traces: what they keep, how it is drawn, and the file read back by other code."""
 
 import json
 from collections import Counter, defaultdict
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.telemetry import FORMATS, Trace
+from aioreplica.telemetry import Trace, chrome_json
 from tests.sequencer import Sequencer
-from tests.telemetry.timelines import read_chrome, read_perfetto
+from tests.telemetry.timelines import read_chrome
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -192,34 +192,30 @@ async def busy_trace(strategy: ar.MirroredStrategy) -> Trace:
     return await traced(strategy, step)
 
 
-async def test_both_formats_hold_the_same_as_the_time_line(
+async def test_the_file_holds_the_same_as_the_time_line(
     pair: ar.MirroredStrategy, tmp_path: Path
 ) -> None:
-    pytest.importorskip("perfetto")
     timeline = (await busy_trace(pair)).timeline()
-    for suffix, write in FORMATS.items():
-        (tmp_path / f"run{suffix}").write_bytes(b"".join(write(timeline)))
+    (tmp_path / "run.json").write_bytes(b"".join(chrome_json(timeline)))
 
     chrome = read_chrome(tmp_path / "run.json")
-    perfetto = read_perfetto(tmp_path / "run.pftrace")
 
     expected = sorted(
         (each.track, each.name, each.category, each.begin_ns, each.end_ns, each.flows)
         for each in timeline.slices
     )
-    assert sorted(perfetto.slices) == expected
     assert [each[:3] for each in sorted(chrome.slices)] == [each[:3] for each in expected]
     for ours, theirs in zip(sorted(chrome.slices), expected, strict=True):
         assert ours[3] == pytest.approx(theirs[3], abs=500)  # a float holds half a microsecond
         assert ours[5] == theirs[5]
-    assert list(perfetto.tracks) == list(chrome.tracks) == list(timeline.tracks)
-    assert perfetto.process == chrome.process == ("worker 0", timeline.pid)
-    assert perfetto.samples[0][1:] == chrome.samples[0][1:] == (-0.5,)
-    assert len(perfetto.instants) == len(chrome.instants) == len(timeline.instants)
+    assert list(chrome.tracks) == list(timeline.tracks)
+    assert chrome.process == ("worker 0", timeline.pid)
+    assert chrome.samples[0][1:] == (-0.5,)
+    assert len(chrome.instants) == len(timeline.instants)
 
 
 async def test_chrome_events_obey_the_schema(pair: ar.MirroredStrategy) -> None:
-    text = b"".join(FORMATS[".json"]((await busy_trace(pair)).timeline())).decode()
+    text = b"".join(chrome_json((await busy_trace(pair)).timeline())).decode()
     events = json.loads(text)["traceEvents"]
 
     def of(phase: str) -> Iterator[dict[str, Any]]:
@@ -239,10 +235,9 @@ async def test_chrome_events_obey_the_schema(pair: ar.MirroredStrategy) -> None:
 
 
 async def test_an_empty_trace_is_a_file_too(tmp_path: Path) -> None:
-    pytest.importorskip("perfetto")
     timeline = Trace(("cpu:0",)).timeline()
-    for suffix, write in FORMATS.items():
-        (tmp_path / f"run{suffix}").write_bytes(b"".join(write(timeline)))
+    (tmp_path / "run.json").write_bytes(b"".join(chrome_json(timeline)))
 
-    assert read_chrome(tmp_path / "run.json").slices == []
-    assert read_perfetto(tmp_path / "run.pftrace").tracks == ["steps", "replica 0 (cpu:0)"]
+    read = read_chrome(tmp_path / "run.json")
+    assert read.slices == []
+    assert read.tracks == ["steps", "replica 0 (cpu:0)"]
