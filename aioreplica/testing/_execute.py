@@ -171,7 +171,7 @@ def _run(
     kind = ""
     try:
         with suppress(NeedsThreads):
-            kind = loop.run(task)
+            kind = loop.run_until(task.done)
     except StuckStepError:
         order = loop.order[:]
         with suppress(StuckStepError):
@@ -314,4 +314,4 @@ def _drain(loop: SimLoop, task: SimTask) -> None:
     if not task.done():
         loop.choose = fifo
         loop.budget = Budget(len(loop.order) + DRAIN_STEPS)
-        loop.run(task)
+        loop.run_until(task.done)

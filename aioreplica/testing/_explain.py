@@ -14,7 +14,7 @@ from ._runner import Runner, same_end, same_failure
 from ._schedule import HELD, Hold, Schedule
 from ._shrink import Shrunk, describe, shrink
 from ._strategies import maker_of, mix
-from ._token import TokenTooLongError, encode
+from ._token import TokenTooLongError, decode, encode
 from ._trace import RECENT, Trace
 
 ENDLESS_STEPS: Final = 2_500
@@ -32,7 +32,7 @@ def with_ordered_sets(runner: Runner, attempt: Callable[[], Report]) -> Report:
         and runner.order_sets()
     ):
         report = attempt()
-    return replace(report, warnings=(*report.warnings, *runner.warnings))
+    return replace(report, warnings=(*report.warnings, *runner.warnings, *runner.notes))
 
 
 def explain(
@@ -103,19 +103,19 @@ def _told(
     The shrunk schedule may fail with another text. Then its own token is needed, so that a replay
     shows what is told.
     """
-    token = token_of(runner, schedule, found.holds, outcome)
     if found.is_certain:
         ended, shrunk = runner.trace_holds(schedule, found.holds, limit)
         if same_failure(outcome, ended):
             if str(ended.error) == str(outcome.error):
+                return token_of(runner, schedule, found.holds, outcome, limit), shrunk, ended
+            token = checked_token(runner, held(schedule, found.holds), ended, limit)
+            if token:
                 return token, shrunk, ended
-            own = held_token(runner, schedule, found.holds)
-            if own:
-                return own, shrunk, ended
-    return token, trace, outcome
+    return token_of(runner, schedule, found.holds, outcome, limit), trace, outcome
 
 
 def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseException) -> Report:
+    """Report what no token can be checked for: a step that is stuck, or runs that differ."""
     token = ""
     with suppress(TokenTooLongError):
         token = encode(schedule, runner.main)
@@ -123,29 +123,52 @@ def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseExcep
     return replace(report, failed=True, failure=failure)
 
 
-def held_token(runner: Runner, schedule: Schedule, holds: Sequence[Hold]) -> str:
-    """Return a token of asyncio's order under constraints; "" if they do not fit, or are none."""
-    if holds:
-        with suppress(TokenTooLongError):
-            held = replace(schedule, maker=HELD, choices=(), holds=tuple(holds))
-            return encode(held, runner.main)
+def held(schedule: Schedule, holds: Sequence[Hold]) -> Schedule:
+    """Return asyncio's order under constraints, with the seed and the faults of a schedule."""
+    return replace(schedule, maker=HELD, length=0, choices=(), holds=tuple(holds))
+
+
+def checked_token(
+    runner: Runner, schedule: Schedule, outcome: Outcome, limit: int | None = None
+) -> str:
+    """Return the token of a schedule that fails in the same way when it is read again; else "".
+
+    Args:
+        runner: Runs what the text of the token says.
+        schedule: What failed.
+        outcome: How.
+        limit: Steps after which an endless one is cut.
+    """
+    with suppress(TokenTooLongError):
+        token = encode(schedule, runner.main)
+        if same_failure(outcome, runner.run(decode(token, runner.main), limit)):
+            return token
     return ""
 
 
-def token_of(runner: Runner, schedule: Schedule, holds: Sequence[Hold], outcome: Outcome) -> str:
+def token_of(
+    runner: Runner,
+    schedule: Schedule,
+    holds: Sequence[Hold],
+    outcome: Outcome,
+    limit: int | None = None,
+) -> str:
     """Return a token of a failing schedule.
 
     Where its decisions do not fit, the constraints may; else the portfolio is searched for a
     schedule that shows the same failure. If that finds none there is no token, and "" says so.
     """
-    with suppress(TokenTooLongError):
-        return encode(schedule, runner.main)
-    held = held_token(runner, schedule, holds)
-    if held:
-        return held
+    own = checked_token(runner, schedule, outcome, limit)
+    if own:
+        return own
+    constrained = checked_token(runner, held(schedule, holds), outcome, limit) if holds else ""
+    if constrained:
+        return constrained
     for at in range(1, SEARCH):
         other = replace(schedule, maker=maker_of("portfolio", at), seed=mix(0, at), choices=(),
-                        length=len(outcome.order))  # fmt: skip
-        if same_failure(outcome, runner.run(other)):
-            return encode(other, runner.main)
+                        holds=(), length=len(outcome.order))  # fmt: skip
+        if same_failure(outcome, runner.run(other, limit)):
+            found = checked_token(runner, other, outcome, limit)
+            if found:
+                return found
     return ""

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
-from ._explain import ENDLESS_STEPS, explain, with_ordered_sets
+from ._explain import ENDLESS_STEPS, checked_token, explain, with_ordered_sets
 from ._faults import Faults
 from ._leaks import Ignored
 from ._report import Failure, Report, handed_out, text_timeline
@@ -19,7 +19,7 @@ from ._runner import Runner, check_integer, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
 from ._strategies import BY_DECISIONS, CYCLES, FIFO, RANDOM, Rotation, mix
-from ._token import decode, encode
+from ._token import decode
 from ._trace import Trace
 
 MIN_LENGTH: Final = 8
@@ -194,14 +194,16 @@ def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignor
     Args:
         main: The program that the token is of, as it was or mended.
         token: From a report.
-        faults: The faults of the exploration, needed only where the token has no room for them.
+        faults: The faults of the exploration, needed only where the token has no room for them. A
+            token that says nothing of faults is run with them.
         leaks: What does not count as a leak, as for `explore`.
 
     Returns:
         What `main` returns.
 
     Raises:
-        ValueError: If the token is damaged or of another program; then nothing was run.
+        ValueError: If the token is damaged, of another program, or has other faults; then nothing
+            was run.
         BaseException: What `main` raises, with the trace as a note; or as `run`.
     """
     __tracebackhide__ = True
@@ -355,7 +357,7 @@ def _failed(
     constraint = f"{who} is cancelled at {at}, after step {schedule.cancel_step} of the program"
     failure = Failure(
         error,
-        encode(schedule, runner.main),
+        checked_token(runner, schedule, again),
         (constraint,),
         tuple(outcome.order),
         tuple(trace.steps),

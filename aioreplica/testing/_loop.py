@@ -46,9 +46,15 @@ from ._participants import (
     SimTask,
     SimTimer,
     TaskList,
+    name_of_task,
 )
 from ._streams import NetworkLoop
 
+UNEXPLORED: Final = (
+    "Tasks of the class {} were not explored: the program's task factory makes them, and they keep "
+    "asyncio's own order among the plain callbacks. Make asyncio.Task, or use "
+    "asyncio.eager_task_factory: its tasks are explored after their first step."
+)
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
 SAME_INSTANT_S: Final = 1e-9
@@ -143,6 +149,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
+        self.notes: dict[str, None] = {}  # what is not simulated, in words; of all runs
         self._generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]] | None = None
         self._num_generators = 0
         self._timers: list[tuple[float, int, Due]] = []
@@ -238,9 +245,15 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
         """Make a task that the schedule may hold."""
         self._check_closed()  # type: ignore[attr-defined]
-        if self._task_factory is not None:  # type: ignore[attr-defined]
-            return super().create_task(coro, **kwargs)
-        task = SimTask(coro, loop=self, **kwargs)
+        task: asyncio.Task[Any]
+        if self._task_factory is None:  # type: ignore[attr-defined]
+            task = SimTask(coro, loop=self, **kwargs)
+        else:
+            task = super().create_task(coro, **kwargs)
+            if type(task) is not SimTask:
+                self.notes[UNEXPLORED.format(type(task).__qualname__)] = None
+                return task
+            task.set_name(kwargs.get("name") or name_of_task(task.number))  # some make it "None"
         if self.network is not None and asyncio.current_task(self) is None:
             task.ends_with_run = True  # of a server: nobody in the program can await it
         return task
@@ -257,10 +270,6 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self.waiting.append(timer)
 
     # ---- running ---------------------------------------------------------------------------
-
-    def run(self, main: asyncio.Task[Any]) -> str:
-        """Take steps until `main` is done; say how that ended."""
-        return self.run_until(main.done)
 
     def run_until(self, done: Callable[[], bool]) -> str:
         """Take steps until something is done; say how that ended.

@@ -89,7 +89,7 @@ class SimTask(RealTask[Any]):
         self.number = number = tasks.add(self)
         self.index = loop.new_index()
         if name is None:  # asyncio's own counter goes on from run to run
-            name = NAMES[number] if number < 256 else f"Task-{number}"
+            name = name_of_task(number)
         super().__init__(coro, loop=loop, name=name, **kwargs)
 
     def __hash__(self) -> int:
@@ -99,6 +99,16 @@ class SimTask(RealTask[Any]):
         """Run the step that waits."""
         callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
+
+
+def name_of_task(number: int) -> str:
+    """Return the name of a task that was given none: asyncio's own, counted from each run's start.
+
+    Example:
+        >>> name_of_task(3)
+        'Task-3'
+    """
+    return NAMES[number] if number < 256 else f"Task-{number}"
 
 
 RealFuture = asyncio.Future

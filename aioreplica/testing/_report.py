@@ -33,7 +33,8 @@ class Failure:
     Attributes:
         error: What it raised, or what was found: `DeadlockError`, `StarvationError`, `LeakError`
             or `NondeterminismError`.
-        token: Replays the schedule: `art.replay(main, token)`. Empty if it has too many decisions.
+        token: Replays the schedule: `art.replay(main, token)`. It was run from its text before it
+            was reported; empty if it has too many decisions, or if none was seen to fail again.
         constraints: What makes it fail, in words; empty if asyncio's own order does, or if no
             constraints were seen to make it fail.
         schedule: Who took each step, by number.
@@ -74,7 +75,8 @@ class Failure:
             lines.append("It fails in asyncio's own order: no interleaving is needed.")
         lines += [f"A wake-up is lost: {cause}." for cause in self.causes]
         if not self.token:
-            return [*lines, "It has too many decisions for a token, so it cannot be replayed."]
+            text = "has too many decisions for a token, or none was seen to fail again"
+            return [*lines, f"It cannot be replayed: it {text}."]
         lines.append(f"Replay it with art.replay(main, {self.token!r}) or --ar-replay {self.token}")
         return lines
 
@@ -158,7 +160,8 @@ class Report:
         seed: The seed of the exploration.
         strategy: How schedules were made.
         fidelity: What they varied.
-        warnings: What did not fail but could: orders of collectives that only chance kept.
+        warnings: What did not fail but could, such as orders of collectives that only chance
+            kept; and what was not simulated, such as tasks of a class of the program's own.
     """
 
     failed: bool

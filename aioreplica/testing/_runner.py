@@ -83,13 +83,18 @@ class Runner:
         self._plain_sets: tuple[PlainSet, ...] = ()
         self.warnings: tuple[str, ...] = ()
 
-    def run(self, schedule: Schedule) -> Outcome:
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what the program did that is not simulated."""
+        return tuple(self._sandbox.simulation.notes)
+
+    def run(self, schedule: Schedule, max_steps: int | None = None) -> Outcome:
         """Run one schedule, without its trace."""
         if schedule.maker == HELD:
-            return self.run_holds(schedule, schedule.holds)
+            return self.run_holds(schedule, schedule.holds, max_steps)
 
         def attempt() -> Outcome:
-            return self._execute(schedule, canceller_of(schedule), schedule.chooser())
+            return self._execute(schedule, canceller_of(schedule), schedule.chooser(), max_steps)
 
         return self._with_threads_if_needed(attempt)
 

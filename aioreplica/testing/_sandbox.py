@@ -56,6 +56,8 @@ IMPORTED_LATER: Final = {
 real_wait = asyncio.wait
 real_as_completed = asyncio.as_completed
 real_all_tasks = asyncio.all_tasks
+if sys.version_info >= (3, 12):
+    eager_task_factory = asyncio.create_eager_task_factory(SimTask)  # its first step is no option
 ONLY_ASYNCIO: Final = (
     "Only asyncio is simulated: run the program there, with anyio's backend 'asyncio' if it is "
     "written for both."
@@ -209,6 +211,8 @@ class Sandbox:
             self._patch(module, "wait", wait)
             self._patch(module, "as_completed", as_completed)
             self._patch(module, "all_tasks", all_tasks)
+            if sys.version_info >= (3, 12):
+                self._patch(module, "eager_task_factory", eager_task_factory)
         self._patch_refusals()
         from ._anyio import anyio_patches  # imports a backend of anyio, which takes a while
 

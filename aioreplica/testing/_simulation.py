@@ -22,6 +22,7 @@ class Simulation:
         pools: Its pools.
         threads: Where ops run that wait.
         numbers: Hashes of objects that a run made and that are walked in sets, by address.
+        notes: Sentences on what programs did that is not simulated, of all schedules.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class Simulation:
         self.pools: PoolTable = None  # type: ignore[assignment]  # likewise
         self.threads = OpThreads(self.outside)
         self.numbers: dict[int, int] = {}
+        self.notes: dict[str, None] = {}
         self._num_numbers = 0
         self._is_running = False
         self._thread = threading.get_ident()
@@ -37,6 +39,7 @@ class Simulation:
         """Start a schedule."""
         self.loop, self.pools = loop, pools
         loop.make_network = self.open_network
+        loop.notes = self.notes
         self.numbers.clear()
         self._num_numbers = 0
         self._is_running = True

@@ -7,6 +7,7 @@ import struct
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import crc32
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -44,28 +45,35 @@ def _name(main: Any) -> str:
 def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
     """Return the token of a schedule.
 
+    Faults end every kind of token, explicit decisions and constraints too. An option of 0 and a key
+    of length 0, which those do not have, mark that faults follow; without faults nothing is added.
+
     Raises:
         TokenTooLongError: If its decisions do not fit.
     """
     body = bytearray([schedule.maker << 2 | FIDELITIES.index(schedule.fidelity)])
     body += program_number(main).to_bytes(2)
     body += schedule.seed.to_bytes(SEED_BYTES)
+    faults = schedule.faults if schedule.faults is not None and schedule.faults.entries else None
     if schedule.maker == CHOICES:
         previous = 0
         for decision, option in schedule.choices:
             body += _varint(decision - previous)
             body += _varint(option)
             previous = decision
+        body += bytes(2 if faults else 0)
     elif schedule.maker == HELD:
         for hold in schedule.holds:
             for number in (*_hold_numbers(hold),):
                 body += _varint(number)
+        body += bytes(1 if faults else 0)
     elif schedule.maker == CANCELLED:
         for number in (schedule.cancel_step, schedule.cancel_task, schedule.order):
             body += _varint(number)
     else:
         body += _varint(schedule.length)
-        body += _faults_bytes(schedule.faults, ROOM - CRC_BYTES - len(body))
+    if faults or schedule.maker < len(MAKERS):
+        body += _faults_bytes(faults, ROOM - CRC_BYTES - len(body))
     if len(body) + CRC_BYTES > ROOM:
         raise TokenTooLongError
     body += crc32(body).to_bytes(CRC_BYTES)
@@ -78,11 +86,11 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
     Args:
         token: What `encode` returned.
         main: The program that it is for.
-        faults: What may go wrong, where the token has no room to say so.
+        faults: What may go wrong, where the token does not say so.
 
     Raises:
         TypeError: If it is not a string.
-        ValueError: If it is damaged, of another program, or lacks its faults.
+        ValueError: If it is damaged, of another program, lacks its faults, or has others.
     """
     program, body = _open(token)
     own = program_number(main)
@@ -102,18 +110,19 @@ def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
     maker, fidelity = body[0] >> 2, FIDELITIES[body[0] & 3]
     seed = int.from_bytes(body[3 : 3 + SEED_BYTES])
     rest = iter(body[3 + SEED_BYTES :])
+    schedule = Schedule(maker, seed, 0, fidelity)
     if maker == CHOICES:
-        return Schedule(maker, seed, 0, fidelity, tuple(_choices(rest)))
-    if maker == CANCELLED:
+        schedule = replace(schedule, choices=tuple(_choices(rest)))
+    elif maker == CANCELLED:
         step, task, order = _read(rest), _read(rest), _read(rest)
         if order >= len(MAKERS):
             raise ValueError(_damaged(token))
-        return Schedule(maker, seed, 0, fidelity, cancel_step=step, cancel_task=task, order=order)
-    if maker == HELD:
-        return Schedule(maker, seed, 0, fidelity, holds=tuple(_holds(rest)))
-    length = _read(rest)
-    found = _read_faults(rest, token, faults)
-    return Schedule(maker, seed, length, fidelity, faults=found)
+        schedule = replace(schedule, cancel_step=step, cancel_task=task, order=order)
+    elif maker == HELD:
+        schedule = replace(schedule, holds=tuple(_holds(rest)))
+    else:
+        schedule = replace(schedule, length=_read(rest))
+    return replace(schedule, faults=_read_faults(rest, token, faults))
 
 
 def is_token_of(token: str, main: Callable[..., Any]) -> bool:
@@ -179,7 +188,10 @@ def _choices(rest: Iterator[int]) -> Iterator[tuple[int, int]]:
     decision = 0
     for first in rest:
         decision += _read(rest, first)
-        yield decision, _read(rest)
+        option = _read(rest)
+        if not option:
+            return  # faults follow
+        yield decision, option
 
 
 def _hold_numbers(hold: Hold) -> tuple[int, ...]:
@@ -190,6 +202,8 @@ def _hold_numbers(hold: Hold) -> tuple[int, ...]:
 
 def _holds(rest: Iterator[int]) -> Iterator[Hold]:
     for first in rest:
+        if not first:
+            return  # faults follow
         key = tuple(_read(rest) for _ in range(_read(rest, first)))
         nth = _read(rest)
         until_key = tuple(_read(rest) for _ in range(_read(rest)))
@@ -204,7 +218,7 @@ def _faults_bytes(faults: Faults | None, room: int) -> bytes:
     if faults is None or not faults.entries:
         return bytes([NO_FAULTS])
     if all(map(_fits, faults.entries)):
-        inside = b"".join(_fault_bytes(each) for each in faults.entries)
+        inside = _all_bytes(faults)
         if len(inside) < room:
             return bytes([FAULTS_INSIDE]) + inside
     key = crc32(repr(faults.entries).encode()) & 0xFFFF
@@ -234,9 +248,9 @@ def _fault_bytes(fault: Fault) -> bytes:
 
 
 def _read_faults(rest: Iterator[int], token: str, given: Faults | None) -> Faults | None:
-    mark = next(rest)
+    mark = next(rest, NO_FAULTS)
     if mark == NO_FAULTS:
-        return None
+        return given
     if mark == FAULTS_ELSEWHERE:
         key = _read_number(rest)
         found = given or _known_faults().get(key)
@@ -249,7 +263,16 @@ def _read_faults(rest: Iterator[int], token: str, given: Faults | None) -> Fault
     faults = Faults()
     for first in rest:
         faults._add(_read_fault(first, rest))
+    if given is not None and _all_bytes(given) != _all_bytes(faults):
+        raise ValueError(
+            f"Token {token!r} has its own faults, {faults!r}, and not the {given!r} that were "
+            "passed. Leave out `faults`, or pass those of the exploration."
+        )
     return faults
+
+
+def _all_bytes(faults: Faults) -> bytes:
+    return b"".join(map(_fault_bytes, faults.entries)) if all(map(_fits, faults.entries)) else b""
 
 
 def _read_fault(first: int, rest: Iterator[int]) -> Fault:

@@ -254,10 +254,14 @@ class Trace:
         if self.num_steps <= MAX_TRACE_STEPS and len(known) < tasks.num_made:
             made = {task.number: task for task in tasks.since(len(known))}
             for number in range(len(known), tasks.num_made):
-                task = made.get(number)  # None if it was eager
+                task = made.get(number)  # None if it has ended and is forgotten
                 who = "" if task is None else self.name_of(task)
                 names = ("", "") if task is None else names_of(task)
                 known.append(MadeTask(who, names, self.num_steps))
+                if task is not None and task.done():  # an eager one may have ended
+                    known[number].ended_after = self.num_steps
+                elif task is not None:  # or have begun
+                    self._points[task.index] = self._point_of(task)
         if isinstance(chosen, SimTask) and chosen.done() and chosen.number < len(known):
             known[chosen.number].ended_after = self.num_steps
 

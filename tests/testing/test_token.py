@@ -1,10 +1,12 @@
 """Tokens: short, checked before anything runs, and the same schedule in every process."""
 
+import asyncio
 import os
 import subprocess
 import sys
 from base64 import urlsafe_b64encode
 from binascii import crc32
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +31,7 @@ SCHEDULES = [
     Schedule(CANCELLED, 7, cancel_step=1234),
     Schedule(HELD, 7, holds=(Hold((2, 0), 1, (2, 1), 3),)),
 ]
+FAULTS = art.Faults().fail_op("cpu:1", error=OSError, at=2)
 
 
 async def never_run() -> None:
@@ -47,6 +50,75 @@ def test_a_token_is_its_schedule(schedule: Schedule) -> None:
 
     assert len(token) <= 40
     assert decode(token, never_run) == schedule
+
+
+@pytest.mark.parametrize(
+    "schedule", [each for each in SCHEDULES if each.seed != LARGEST or each.maker == FIFO], ids=str
+)
+def test_every_kind_of_token_keeps_its_faults(schedule: Schedule) -> None:
+    faulty = replace(schedule, faults=FAULTS)
+    read = decode(encode(faulty, never_run), never_run)
+
+    assert replace(read, faults=None) == schedule
+    assert read.faults is not None
+    assert encode(read, never_run) == encode(faulty, never_run) != encode(schedule, never_run)
+
+
+def test_a_token_without_faults_takes_those_that_are_passed() -> None:
+    before_faults_were_written = encode(SCHEDULES[-1], never_run)
+
+    assert decode(before_faults_were_written, never_run).faults is None
+    assert decode(before_faults_were_written, never_run, FAULTS).faults is FAULTS
+
+
+def test_other_faults_than_those_of_the_token_are_refused() -> None:
+    token = encode(Schedule(FIFO, 7, faults=FAULTS), never_run)
+
+    assert decode(token, never_run, FAULTS).faults is not None
+    with pytest.raises(ValueError, match="has its own faults"):
+        art.replay(never_run, token, faults=art.Faults().fail_op("cpu:2", error=OSError, at=2))
+
+
+async def order_after_a_fault() -> None:
+    """Fail with another text in nearly every order, but only after a fault."""
+    log: list[str] = []
+
+    async def call(name: str) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, str)
+        except OSError:
+            log.append(name)
+
+    async def note(name: str, rounds: int) -> None:
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        log.append(name)
+
+    await asyncio.gather(call("a"), note("b", 2), note("c", 3), note("d", 1), call("e"))
+    if "a" in log and log.index("c") < log.index("b"):
+        raise ValueError(f"order {log}")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_a_token_of_constraints_and_faults_fails_as_it_was_told(seed: int) -> None:
+    faults = art.Faults().fail_op(error=OSError)
+    report = art.explore(order_after_a_fault, schedules=300, seed=seed, faults=faults)
+    assert report.failure is not None
+
+    with pytest.raises(ValueError, match="order") as raised:
+        art.replay(order_after_a_fault, report.failure.token)
+    assert str(raised.value) == str(report.failure.error)
+
+
+def test_a_token_whose_text_does_not_fail_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if constraints were written without something that the failure needs."""
+    monkeypatch.setattr("aioreplica.testing._token._hold_numbers", lambda hold: (1, 9, 9, 1, 9, 9))
+    faults = art.Faults().fail_op(error=OSError)
+    report = art.explore(order_after_a_fault, schedules=300, faults=faults)
+    assert report.failure is not None
+
+    with pytest.raises(ValueError, match="order"):
+        art.replay(order_after_a_fault, report.failure.token)
 
 
 def test_too_many_choices_do_not_fit() -> None:
