@@ -18,7 +18,7 @@ from ..collectives import require_dense
 from ..context import PLACE
 from ..devices.backends import Array
 from ..errors import ContextError
-from ..replica import CallSite, ReplicaContext, WorkerContext
+from ..replica import CallSite, RunningReplica, WorkerContext
 from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
 from ._find import find_adapter
@@ -107,7 +107,7 @@ def broadcast(value: Tree, source: int = 0) -> Tree:
     """
     index = operator.index(source)
     replica = _current_replica("broadcast")
-    count = 1 if replica is None else replica.num_replicas_in_sync
+    count = 1 if replica is None else replica.context.num_replicas_in_sync
     if not 0 <= index < count:
         raise ValueError(f"broadcast got source={source!r}, but replicas are 0 to {count - 1}.")
     return _send(value, "broadcast", sys._getframe(1), lambda caller: FromSource(caller, index))
@@ -124,9 +124,9 @@ def _linear_op(op: ReduceOp | str, name: str) -> ReduceOp:
     return parsed
 
 
-def _current_replica(name: str) -> ReplicaContext | None:
+def _current_replica(name: str) -> RunningReplica | None:
     place = PLACE.get()
-    if isinstance(place.replica, ReplicaContext):
+    if isinstance(place.replica, RunningReplica):
         return place.replica
     if isinstance(place.replica, WorkerContext):
         raise place.replica.refusal(f"ar.autodiff.{name}")

@@ -30,7 +30,7 @@ from ..replica import (
     CallSite,
     ReduceScatter,
     Reduction,
-    ReplicaContext,
+    RunningReplica,
     collective_named,
     payload_along,
     payload_of,
@@ -50,7 +50,7 @@ class Caller:
         name: What tables call the collective.
     """
 
-    replica: ReplicaContext | None
+    replica: RunningReplica | None
     site: CallSite
     name: str
 
@@ -214,7 +214,7 @@ class Scattered(LinearCollective):
     def transposed(self) -> LinearCollective:
         """Join the parts."""
         replica = self.caller.replica
-        count = 1 if replica is None else replica.num_replicas_in_sync
+        count = 1 if replica is None else replica.context.num_replicas_in_sync
         return Joined(self.caller.back(), self._axis, count if self._op is ReduceOp.MEAN else 1)
 
     def again(self) -> LinearCollective:

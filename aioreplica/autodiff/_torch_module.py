@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..context import OVERRIDES, PLACE
-from ..replica import ReplicaContext
+from ..replica import RunningReplica
 from ..tree import map_leaves
 from ..values import Variable
 from ._local_state import new_state, require_outside_replicas, write_state
@@ -238,7 +238,7 @@ class TorchModule:
 
     def _seeded(self) -> AbstractContextManager[object]:
         replica = PLACE.get().replica
-        if self._draws is None or not isinstance(replica, ReplicaContext):
+        if self._draws is None or not isinstance(replica, RunningReplica):
             return nullcontext()
         return SeededDraws(self._draws.seeds_of(replica))
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..replica import ReplicaContext
+from ..replica import RunningReplica
 
 Op = Any  # a torch.ops overload
 
@@ -87,11 +87,11 @@ class SeedStreams:
         self._lock = threading.Lock()
         self._open: dict[int, OrderedDict[int, np.random.Generator]] = {}
 
-    def seeds_of(self, replica: ReplicaContext) -> Callable[[], int]:
+    def seeds_of(self, replica: RunningReplica) -> Callable[[], int]:
         """Return the function that gives the next seed of a replica's step."""
         return lambda: self._next_seed(replica)
 
-    def _next_seed(self, replica: ReplicaContext) -> int:
+    def _next_seed(self, replica: RunningReplica) -> int:
         rng = replica.rng(self._stream)
         first = int(rng.integers(2**63))
         with self._lock:

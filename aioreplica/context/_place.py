@@ -13,7 +13,11 @@ from typing import Any, Protocol, final
 
 
 class CurrentReplica(Protocol):
-    """Interface of the current replica for lower layers."""
+    """Interface of the object behind the current replica's context, for lower layers."""
+
+    @property
+    def context(self) -> Any:  # Any: the replica layer lies above this one
+        """The context that the step sees."""
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -103,7 +107,7 @@ class Place:
 
     Attributes:
         strategy: The strategy in charge, or None in the default context.
-        replica: The replica context, or None in cross-replica context.
+        replica: The replica, or None in cross-replica context.
         update_replica_id: The component being updated, in the update context only.
         in_merge: True inside a merge function.
         staging: Holds the components written so far, in the update context only.

@@ -12,7 +12,7 @@ from .._functions import require_finished, require_no_yield
 from ..autodiff import find_outside_adapter
 from ..context import CLUSTER, LOOP, PLACE, Place
 from ..errors import ContextError
-from ..replica import ReplicaContext, add_note_once
+from ..replica import RunningReplica, add_note_once
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             f"outside_compilation was called inside outside cluster {CLUSTER.get()!r}. The code is "
             "on the host already: call the function directly, or await it."
         )
-    if not isinstance(replica, ReplicaContext) or not replica.blocking.is_live:
+    if not isinstance(replica, RunningReplica) or not replica.blocking.is_live:
         return fn(*args, **kwargs)
     replica.blocking.require_here("outside_compilation")
     leave = _Leave(replica, sys._getframe(1))
@@ -93,18 +93,16 @@ class _Leave:
 
     __slots__ = ("_replica", "_site")
 
-    def __init__(self, replica: ReplicaContext, frame: FrameType) -> None:
+    def __init__(self, replica: RunningReplica, frame: FrameType) -> None:
         self._replica = replica
         self._site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run `fn(*args)` on the event loop in the cluster `name`."""
         replica = self._replica
-        place = Place(PLACE.get().strategy, replica.outside(), is_outside=True)
+        place = Place(replica.runtime, replica.outside(), is_outside=True)
         blocking = replica.blocking
-        replica.strategy.telemetry.events.add(
-            "outside", name, blocking.step, replica.replica_id_in_sync_group
-        )
+        replica.runtime.events.add("outside", name, blocking.step, replica.replica_id_in_sync_group)
         call = partial(_in_cluster, name, fn)
         try:
             return blocking.call_on_host(call, args, place, f"outside cluster {name!r}")

@@ -8,13 +8,13 @@ from typing import Any
 
 from .._functions import UNFINISHED
 from ..context import LOOP, LoopStep
-from ..replica import ReplicaContext
+from ..replica import RunningReplica
 from ._infeed import Infeed
 from ._outputs import MultiStepContext
 
 
 def run_loop(
-    replica: ReplicaContext,
+    replica: RunningReplica,
     fn: Callable[..., Any],
     context: MultiStepContext,
     loop_step: LoopStep,

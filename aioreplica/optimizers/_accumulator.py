@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..context import LOOP, PLACE, LoopStep
 from ..devices import run_together
 from ..errors import ContextError
-from ..replica import CallSite, ReplicaContext
+from ..replica import CallSite, RunningReplica
 from ..values import IndexedSlices, Variable, Weighted
 from ._apply_gradients import (
     APPLY_ACCUMULATED,
@@ -232,7 +232,7 @@ class GradientAccumulator:
                 f"GradientAccumulator.add was called in {place.describe()}, but gradients belong "
                 "to replicas. Call it in the step."
             )
-        if isinstance(place.replica, ReplicaContext):
+        if isinstance(place.replica, RunningReplica):
             return place.replica.to_await("add", self._add, (grads_and_vars,), sys._getframe(1))
         return self._add(grads_and_vars)
 
@@ -253,7 +253,7 @@ class GradientAccumulator:
             As for `apply_gradients`; the sums are kept if nothing was updated.
         """
         replica = PLACE.get().replica
-        if isinstance(replica, ReplicaContext):
+        if isinstance(replica, RunningReplica):
             return replica.meet(
                 APPLY_ACCUMULATED, self, self._brought(global_step), sys._getframe(1)
             )
@@ -311,8 +311,8 @@ class GradientAccumulator:
         size, work = self._addition(grads_and_vars)
         if size <= INLINE_STEP_BYTES:
             work()
-        elif isinstance(replica, ReplicaContext):
-            await replica.run_on_device(work)
+        elif isinstance(replica, RunningReplica):
+            await replica.context.run_on_device(work)
         else:
             await run_together([work])
 

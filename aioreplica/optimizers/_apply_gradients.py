@@ -23,7 +23,7 @@ from ..replica import (
     Collective,
     Parts,
     Pending,
-    ReplicaContext,
+    RunningReplica,
     SyncGroup,
 )
 from ..typing import ReduceOp
@@ -358,7 +358,7 @@ def require_replica(place: Place, what: str) -> None:
     Raises:
         ContextError: If the code runs in cross-replica or update context.
     """
-    if type(place.replica) is not ReplicaContext and place.strategy is not None:
+    if type(place.replica) is not RunningReplica and place.strategy is not None:
         raise ContextError(
             f"{what} was called in {place.describe()}, but it is a collective of the replicas. "
             f"Call it in the step: `await optimizer.{what}(...)` in an `async def step(...)`, "
@@ -496,7 +496,7 @@ async def minimize(
     if push_elsewhere(optimizer, pairs, global_step) is not None:
         return value
     brought = contribution_of(optimizer, place, pairs, global_step, False)
-    if isinstance(place.replica, ReplicaContext):
+    if isinstance(place.replica, RunningReplica):
         await place.replica.meet(APPLY_GRADIENTS, None, brought, frame)
     else:
         await take_step_alone(brought)
@@ -513,9 +513,11 @@ async def differentiate(
 ) -> tuple[Any, Pairs]:
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     replica = place.replica
-    if not isinstance(replica, ReplicaContext):
+    if not isinstance(replica, RunningReplica):
         return await run_on_host(differentiate_loss, loss, var_list, scale, backend, has_aux)
-    found = await replica.run_on_device(differentiate_loss, loss, var_list, scale, backend, has_aux)
+    found = await replica.context.run_on_device(
+        differentiate_loss, loss, var_list, scale, backend, has_aux
+    )
     if var_list is None and is_process_device(str(replica.device)):
         sort_by_creation(found[1], place.strategy)  # a worker process does not know the order
     return found

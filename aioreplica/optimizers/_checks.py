@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..context import PLACE
 from ..errors import ContextError
-from ..replica import ReplicaContext
+from ..replica import RunningReplica
 from ..values import Variable
 
 LearningRate: TypeAlias = float | Callable[[int], float]
@@ -112,7 +112,7 @@ def require_outside_replicas(what: str) -> None:
         )
 
 
-def replica_on_device(name: str) -> ReplicaContext:
+def replica_on_device(name: str) -> RunningReplica:
     """Return the replica whose device thread this is, for a blocking method.
 
     Args:
@@ -122,7 +122,7 @@ def replica_on_device(name: str) -> ReplicaContext:
         ContextError: If it is the device thread of no replica.
     """
     place = PLACE.get()
-    if not isinstance(place.replica, ReplicaContext):
+    if not isinstance(place.replica, RunningReplica):
         raise ContextError(
             f"{name} was called in {place.describe()}, but it is for plain step functions and "
             f"run_steps. In an `async def` step use `await {name.replace('.blocking', '')}(...)`."

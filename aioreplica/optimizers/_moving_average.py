@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ..collectives import Job, Turn, no_data
 from ..context import PLACE
-from ..replica import Call, CallSite, Collective, Parts, Pending, ReplicaContext, SyncGroup
+from ..replica import Call, CallSite, Collective, Parts, Pending, RunningReplica, SyncGroup
 from ..values import Variable, is_floating
 from ._checks import (
     checked_decay,
@@ -116,7 +116,7 @@ class ExponentialMovingAverage:
             Leaves all averages as they were, or moves all.
         """
         replica = PLACE.get().replica
-        if isinstance(replica, ReplicaContext):
+        if isinstance(replica, RunningReplica):
             return replica.meet(UPDATE_AVERAGES, self, (), sys._getframe(1))
         require_cross_replica_context("ExponentialMovingAverage.update")
         return self._update()

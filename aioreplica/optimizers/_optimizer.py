@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..context import PLACE
-from ..replica import ReplicaContext
+from ..replica import RunningReplica
 from ..values import Variable
 from ._apply_gradients import (
     APPLY_GRADIENTS,
@@ -260,7 +260,7 @@ class Optimizer(UpdateRule):
         """
         place = PLACE.get()
         replica = place.replica
-        if type(replica) is not ReplicaContext:
+        if type(replica) is not RunningReplica:
             require_replica(place, "apply_gradients")
             return apply_alone(self, place, grads_and_vars, global_step, not aggregate)
         brought = contribution_of(self, place, grads_and_vars, global_step, not aggregate)
@@ -299,7 +299,7 @@ class Optimizer(UpdateRule):
         require_loss(loss, var_list)
         frame = sys._getframe(1)
         args = (self, place, loss, var_list, global_step, backend, has_aux, frame)
-        if isinstance(place.replica, ReplicaContext):
+        if isinstance(place.replica, RunningReplica):
             return place.replica.to_await("minimize", minimize, args, frame)
         return minimize(*args)
 

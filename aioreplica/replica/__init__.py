@@ -8,6 +8,7 @@ from ._blocking import run_device_program as run_device_program
 from ._collectives import Collectives as Collectives
 from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext
+from ._context import RunningReplica as RunningReplica
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast

@@ -71,11 +71,6 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         return self._position if across is None else across.first_replica + self._position
 
     @property
-    def local_replica_id(self) -> int:
-        """Index of this replica among those of this process who meet, from 0."""
-        return self._position
-
-    @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that meet in a collective."""
         across = self._members.across

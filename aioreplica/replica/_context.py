@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, final
 import numpy as np
 
 from .._functions import YIELDS, is_async, require_no_yield
-from ..context import PLACE, CurrentStrategy, Place
+from ..context import PLACE, CurrentStrategy
 from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table, require_loop
 from ..values import Variable
 from ._blocking import BlockingContext
@@ -47,141 +47,33 @@ class ReplicaContext(Collectives):
         CancelledError.
     """
 
-    __slots__ = (
-        "_blocking", "_completions", "_device", "_group", "_is_on_host", "_lane",
-        "_replica", "_runtime", "_seed",
-    )  # fmt: skip
+    __slots__ = ("_own",)
 
-    def __init__(
-        self,
-        runtime: CurrentStrategy,
-        group: ReplicaGroup,
-        replica: Replica,
-        device: Device | None,
-        completions: CompletionQueue | None,
-        seed: int,
-        is_on_host: bool = False,
-    ) -> None:
-        point = group.point
-        self._waiter = TaskWaiter(point, replica, completions, group.ops)
-        self._members = point.everyone
-        self._position = replica.replica_id
-        self._runtime = runtime
-        self._group = group
-        self._replica = replica
-        self._device = device
-        self._completions = completions
-        self._seed = seed
-        self._lane: Lane | None = None
-        self._blocking: BlockingContext | None = None
-        self._is_on_host = is_on_host
-
-    def open(self, place: Place) -> None:
-        """Allow collectives where `place` is current, in this thread; called by the strategy."""
-        self._waiter.open(place)
-
-    def close(self) -> None:
-        """Refuse everything from now on; called by the strategy."""
-        self._waiter.close()
+    def __init__(self, own: RunningReplica) -> None:
+        point = own.group.point
+        super().__init__(own.waiter, point.everyone, own.local_replica_id)
+        self._own = own
 
     @property
     def strategy(self) -> Any:
         """The strategy that runs this replica."""
-        return self._runtime.facade
+        return self._own.runtime.facade
 
     @property
     def device(self) -> Device | None:
         """The device of this replica, None under the default strategy."""
-        return self._device
+        return self._own.device
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """The devices of this replica: its one device, or none."""
-        return () if self._device is None else (self._device,)
-
-    @property
-    def device_name(self) -> str | None:
-        """Name of the device where ops go, or None for the host.
-
-        It is the host where device threads wait for the code: in outside_compilation, and under
-        a merge function of plain replicas.
-        """
-        return None if self._device is None or self._is_on_host else str(self._device)
+        device = self._own.device
+        return () if device is None else (device,)
 
     @property
     def blocking(self) -> BlockingContext:
         """The same collectives for plain functions: they wait on the device thread."""
-        if self._blocking is None:
-            self._blocking = BlockingContext(self._replica, self._group)
-        return self._blocking
-
-    def to_await(
-        self, name: str, fn: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...],
-        frame: FrameType,
-    ) -> Coroutine[Any, Any, T]:  # fmt: skip
-        """Return the coroutine of `fn(*args)`, called `name` at `frame`; for the library.
-
-        If it is never awaited that fails the run, as for a collective, which this is not.
-
-        Raises:
-            ContextError: If nothing can be awaited here.
-        """
-        if not self._waiter.is_here:
-            raise self._misuse(name)
-        call = new_call(
-            merge_call_named(name), None, (), None, self._members, self._position, 0, frame
-        )
-        coroutine = self._replica.unawaited[call] = self._begun(call, fn, args)
-        return coroutine
-
-    async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        loop = self._group.point.loop
-        if loop is not None:
-            require_loop(loop, call.collective.name)
-        self._replica.unawaited.pop(call, None)
-        return await fn(*args)
-
-    def outside(self) -> ReplicaContext:
-        """Return the context that a host function sees while the device program waits for it."""
-        twin = ReplicaContext(
-            self._runtime, self._group, self._replica, self._device, self._completions,
-            self._seed, True,
-        )  # fmt: skip
-        twin._blocking = self.blocking
-        return twin
-
-    @property
-    def op_tracker(self) -> OpTracker:
-        """Tracker of the ops of this run that are in flight."""
-        return self._group.ops
-
-    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what ops in a worker process get in its place: a call, and its arguments."""
-        replica, group = self._replica, self._group
-        step = group.step + replica.steps_done
-        told = replica.replica_id, group.num_replicas, str(self._device), self._seed, step
-        return WorkerContext, told
-
-    def check_running(self) -> None:
-        """Raise CancelledError if the run was aborted."""
-        if self._group.is_aborted:
-            raise asyncio.CancelledError
-
-    def op_abandoned(self) -> None:
-        """Close the strategy: an interrupt left one of its ops to the device thread."""
-        self._runtime.abandon()
-
-    def meet_as(
-        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
-    ) -> Coroutine[Any, Any, Any]:
-        """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
-        return self.meet(merge_call_named(name), merge_fn, args, frame)
-
-    def meet(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
-    ) -> Coroutine[Any, Any, Any]:
-        """Make a call among all replicas, called at `frame`; for the library."""
-        return self._call(collective, argument, args, None, frame)
+        return self._own.blocking
 
     def group(self, members: Iterable[int]) -> GroupContext:
         """Return the collectives among some of the replicas, which this one must be one of.
@@ -212,8 +104,8 @@ class ReplicaContext(Collectives):
         """
         if not self._waiter.is_here:
             raise self._misuse("group")
-        own = self._replica.replica_id
-        group = group_of(members, own, self._group.point)
+        own = self._own.local_replica_id
+        group = group_of(members, own, self._waiter.point)
         return GroupContext(self._waiter, group, group.members.index(own))
 
     def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
@@ -227,7 +119,7 @@ class ReplicaContext(Collectives):
             Exception: As `ar.Variable`, and as `merge_call`.
         """
         merge, args = create_variable(initial_value, options)
-        return self.meet_as("variable", merge, args, sys._getframe(1))
+        return self._call(merge_call_named("variable"), merge, args, None, sys._getframe(1))
 
     def update(
         self,
@@ -253,7 +145,7 @@ class ReplicaContext(Collectives):
             Exception: As `strategy.extended.update`, and as `merge_call`.
         """
         merge, merged = update_variable(var, fn, args, kwargs, group)
-        return self.meet_as("update", merge, merged, sys._getframe(1))
+        return self._call(merge_call_named("update"), merge, merged, None, sys._getframe(1))
 
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.
@@ -279,17 +171,12 @@ class ReplicaContext(Collectives):
             raise self._misuse("run_on_device")
         if type(fn) is not BuiltinFunctionType and type(fn) is not np.ufunc:
             _require_plain(fn)
-        if self._group.is_aborted:
+        own = self._own
+        if own.group.is_aborted:
             raise asyncio.CancelledError
-        lane = self._lane or self._find_lane()
-        assert self._completions is not None  # _find_lane sets it
-        return Op(self._completions, fn, args, kwargs, lane, self._group.ops)
-
-    def _find_lane(self) -> Lane:
-        if self._completions is None:
-            self._completions = CompletionQueue.of_running_loop()
-        self._lane = lane_table().lane(self.device_name or HOST)
-        return self._lane
+        lane = own.lane or own.find_lane()
+        assert own.completions is not None  # find_lane sets it
+        return Op(own.completions, fn, args, kwargs, lane, own.group.ops)
 
     def rng(self, name: str) -> np.random.Generator:
         """Return this replica's random stream of this name for this step.
@@ -298,13 +185,11 @@ class ReplicaContext(Collectives):
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
             one name per purpose.
         """
-        replica = self._replica
-        step = self._group.step + replica.steps_done
-        return random_stream(self._seed, step, self.replica_id_in_sync_group, name)
+        return self._own.rng(name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
         """Return a random stream that is the same on every replica: keyed by seed, step, name."""
-        return random_stream(self._seed, self._group.step + self._replica.steps_done, None, name)
+        return random_stream(self._own.seed, self._own.step, None, name)
 
     def record(self, name: str, value: float | str) -> None:
         """Record a number or a line of text in `strategy.events`; replica 0's only are kept.
@@ -317,23 +202,191 @@ class ReplicaContext(Collectives):
             TypeError: If it is neither.
             ContextError: If called outside this replica.
         """
-        if PLACE.get().replica is not self or self._replica.is_over:
+        own = self._own
+        if PLACE.get().replica is not own or own.state.is_over:
             raise self._misuse("record")
         if self.replica_id_in_sync_group == 0:
-            step = self._group.step + self._replica.steps_done
-            self._runtime.events.add_scalar(step, 0, name, value)
+            own.runtime.events.add_scalar(own.step, 0, name, value)
 
     def _misuse(self, name: str) -> Exception:
-        return misuse_error(name, self._replica, self._group.step, self._waiter.home)
+        return self._own.misuse(name)
 
     def __repr__(self) -> str:
-        replica, group = self._replica, self._group
+        own = self._own
         who = f"{self.replica_id_in_sync_group}/{self.num_replicas_in_sync}"
         state = "closed" if self._waiter.home is None else "open"
         return (
-            f"<ReplicaContext {who} on {self._device} | "
-            f"step {group.step}, {replica.sequence} collectives, {state}>"
+            f"<ReplicaContext {who} on {own.device} | "
+            f"step {own.group.step}, {own.state.sequence} collectives, {state}>"
         )
+
+
+@final
+class RunningReplica:
+    """One replica of a run: where its ops go, and how it meets the others.
+
+    `Place` holds it; a `ReplicaContext` is the facade over it, made when the step asks for one.
+
+    Args:
+        runtime: The strategy.
+        group: The run.
+        state: What its group keeps of it.
+        device: Its device; None under the default strategy.
+        completions: Brings results of ops to the event loop; None outside every run.
+        seed: Of the run.
+        is_on_host: Whether its ops go to the host, as device threads wait for the code: in
+            outside_compilation, and under a merge function of plain replicas.
+
+    Attributes:
+        local_replica_id: Index among the replicas of this process, and so of its component of a
+            value.
+        waiter: How it waits as a task.
+        lane: Where its ops go; None before the first one.
+    """
+
+    __slots__ = (
+        "_blocking", "_context", "completions", "device", "group", "is_on_host", "lane",
+        "local_replica_id", "runtime", "seed", "state", "waiter",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        runtime: CurrentStrategy,
+        group: ReplicaGroup,
+        state: Replica,
+        device: Device | None,
+        completions: CompletionQueue | None,
+        seed: int,
+        is_on_host: bool = False,
+    ) -> None:
+        self.runtime = runtime
+        self.group = group
+        self.state = state
+        self.device = device
+        self.completions = completions
+        self.seed = seed
+        self.is_on_host = is_on_host
+        self.local_replica_id = state.replica_id
+        self.waiter = TaskWaiter(group.point, state, completions, group.ops)
+        self.lane: Lane | None = None
+        self._blocking: BlockingContext | None = None
+        self._context: ReplicaContext | None = None
+
+    @property
+    def context(self) -> ReplicaContext:
+        """The context that the step sees."""
+        context = self._context
+        if context is None:
+            context = self._context = ReplicaContext(self)
+        return context
+
+    def close(self) -> None:
+        """Refuse everything from now on, and form no circle."""
+        self.waiter.close()
+        self._context = None
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Index of this replica among those of all workers."""
+        return self.group.point.everyone.global_id(self.local_replica_id)
+
+    @property
+    def device_name(self) -> str | None:
+        """Name of the device where ops go, or None for the host."""
+        return None if self.device is None or self.is_on_host else str(self.device)
+
+    @property
+    def step(self) -> int:
+        """Number of the step under way, in its strategy."""
+        return self.group.step + self.state.steps_done
+
+    @property
+    def blocking(self) -> BlockingContext:
+        """The same collectives for plain functions: they wait on the device thread."""
+        if self._blocking is None:
+            self._blocking = BlockingContext(self.state, self.group)
+        return self._blocking
+
+    @property
+    def op_tracker(self) -> OpTracker:
+        """Tracker of the ops of this run that are in flight."""
+        return self.group.ops
+
+    def find_lane(self) -> Lane:
+        """Find where its ops go, at the first one."""
+        if self.completions is None:
+            self.completions = CompletionQueue.of_running_loop()
+        self.lane = lane_table().lane(self.device_name or HOST)
+        return self.lane
+
+    def rng(self, name: str) -> np.random.Generator:
+        """Return its random stream of this name for this step."""
+        return random_stream(self.seed, self.step, self.replica_id_in_sync_group, name)
+
+    def check_running(self) -> None:
+        """Raise CancelledError if the run was aborted."""
+        if self.group.is_aborted:
+            raise asyncio.CancelledError
+
+    def op_abandoned(self) -> None:
+        """Close the strategy: an interrupt left one of its ops to the device thread."""
+        self.runtime.abandon()
+
+    def meet(
+        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+    ) -> Coroutine[Any, Any, Any]:
+        """Make a call among all replicas, called at `frame`."""
+        return self.context._call(collective, argument, args, None, frame)
+
+    def meet_as(
+        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
+    ) -> Coroutine[Any, Any, Any]:
+        """Do a merge_call that tables show as `name`, called at `frame`."""
+        return self.meet(merge_call_named(name), merge_fn, args, frame)
+
+    def to_await(
+        self, name: str, fn: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...],
+        frame: FrameType,
+    ) -> Coroutine[Any, Any, T]:  # fmt: skip
+        """Return the coroutine of `fn(*args)`, called `name` at `frame`.
+
+        If it is never awaited that fails the run, as for a collective, which this is not.
+
+        Raises:
+            ContextError: If nothing can be awaited here.
+        """
+        if not self.waiter.is_here:
+            raise self.misuse(name)
+        everyone, position = self.group.point.everyone, self.local_replica_id
+        call = new_call(merge_call_named(name), None, (), None, everyone, position, 0, frame)
+        coroutine = self.state.unawaited[call] = self._begun(call, fn, args)
+        return coroutine
+
+    async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        loop = self.group.point.loop
+        if loop is not None:
+            require_loop(loop, call.collective.name)
+        self.state.unawaited.pop(call, None)
+        return await fn(*args)
+
+    def outside(self) -> RunningReplica:
+        """Return the replica that a host function sees while the device program waits for it."""
+        twin = RunningReplica(
+            self.runtime, self.group, self.state, self.device, self.completions, self.seed, True
+        )
+        twin._blocking = self.blocking
+        return twin
+
+    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        told = (
+            self.local_replica_id, self.group.num_replicas, str(self.device), self.seed, self.step
+        )  # fmt: skip
+        return WorkerContext, told
+
+    def misuse(self, name: str) -> Exception:
+        """Return the error of a call made elsewhere than in the replica."""
+        return misuse_error(name, self.state, self.group.step, self.waiter.home)
 
 
 @final

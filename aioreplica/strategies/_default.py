@@ -8,7 +8,7 @@ from typing import NoReturn, cast, final
 
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
-from ..replica import ReplicaContext, ReplicaGroup, WorkerContext
+from ..replica import ReplicaContext, ReplicaGroup, RunningReplica, WorkerContext
 from ..values import PlainVariable, default_store
 from ._strategy import Strategy
 
@@ -76,8 +76,8 @@ def get_replica_context() -> ReplicaContext | None:
         1
     """
     place = PLACE.get()
-    if isinstance(place.replica, ReplicaContext):
-        return place.replica
+    if isinstance(place.replica, RunningReplica):
+        return place.replica.context
     if isinstance(place.replica, WorkerContext):
         return cast("ReplicaContext", place.replica)  # all of it that there is in a worker
     if place.strategy is not None:
@@ -91,9 +91,9 @@ def get_replica_context() -> ReplicaContext | None:
         runtime.observers, 0,
         "no step", has_plain_values=True,
     )  # fmt: skip
-    context = ReplicaContext(runtime, group, group.replicas[0], None, None, 0)
-    context.open(place)
-    return context
+    own = RunningReplica(runtime, group, group.replicas[0], None, None, 0)
+    own.waiter.open(place)
+    return ReplicaContext(own)
 
 
 def _default_strategy() -> DefaultStrategy:

@@ -11,7 +11,7 @@ from ..collectives import CommunicationOptions
 from ..context import PLACE
 from ..devices import Device, require_device
 from ..errors import ContextError
-from ..replica import ReplicaContext, update_variable
+from ..replica import RunningReplica, update_variable
 from ..typing import ReduceOp
 from ..values import (
     DistributedValues,
@@ -230,7 +230,7 @@ class Extended:
         what = "extended.update"
         place = PLACE.get()
         replica = place.replica
-        if isinstance(replica, ReplicaContext) and place.strategy is self._runtime:
+        if isinstance(replica, RunningReplica) and place.strategy is self._runtime:
             merge, merged = update_variable(var, fn, args, kwargs, group)
             return replica.meet_as("update", merge, merged, sys._getframe(1))
         self._runtime.require_cross_replica(what, None)

@@ -11,7 +11,7 @@ from ..cluster import WorkersRun
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
-from ..replica import ReplicaContext, ReplicaGroup, run_device_program
+from ..replica import ReplicaGroup, RunningReplica, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._across import equalize, function_name
 from ._run_options import RunOptions
@@ -50,8 +50,8 @@ async def launch(
     try:
         if runs_on_loop:
             coroutines = _make_coroutines(fn, all_args, all_kwargs)
-            for context, place in zip(run.contexts, run.places, strict=True):
-                context.open(place)
+            for own, place in zip(run.replicas, run.places, strict=True):
+                own.waiter.open(place)
             run.group.start_tasks(run.places, coroutines)
         else:
             run.start_programs(
@@ -80,14 +80,14 @@ class Run:
     Attributes:
         runtime: Whose run it is.
         group: The replica group.
-        contexts: One replica context for each replica.
+        replicas: What `Place` holds of each.
         places: Where each replica runs.
         port: Brings results from device threads to the event loop.
     """
 
     runtime: Runtime
     group: ReplicaGroup
-    contexts: list[ReplicaContext]
+    replicas: list[RunningReplica]
     places: list[Place]
     port: CompletionQueue
 
@@ -132,27 +132,27 @@ class Run:
         )
         if across is not None:
             across.begin(group.step, group.point.rows)
-        contexts = [
-            ReplicaContext(runtime, group, replica, device, port, seed or 0, holds_devices)
-            for replica, device in zip(group.replicas, runtime.replica_devices, strict=True)
+        replicas = [
+            RunningReplica(runtime, group, state, device, port, seed or 0, holds_devices)
+            for state, device in zip(group.replicas, runtime.replica_devices, strict=True)
         ]
-        return Run(runtime, group, contexts, [Place(runtime, c) for c in contexts], port)
+        return Run(runtime, group, replicas, [Place(runtime, own) for own in replicas], port)
 
     def start_programs(
         self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     ) -> None:
         """Put one plain call per replica on the device lanes, all in one go."""
         programs = [
-            (run_device_program, (context, fn, *args), kwargs)
-            for context, (fn, args, kwargs) in zip(self.contexts, calls, strict=True)
+            (run_device_program, (own, fn, *args), kwargs)
+            for own, (fn, args, kwargs) in zip(self.replicas, calls, strict=True)
         ]
         lanes = [HOST if d is None else str(d) for d in self.runtime.replica_devices]
         self.group.start_ops(self.places, lanes, self.port, programs)
 
     def end(self) -> None:
         """Refuse further use of the contexts, and let go of the group."""
-        for context, place in zip(self.contexts, self.places, strict=True):
-            context.close()
+        for own, place in zip(self.replicas, self.places, strict=True):
+            own.close()
             place.end()
         self.group.forget()
         self.runtime.lifecycle.ended(self.group)

@@ -158,7 +158,7 @@ async def _run(
         run.start_programs(
             [
                 (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
-                for replica, context, step in zip(run.contexts, contexts, steps, strict=True)
+                for replica, context, step in zip(run.replicas, contexts, steps, strict=True)
             ]
         )
         await group.wait(plan.options.stall_timeout)

@@ -452,7 +452,7 @@ def _publication(variable: Variable, place: Place) -> Publication:
         number, components = cell.previous_number, cell.previous
         num_writes = cell.num_writes - 1
     if place.replica is not None and place.strategy is variable.store.owner:
-        array = components[place.replica.replica_id_in_sync_group]
+        array = components[place.replica.local_replica_id]
     else:
         array = variable.primary_of(components)
     same = (i for i, component in enumerate(components) if component is array)

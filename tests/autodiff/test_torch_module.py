@@ -544,7 +544,7 @@ async def test_a_run_that_was_aborted_writes_no_buffers(pair: ar.MirroredStrateg
             started.set()
             with contextlib.suppress(asyncio.CancelledError):
                 while True:  # ends when the other replica has failed
-                    me().check_running()
+                    me()._own.check_running()
             self.count += 1
 
     with pair.scope():

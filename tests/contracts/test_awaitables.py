@@ -317,7 +317,7 @@ async def workers() -> AsyncIterator[Any]:
 ELSEWHERE: dict[str, tuple[Any, Callable[[Any], Awaitable[Any]]]] = {
     "Strategy.run": (trained, lambda p: p.strategy.run(idle)),
     "Strategy.run of a plain function": (trained, lambda p: p.strategy.run(p.loss)),
-    "DeviceLoops.run_steps": (
+    "Strategy.run_steps": (
         trained,
         lambda p: p.strategy.run_steps(lambda ctx, x: None, iter([1])),
     ),
@@ -425,9 +425,8 @@ BEGINS_BY_ITSELF = {
 OF_THE_LIBRARY = {
     "Communicator.all_gather_then_reduce", "MirroredVariable.write_in_replica",
     "SyncOnReadVariable.write_in_replica", "Variable.write_in_replica", "Variable.write",
-    "Variable.combine", "ObservedWait.awaited", "Reducer.reduce", "ReplicaContext.meet",
-    "ReplicaContext.meet_as", "ReplicaContext.to_await", "Turn.exchange", "Wire.all_gather",
-    "Wire.all_reduce", "Wire.broadcast", "Writes.write", "ServedVariable.write",
+    "Variable.combine", "ObservedWait.awaited", "Reducer.reduce", "Turn.exchange",
+    "Wire.all_gather", "Wire.all_reduce", "Wire.broadcast", "Writes.write", "ServedVariable.write",
 }  # fmt: skip
 AWAITABLE = re.compile(r"\b(Coroutine|Awaitable|Future|Handle|Op|Ticket|RemoteValue)\b|^R$")
 

@@ -213,14 +213,12 @@ ROWS: dict[str, Row] = {
     "Extended.call_for_each_replica(fn)": lambda fn: with_strategy(
         lambda s, _: s.extended.call_for_each_replica(fn)
     ),
-    "DeviceLoops.run_steps(fn)": lambda fn: with_strategy(
-        lambda s, _: s.run_steps(fn, iter([1, 2]))
-    ),
+    "Strategy.run_steps(fn)": lambda fn: with_strategy(lambda s, _: s.run_steps(fn, iter([1, 2]))),
     "Extended.update(fn)": lambda fn: with_strategy(lambda s, v: s.extended.update(v, fn)),
     "Extended.update_non_slot(fn)": lambda fn: with_strategy(
         lambda s, v: s.extended.update_non_slot(s.extended.non_slot_devices([v]), fn)
     ),
-    "Distribution.distribute_values_from_function(value_fn)": lambda fn: with_strategy(
+    "Strategy.distribute_values_from_function(value_fn)": lambda fn: with_strategy(
         lambda s, _: s.distribute_values_from_function(fn)
     ),
     "Collectives.merge_call(merge_fn)": lambda fn: in_step(lambda ctx: ctx.merge_call(fn)),
@@ -327,8 +325,8 @@ PACKAGES = (
 NAMES = {"fn", "dataset", "loss", "main", "step_fn", "validate"}  # of parameters that are functions
 WITHOUT_A_ROW = {
     "iterated over": (
-        "Distribution.distribute_dataset(dataset)",
-        "Distribution.distribute_datasets_from_function(dataset_fn)",
+        "Strategy.distribute_dataset(dataset)",
+        "Strategy.distribute_datasets_from_function(dataset_fn)",
         "ClusterCoordinator.create_per_worker_dataset(dataset)",
     ),
     "compared, never called": (
@@ -344,8 +342,7 @@ WITHOUT_A_ROW = {
         "OnlineService.__init__(predict)", "OnlineService.__init__(report)", "events_to(emit)",
     ),
     "called by the library, with functions of its own or checked before": (
-        "differentiate_variables(loss)", "ReplicaContext.meet_as(merge_fn)",
-        "ReplicaContext.to_await(fn)",
+        "differentiate_variables(loss)", "Strategy.__init__(new_variable)",
         "DistributedDataset.__init__(known_spec)", "DistributedDataset.__init__(num_replicas)",
         "DistributedDataset.__init__(on_begin)",
         "ClosureEngine.create_state(factory)", "LocalClosureEngine.create_state(factory)",

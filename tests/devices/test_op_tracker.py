@@ -117,7 +117,7 @@ async def test_an_op_that_runs_is_known_on_any_thread(pair: ar.MirroredStrategy)
         ctx = ar.get_replica_context()
         if ctx.replica_id_in_sync_group == 0:
             return
-        tracker = ctx.op_tracker
+        tracker = ctx._own.op_tracker
 
         def look(when: str) -> None:
             for replica_id in (0, 1):
@@ -154,9 +154,9 @@ async def test_queued_and_withdrawn_ops_do_not_run(
         await gated_op.started.wait()
         first, second = ctx.run_on_device(len, []), ctx.run_on_device(len, [])
         both = asyncio.gather(first, second, return_exceptions=True)
-        seen.append(ctx.op_tracker.running(0))
+        seen.append(ctx._own.op_tracker.running(0))
         second.cancel()
-        seen.append(ctx.op_tracker.running(0))
+        seen.append(ctx._own.op_tracker.running(0))
         gated_op.release()
         await both
 
@@ -183,7 +183,7 @@ async def test_unfinished_ops_name_function_device_task_and_line(
         made_of_an_op = asyncio.create_task(ctx.run_on_device(len, []), name="bare")
         await gated_op.started.wait()
         gathered = asyncio.gather(ctx.run_on_device(len, [1]))
-        tracker = ctx.op_tracker
+        tracker = ctx._own.op_tracker
         found.append(tracker.unfinished(0))
         found.append(tracker.unfinished(1))
         gated_op.release()

@@ -44,7 +44,7 @@ def test_slots_of_two_optimizers_have_different_names(pair: ar.MirroredStrategy)
 
 def test_a_new_variable_belongs_to_the_strategy(pair: ar.MirroredStrategy) -> None:
     value = np.zeros(2)
-    ours, plain = new_variable(pair, value, "ours"), new_variable(None, value, "plain")
+    ours, plain = new_variable(pair._runtime, value, "ours"), new_variable(None, value, "plain")
 
     assert (ours.strategy, len(ours.components)) == (pair, 2)
     assert (plain.strategy, len(plain.components)) == (None, 1)

@@ -147,7 +147,7 @@ def work_until_aborted(ctx: ar.ReplicaContext) -> None:
     """Hold the device thread until the run was ended, however late that is noticed."""
     with suppress(asyncio.CancelledError):
         while True:
-            ctx.check_running()
+            ctx._own.check_running()
             threading.Event().wait(0.001)
 
 

@@ -102,7 +102,7 @@ class Link:
     def reduced(self, thing: Any) -> Reduced | None:
         """Name the replica context and the strategy."""
         place = self.place
-        if thing is place.replica:
+        if place.replica is not None and thing is place.replica.context:
             self.names[REPLICA] = thing
             return named, (REPLICA,)
         if place.strategy is not None and thing is place.strategy.facade:

@@ -216,7 +216,7 @@ class WorkerProcess:
                 logger.handle(record)
         replica = op.place.replica
         for name, value in reply.recorded:
-            op.context.run(replica.record, name, value)  # type: ignore[union-attr]  # it recorded
+            op.context.run(replica.context.record, name, value)  # type: ignore[union-attr]  # it recorded
         if failure is not None:
             raise self._error(op, failure, result)
         for data, (filename, line, module) in reply.warnings:
