@@ -43,13 +43,13 @@ class AutogradAdapter(Adapter):
         self, fn: Callable[[Watch], Any], *, has_aux: bool = False
     ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
-        inputs: list[_Input] = []
+        inputs: list[_AutogradInput] = []
         weights: list[Any] = []
         extra: list[Any] = []
 
         def traced(root: Array) -> Array:
             def watch(array: Array) -> Array:
-                watched = _Input(array)
+                watched = _AutogradInput(array)
                 inputs.append(watched)
                 return _enter(root, watched)
 
@@ -77,7 +77,7 @@ class AutogradAdapter(Adapter):
 
 
 @final
-class _Input:
+class _AutogradInput:
     """A watched array, and the gradient that the backward pass brings to it."""
 
     __slots__ = ("_gradient", "array")
@@ -107,7 +107,7 @@ def _untraced(root: Array, leaf: Array) -> Array:
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _enter(_root: float, watched: _Input) -> Array:
+def _enter(_root: float, watched: _AutogradInput) -> Array:
     return watched.array
 
 

@@ -41,7 +41,7 @@ class JaxAdapter(Adapter):
         self, fn: Callable[[Watch], Any], *, has_aux: bool = False
     ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
-        inputs: list[_Input] = []
+        inputs: list[_JaxInput] = []
         extra: list[_Extra] = []
         was_compiling = _is_compiling()
 
@@ -49,7 +49,7 @@ class JaxAdapter(Adapter):
             def watch(array: Array) -> jax.Array:
                 if _is_compiling() and not was_compiling:
                     raise TypeError(_COMPILED)
-                watched = _Input(array)
+                watched = _JaxInput(array)
                 inputs.append(watched)
                 return _enter(watched, root, watched.start())
 
@@ -107,7 +107,7 @@ class _Extra:
 
 
 @final
-class _Input:
+class _JaxInput:
     """A watched array, and the gradient that the backward pass brings to it."""
 
     __slots__ = ("_gradient", "array")
@@ -144,15 +144,15 @@ def as_jax(array: Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _enter(_watched: _Input, _root: jax.Array, array: jax.Array) -> jax.Array:
+def _enter(_watched: _JaxInput, _root: jax.Array, array: jax.Array) -> jax.Array:
     return array
 
 
-def _enter_forward(_watched: _Input, root: jax.Array, array: jax.Array) -> Pair:
+def _enter_forward(_watched: _JaxInput, root: jax.Array, array: jax.Array) -> Pair:
     return array, root
 
 
-def _enter_backward(watched: _Input, root: jax.Array, gradient: jax.Array) -> Pair:
+def _enter_backward(watched: _JaxInput, root: jax.Array, gradient: jax.Array) -> Pair:
     watched.receive(gradient)
     return jnp.zeros_like(root), gradient
 

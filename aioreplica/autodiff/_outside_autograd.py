@@ -55,12 +55,12 @@ class AutogradOutside(OutsideAdapter):
                 whole[position] = value
             return fn(*unflatten(spec, whole))
 
-        outside = _Outside(run, names, name, of_traced)
+        outside = _AutogradCall(run, names, name, of_traced)
         return outside.at([leaves[i] for i in positions])
 
 
 @final
-class _Outside:
+class _AutogradCall:
     """One call: its result, and its pullback once it was traced.
 
     Args:
@@ -101,7 +101,9 @@ class _Outside:
     def gradient(self, cotangent: Any, args: Sequence[Any]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
         name = self._names.gradient_of(self._name, _backward_frame())
-        outside = _Outside(self._run, self._names, name, _vjp_of(self._fn), known=self._pullback)
+        outside = _AutogradCall(
+            self._run, self._names, name, _vjp_of(self._fn), known=self._pullback
+        )
         return outside.at([cotangent, *args])
 
     def _evaluate(self, *args: Any) -> Any:
@@ -131,7 +133,7 @@ class _Traced:
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _result(outside: _Outside, *_args: Any) -> Any:
+def _result(outside: _AutogradCall, *_args: Any) -> Any:
     return outside.value
 
 

@@ -43,12 +43,12 @@ class TorchOutside(OutsideAdapter):
                 whole[position] = value
             return fn(*unflatten(spec, whole))
 
-        outside = _Outside(run, names, name, of_tracked)
+        outside = _TorchCall(run, names, name, of_tracked)
         return outside.at([leaves[i] for i in positions])
 
 
 @final
-class _Outside:
+class _TorchCall:
     """One call: its result, and the inputs that it was made from, on the host."""
 
     def __init__(
@@ -97,7 +97,7 @@ class _Outside:
 
             return finished(self._fn(*inputs), back)
 
-        return _Outside(self._run, self._names, name, pull_back).at([*cotangents, *args])
+        return _TorchCall(self._run, self._names, name, pull_back).at([*cotangents, *args])
 
     def _forward(self, *inputs: torch.Tensor) -> Any:
         import torch
@@ -129,7 +129,7 @@ def _function() -> Any:
 
     class OutsideFunction(torch.autograd.Function):  # type: ignore[misc]  # torch may be missing
         @staticmethod
-        def forward(ctx: Any, outside: _Outside, *args: torch.Tensor) -> Any:
+        def forward(ctx: Any, outside: _TorchCall, *args: torch.Tensor) -> Any:
             ctx.outside = outside
             ctx.save_for_backward(*args)
             return outside.value

@@ -33,10 +33,10 @@ class TorchAdapter(Adapter):
         self, fn: Callable[[Watch], Any], *, has_aux: bool = False
     ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
-        inputs: list[_Input] = []
+        inputs: list[_TorchInput] = []
 
         def watch(array: Array) -> torch.Tensor:
-            watched = _Input(array)
+            watched = _TorchInput(array)
             inputs.append(watched)
             return watched.tensor
 
@@ -66,11 +66,11 @@ class TorchAdapter(Adapter):
 
     def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a tensor through a collective."""
-        return _Performed.apply(value, collective)
+        return _TorchCollective.apply(value, collective)
 
 
 @final
-class _Input:
+class _TorchInput:
     """A watched array, and the tensor that stands in for it."""
 
     __slots__ = ("array", "is_tensor", "is_traced", "tensor")
@@ -131,7 +131,7 @@ def _number(total: Array, keep: bool, is_numpy: bool) -> Array:
 
 
 @final
-class _Performed(torch.autograd.Function):  # type: ignore[misc]  # torch's own base is untyped
+class _TorchCollective(torch.autograd.Function):  # type: ignore[misc]  # torch's own base is untyped
     """A collective as torch sees it."""
 
     @staticmethod
@@ -143,4 +143,4 @@ class _Performed(torch.autograd.Function):  # type: ignore[misc]  # torch's own 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Meet them again, with the gradient."""
-        return _Performed.apply(gradient, ctx.collective.transposed()), None
+        return _TorchCollective.apply(gradient, ctx.collective.transposed()), None

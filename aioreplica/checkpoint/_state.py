@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..context import PLACE
 from ..errors import ContextError
+from ..input import Stateful
 from ..values import StepGate, Variable, between_steps, take_snapshot
 from ._format import MAX_TENSORS, EntryRecord, TensorRecord, dtype_name
 
@@ -53,17 +54,6 @@ class HasParts(Protocol):
     @property
     def checkpoint_parts(self) -> Composite:
         """The one that does."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that gives its state as plain data: a distributed dataset."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take a state back."""
 
 
 @runtime_checkable

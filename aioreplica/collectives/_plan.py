@@ -21,7 +21,7 @@ Leaves: TypeAlias = Sequence[Any]  # of one replica
 
 
 @final
-class Plan:
+class ReductionPlan:
     """Work of one reduction.
 
     Args:

@@ -17,7 +17,7 @@ from ._compress import Compressed
 from ._jobs import num_threads, run_on_threads
 from ._layout import Layout
 from ._options import CommunicationOptions
-from ._plan import Leaves, Plan
+from ._plan import Leaves, ReductionPlan
 from ._reduce import leaf_bytes, reduce_leaves
 
 DEFAULT_OPTIONS = CommunicationOptions()
@@ -98,7 +98,9 @@ class Reducer:
         if chosen.compression is not None:
             code = Compressed(chosen.compression, op, rows, members or range(len(rows)))
             return self._reduce_compressed(code, op, chosen)
-        plan = Plan(op, rows, self._layout(first, signature, chosen.bytes_per_pack), self._pool)
+        plan = ReductionPlan(
+            op, rows, self._layout(first, signature, chosen.bytes_per_pack), self._pool
+        )
         return plan.run() if plan.num_bytes <= INLINE_SUM_BYTES else _run_in_threads(plan)
 
     def reduce_here(
@@ -130,11 +132,11 @@ class Reducer:
                 return [reduce_leaves(op, column) for column in zip(*rows, strict=True)]
             self._pool.next_call()
             layout = self._layout(first, signature, chosen.bytes_per_pack)
-            return Plan(op, rows, layout, self._pool).run()
+            return ReductionPlan(op, rows, layout, self._pool).run()
         code = Compressed(chosen.compression, op, rows, members or range(len(rows)))
         try:
             coded = code.encode()
-            plan = Plan(op, coded, Layout(coded[0], chosen.bytes_per_pack), self._pool)
+            plan = ReductionPlan(op, coded, Layout(coded[0], chosen.bytes_per_pack), self._pool)
             results = code.decode(plan.run())
         except BaseException:
             code.roll_back()
@@ -158,7 +160,7 @@ class Reducer:
     ) -> list[Any]:
         try:
             [rows] = await run_together([code.encode])
-            plan = Plan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
+            plan = ReductionPlan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
             inline = plan.num_bytes <= INLINE_SUM_BYTES
             reduced = plan.run() if inline else await _run_in_threads(plan)
             [results] = await run_together([lambda: code.decode(reduced)])
@@ -173,7 +175,7 @@ class Reducer:
         self._pool.clear()
 
 
-async def _run_in_threads(plan: Plan) -> list[Any]:
+async def _run_in_threads(plan: ReductionPlan) -> list[Any]:
     """Run a plan off the event loop, on as many threads as are worth waking."""
     count = num_threads(plan.num_bytes, SUM_THREAD_BYTES)
     if count > 1:

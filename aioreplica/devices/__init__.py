@@ -5,6 +5,7 @@ from ._completion import CompletionQueue as CompletionQueue
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
+from ._lane import Publication as Publication
 from ._lane import WorkerStatistics as WorkerStatistics
 from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST

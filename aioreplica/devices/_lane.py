@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
 from ._op import AnyOp, Op, OpTracker, OpWorker, observers_of_all
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
 
@@ -42,6 +45,21 @@ class WorkerStatistics:
     bytes_received: int
     send_s: float
     memory_bytes: int | None
+
+
+@final
+class Publication(NamedTuple):
+    """A value of a variable, or of something else that ops read by name.
+
+    Attributes:
+        key: Tells it from all other values of the thing.
+        num_writes: How many writes it has seen.
+        array: The value, read-only.
+    """
+
+    key: tuple[int, Hashable]
+    num_writes: int
+    array: npt.NDArray[Any]
 
 
 class LaneWorker(OpWorker, Protocol):

@@ -182,7 +182,9 @@ def dealt_source(
 
     def read(start: Start) -> Pass:
         is_whole = not start.offset
-        row = Row(num_replicas, options.remainder, joiner, source.label, is_whole=is_whole)
+        row = ReplicaBatches(
+            num_replicas, options.remainder, joiner, source.label, is_whole=is_whole
+        )
         dealt = _deal(source.read(start), row)
         return dealt if is_inline else _ahead(dealt, options, source.label)
 
@@ -196,7 +198,7 @@ def dealt_source(
     return replace(source, read=read, num_items=num_batches, is_inline=is_inline)
 
 
-async def _deal(items: Pass, row: Row) -> AsyncGenerator[Item, None]:
+async def _deal(items: Pass, row: ReplicaBatches) -> AsyncGenerator[Item, None]:
     """Deal one batch to each replica in turn; those at the end may get an empty one."""
     last: Item | None = None
     async with aclosing(items):
@@ -239,7 +241,9 @@ def zipped_source(
             if device_names:
                 items = _on_device(items, device_names[number])
             passes.append(items if is_inline else _ahead(items, options, label))
-        row = Row(len(sources), options.remainder, joiner, label, is_whole=not start.offset)
+        row = ReplicaBatches(
+            len(sources), options.remainder, joiner, label, is_whole=not start.offset
+        )
         return _Zip(passes, row, start.offset)
 
     def num_batches() -> int | None:
@@ -281,7 +285,7 @@ class _Zip:
     and the row keep what they have, so the next one goes on.
     """
 
-    def __init__(self, passes: Sequence[Pass], row: Row, offset: int) -> None:
+    def __init__(self, passes: Sequence[Pass], row: ReplicaBatches, offset: int) -> None:
         self._passes = passes
         self._row = row
         self._offset = offset
@@ -342,7 +346,7 @@ def _ahead(items: Pass, options: InputOptions, label: str) -> Pass:
 
 
 @final
-class Row:
+class ReplicaBatches:
     """One batch per replica on its way to become one step's batch; kept if a wait is cancelled.
 
     Args:

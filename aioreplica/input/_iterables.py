@@ -37,13 +37,13 @@ EXPECTED = (
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A dataset that knows how to go on by itself, such as torchdata's StatefulDataLoader."""
+    """An object that gives its state as plain data: a dataset of ours, a `StatefulDataLoader`."""
 
     def state_dict(self) -> Any:
-        """Return its state behind what it has yielded."""
+        """Return the state; of a dataset, behind what it has yielded."""
 
-    def load_state_dict(self, state: Any) -> None:
-        """Make the next iterator go on from `state`."""
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state back; the next iterator of a dataset goes on from it."""
 
 
 def source_of(dataset: Any) -> Source:

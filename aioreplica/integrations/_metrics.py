@@ -15,7 +15,7 @@ from ..telemetry import Totals, printable, usage
 
 @final
 @dataclass(frozen=True, slots=True)
-class Metric:
+class MetricFamily:
     """A metric.
 
     Attributes:
@@ -34,17 +34,17 @@ class Metric:
 class Measurement(NamedTuple):
     """One value of a metric."""
 
-    metric: Metric
+    metric: MetricFamily
     labels: tuple[str, ...]
     value: float
 
 
-def _counter(name: str, help_text: str, *labels: str) -> Metric:
-    return Metric(name, help_text, is_counter=True, labels=("strategy", *labels))
+def _counter(name: str, help_text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, help_text, is_counter=True, labels=("strategy", *labels))
 
 
-def _gauge(name: str, help_text: str, *labels: str) -> Metric:
-    return Metric(name, help_text, is_counter=False, labels=("strategy", *labels))
+def _gauge(name: str, help_text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, help_text, is_counter=False, labels=("strategy", *labels))
 
 
 REPLICAS = _gauge("replicas", "Replicas of the strategy.", "kind")
@@ -79,8 +79,12 @@ PUSHES = _counter("parameter_server_pushes", "Writes and gradients.", "result")
 PS_BYTES = _counter("parameter_server_bytes", "Bytes of them.", "direction")
 STALENESS = _gauge("gradient_staleness_versions_mean", "How old gradients were.")
 MAX_STALENESS = _gauge("gradient_staleness_versions_max", "How old one was at most.")
-MADE = Metric("strategies", "Strategies made by the process.", is_counter=True, labels=("kind",))
-INPUT = Metric("input_calls", "Calls that distribute input.", is_counter=True, labels=("method",))
+MADE = MetricFamily(
+    "strategies", "Strategies made by the process.", is_counter=True, labels=("kind",)
+)
+INPUT = MetricFamily(
+    "input_calls", "Calls that distribute input.", is_counter=True, labels=("method",)
+)
 
 METRICS = (
     REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,

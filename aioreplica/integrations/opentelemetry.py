@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 from ..context import REGISTRY
 from ..strategies import Strategy
 from ..telemetry import ObservedMerge, ObservedOp, ObservedRun, Observer, printable, source_line
-from ._metrics import METRICS, Export, MeteredStrategies, Metric, missing
+from ._metrics import METRICS, Export, MeteredStrategies, MetricFamily, missing
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
@@ -240,7 +240,7 @@ class _Meters:
 
 
 def _reader(
-    metered: MeteredStrategies, metric: Metric
+    metered: MeteredStrategies, metric: MetricFamily
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def read(_options: CallbackOptions) -> Iterator[Observation]:
         from opentelemetry.metrics import Observation

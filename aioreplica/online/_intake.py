@@ -48,7 +48,7 @@ class Taken(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Submission:
+class ExampleGroup:
     """Examples that are taken all or none.
 
     Attributes:
@@ -68,10 +68,10 @@ class Submission:
         is_journalled: bool,
         *,
         revived: int | None = None,
-    ) -> Submission:
+    ) -> ExampleGroup:
         """Make the submission of some examples."""
         entry = Entry(examples, key, revived) if is_journalled else None
-        return Submission(examples, tuple(Ticket() for _ in examples), entry)
+        return ExampleGroup(examples, tuple(Ticket() for _ in examples), entry)
 
     def refuse(self, error: Exception) -> None:
         """Tell all tickets that nothing is taken."""
@@ -115,7 +115,7 @@ class Intake:
         self._queue_size = queue_size
         self._journal = journal
         self._changed = changed
-        self._pending: deque[Submission] = deque()  # not saved yet
+        self._pending: deque[ExampleGroup] = deque()  # not saved yet
         self._room: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._has_pending = Signal()
         self._followers: dict[int, list[Ticket]] = {}  # of keys that were known
@@ -123,7 +123,7 @@ class Intake:
 
     # ---- room ----------------------------------------------------------------------------
 
-    def take_nowait(self, submission: Submission) -> None:
+    def take_nowait(self, submission: ExampleGroup) -> None:
         """Take a submission if there is room and nobody waits before it.
 
         Raises:
@@ -138,7 +138,7 @@ class Intake:
         self.depth += size
         self._accept(submission)
 
-    async def take(self, submission: Submission) -> None:
+    async def take(self, submission: ExampleGroup) -> None:
         """Take a submission as soon as there is room and it is its turn.
 
         Raises:
@@ -188,7 +188,7 @@ class Intake:
 
     # ---- saving --------------------------------------------------------------------------
 
-    def _accept(self, submission: Submission) -> None:
+    def _accept(self, submission: ExampleGroup) -> None:
         if self._closed_because is not None:  # closed while it was its turn
             self._release(len(submission.examples))
             raise ContextError(self._closed_because)
@@ -198,7 +198,7 @@ class Intake:
             self._pending.append(submission)
             self._has_pending.give()
 
-    def _enqueue(self, submission: Submission, first: int) -> None:
+    def _enqueue(self, submission: ExampleGroup, first: int) -> None:
         now = asyncio.get_running_loop().time()
         for number, (example, ticket) in enumerate(
             zip(submission.examples, submission.tickets, strict=True), first
@@ -223,7 +223,7 @@ class Intake:
                     submission.refuse(_interrupted_error())
                 raise
 
-    async def _commit(self, group: list[Submission]) -> None:
+    async def _commit(self, group: list[ExampleGroup]) -> None:
         journal = self._journal
         assert journal is not None  # or there is nothing to commit
         began = perf_counter()
@@ -241,7 +241,7 @@ class Intake:
         for number, body in appended.strays:
             self.depth += 1
             self.queue.append(Taken(number, unpack_example(body), None, now))
-        known: list[tuple[Submission, int]] = []
+        known: list[tuple[ExampleGroup, int]] = []
         for submission, result in zip(group, appended.results, strict=True):
             if isinstance(result, Exception):
                 self._refuse(submission, result)
@@ -252,14 +252,14 @@ class Intake:
         for submission, first in known:
             await self._follow(submission, first)
 
-    def _refuse(self, submission: Submission, error: Exception) -> None:
+    def _refuse(self, submission: ExampleGroup, error: Exception) -> None:
         self.num_refused += len(submission.tickets)
         submission.refuse(error)
         self._release(len(submission.tickets))
 
     # ---- what becomes of them ------------------------------------------------------------
 
-    async def _follow(self, submission: Submission, first: int) -> None:
+    async def _follow(self, submission: ExampleGroup, first: int) -> None:
         """Give tickets of a known key the numbers, and the fate, of the first submission."""
         numbers = range(first, first + len(submission.tickets))
         assert self._journal is not None  # it knew the key

@@ -19,7 +19,7 @@ from ..values import Snapshot
 from ._arguments import checked_count, checked_seconds
 from ._engine import CLOSED, Engine, Settings, require_loop
 from ._example import as_example
-from ._intake import Submission
+from ._intake import ExampleGroup
 from ._journal import Journal
 from ._records import DeadLetter, LearnerStatistics
 from ._stream import RecordStream
@@ -166,7 +166,7 @@ class OnlineLearner:
         self._open_engine().intake.take_nowait(submission)
         return submission.tickets
 
-    def _submission(self, examples: Sequence[Any], key: str | None) -> Submission:
+    def _submission(self, examples: Sequence[Any], key: str | None) -> ExampleGroup:
         self._open_engine()
         return _checked_submission(self._settings, self._validate, examples, key)
 
@@ -314,7 +314,7 @@ class OnlineLearner:
         engine = self._open_engine()
         letter = await engine.dead.find(number)
         is_journalled = engine.journal is not None
-        submission = Submission.of([letter.example], None, is_journalled, revived=number)
+        submission = ExampleGroup.of([letter.example], None, is_journalled, revived=number)
         if is_journalled:
             await engine.intake.take(submission)
         else:
@@ -422,7 +422,7 @@ def _checked_step_fn(value: Any) -> StepFunction:
 
 def _checked_submission(
     settings: Settings, validate: Validation | None, examples: Sequence[Any], key: str | None
-) -> Submission:
+) -> ExampleGroup:
     """Check what is to be taken, before anything is."""
     if key is not None:
         if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
@@ -435,7 +435,7 @@ def _checked_submission(
             "taken at once. Submit at least one and at most that many."
         )
     kept = [as_example(each if validate is None else validate(each)) for each in examples]
-    return Submission.of(kept, key, settings.journal is not None)
+    return ExampleGroup.of(kept, key, settings.journal is not None)
 
 
 def _is_unicode(text: str) -> bool:

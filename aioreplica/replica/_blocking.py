@@ -205,7 +205,7 @@ class BlockingContext(BlockingCollectives):
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Show the replica as waiting for `what`, inside a `with` block."""
-        wait, point = Wait(what), self._group.point
+        wait, point = ThreadWait(what), self._group.point
         point.began_to_wait(wait)
         try:
             with self._shown(what):
@@ -312,7 +312,7 @@ class BlockingGroup(BlockingCollectives):
 
 
 @final
-class Wait:
+class ThreadWait:
     """A wait of a device thread for something else than replicas, as observers are told of it."""
 
     __slots__ = ("_what",)

@@ -45,7 +45,7 @@ class Along:
     options: CommunicationOptions | None = None
 
 
-class Exchange(Collective):
+class ConcatenatingCollective(Collective):
     """Base of gathering and exchanging: an axis, and sizes that may differ."""
 
     __slots__ = ()
@@ -122,7 +122,7 @@ class Exchange(Collective):
 
 
 @final
-class AllGather(Exchange):
+class AllGather(ConcatenatingCollective):
     """Joins leaves along an axis, in replica order; every replica gets all of them."""
 
     __slots__ = ()
@@ -133,7 +133,7 @@ class AllGather(Exchange):
 
 
 @final
-class AllToAll(Exchange):
+class AllToAll(ConcatenatingCollective):
     """Cuts every replica's leaves along an axis and gives each replica one piece of each."""
 
     __slots__ = ()

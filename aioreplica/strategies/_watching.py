@@ -11,7 +11,7 @@ from typing import Self, final
 
 from ..devices import run_on_host
 from ..replica import waits_of
-from ..telemetry import Observers, ReplicaWait, Trace, chrome_json, skew_of, straggler_text
+from ..telemetry import Observers, ReplicaWait, TraceRecorder, chrome_json, skew_of, straggler_text
 from ._lifecycle import StrategyStatistics
 from ._loop_watch import LoopWatch
 from ._runtime import Runtime
@@ -93,7 +93,7 @@ class Telemetry:
             True
         """
         names = self._runtime.device_names
-        return Tracing(self.observers, Trace(names, capacity=capacity), path)
+        return Tracing(self.observers, TraceRecorder(names, capacity=capacity), path)
 
     def watch_loop(
         self, *, threshold_s: float = 0.1, logger: logging.Logger | None = None
@@ -133,7 +133,9 @@ class Tracing:
         FileNotFoundError: If its folder does not exist.
     """
 
-    def __init__(self, observers: Observers, trace: Trace, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, observers: Observers, trace: TraceRecorder, path: str | os.PathLike[str]
+    ) -> None:
         self._path = Path(path)
         if self._path.suffix != ".json":
             raise ValueError(

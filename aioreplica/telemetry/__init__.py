@@ -31,7 +31,7 @@ from ._statistics import straggler_text as straggler_text
 from ._statistics import usage as usage
 from ._totals import CollectiveTotals as CollectiveTotals
 from ._totals import Totals as Totals
-from ._trace import Trace as Trace
+from ._trace import TraceRecorder as TraceRecorder
 from ._trace import chrome_json as chrome_json
 
 __all__ = [

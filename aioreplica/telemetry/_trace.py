@@ -106,7 +106,7 @@ class Timeline:
 
 
 @final
-class Trace:
+class TraceRecorder:
     """Keeps what happens in the runs of a strategy, for a time line.
 
     Args:
@@ -224,7 +224,7 @@ class Trace:
         return len(self._ring)
 
     def __repr__(self) -> str:
-        return f"<Trace | {len(self._ring)} of {self._ring.maxlen} happenings>"
+        return f"<TraceRecorder | {len(self._ring)} of {self._ring.maxlen} happenings>"
 
 
 @final

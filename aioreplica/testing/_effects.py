@@ -27,7 +27,7 @@ SIGNALS: Final = (
 
 @final
 @dataclass(frozen=True, slots=True)
-class Signal:
+class Wakeup:
     """A primitive that was set, cleared or notified.
 
     Attributes:
@@ -71,7 +71,7 @@ class Effects:
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of = name_of
         self._states: dict[int, _State] = {}
-        self._signals: list[Signal] = []
+        self._signals: list[Wakeup] = []
         self._lost: list[str] = []
         self._undo: list[tuple[type, str, Any]] = []
         self._step = 0
@@ -177,4 +177,4 @@ class Effects:
             name = name_in(frame, known)
             shown = f"'{name}'" if name else f"an {type(known).__name__}"
             site = f"{PurePath(file).name}:{frame.f_lineno}"
-            self._signals.append(Signal(verb, known, shown, self._who, self._step, is_heard, site))
+            self._signals.append(Wakeup(verb, known, shown, self._who, self._step, is_heard, site))

@@ -50,7 +50,7 @@ class Outcome:
         return self.kind != "passed"
 
 
-class Observer(LoopObserver, Protocol):
+class RunObserver(LoopObserver, Protocol):
     """Observes a whole run."""
 
     def begin(self, loop: SimLoop, pools: PoolTable, main: SimTask) -> None:
@@ -120,7 +120,7 @@ def execute(
     schedule: Schedule,
     context: Context,
     *,
-    observer: Observer | None = None,
+    observer: RunObserver | None = None,
     max_steps: int | None = None,
     leaks: Leaks | None = None,
 ) -> Outcome:
@@ -163,7 +163,7 @@ def _run(
     loop: SimLoop,
     pools: PoolTable,
     task: SimTask,
-    observer: Observer | None,
+    observer: RunObserver | None,
     leaks: Leaks,
     watchdog: Watchdog,
 ) -> Outcome:
@@ -221,7 +221,7 @@ def _judge(
     pools: PoolTable,
     main: SimTask,
     order: array[int],
-    observer: Observer | None,
+    observer: RunObserver | None,
     leaks: Leaks,
 ) -> Outcome:
     """Say how a program that ended has ended."""

@@ -23,7 +23,7 @@ class LinkFaults(Protocol):
 
 
 @final
-class Link:
+class Connection:
     """A connection: what both of its ends have in common.
 
     Args:

@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import refuse
-from ._links import Link
+from ._links import Connection
 from ._ready import DELAYED, LoopSelector, Ready, SimSelector
 from ._sockets import (
     CLOSED,
@@ -276,7 +276,7 @@ class Network:
         if isinstance(address, tuple):
             names.append(f":{address[1]}")
         faults: Any = self.pools.faults
-        link = Link(name_of(one.address), server, tuple(dict.fromkeys(names)), faults)
+        link = Connection(name_of(one.address), server, tuple(dict.fromkeys(names)), faults)
         for end, peer in ((one, other), (other, one)):
             end.link, end.peer, end.state = link, peer, CONNECTED
             if end.peer_address is None:

@@ -12,7 +12,7 @@ from typing import TypeVar, final
 from ..errors import ContextError
 from ._cancel import canceller_of
 from ._errors import DeadlockError, NondeterminismError, StarvationError
-from ._execute import Main, Observer, Outcome, execute
+from ._execute import Main, Outcome, RunObserver, execute
 from ._leaks import Ignored, Leaks
 from ._participants import Choose
 from ._points import describe_error, line_of_error
@@ -200,7 +200,7 @@ class Runner:
     def _execute(
         self,
         schedule: Schedule,
-        observer: Observer | None,
+        observer: RunObserver | None,
         choose: Choose,
         max_steps: int | None = None,
     ) -> Outcome:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ._forbidden import call_site, refuse
 
 if TYPE_CHECKING:
-    from ._links import Link
+    from ._links import Connection
     from ._network import Network
     from ._participants import SimTask
     from ._ready import Ready
@@ -127,7 +127,7 @@ class SimSocket(SocketSettings):
     """
 
     network: Network
-    link: Link | None
+    link: Connection | None
     peer: SimSocket | None
     reads: Ready
     writes: Ready

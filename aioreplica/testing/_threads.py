@@ -217,7 +217,7 @@ class OpThreads:
             thread.stop()
 
 
-class Held(Protocol):
+class HeldLock(Protocol):
     """Lock that an op waits for.
 
     Attributes:
@@ -247,7 +247,7 @@ class OpRun:
     def __init__(self, op: PoolOp, thread: OpThread) -> None:
         self.op = op
         self.thread = thread
-        self.waits_for: Held | None = None
+        self.waits_for: HeldLock | None = None
         self._timer: _Timer | None = None
         self._is_expired = False
         self._timed_out = False
@@ -302,7 +302,7 @@ class OpRun:
         finally:
             pool.is_inside = False
 
-    def wait(self, lock: Held | None, timeout_s: float | None) -> bool:
+    def wait(self, lock: HeldLock | None, timeout_s: float | None) -> bool:
         """Wait until the op is woken; False if that took longer than `timeout_s`."""
         loop = self.op.pool.loop
         self.op.begin_wait()

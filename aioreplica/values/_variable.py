@@ -6,13 +6,13 @@ from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..context import CARRIER, OVERRIDES, PLACE, CurrentStrategy, Place
-from ..devices import run_on_host
+from ..devices import Publication, run_on_host
 from ..errors import ContextError
 from ..typing import VariableAggregation, VariableSynchronization
 from ._array_like import ArrayLike
@@ -61,21 +61,6 @@ class VariableOptions:
     aggregation: VariableAggregation
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     constraint: Constraint | None = None
-
-
-@final
-class Publication(NamedTuple):
-    """Value of a variable as an op in a worker process reads it.
-
-    Attributes:
-        key: The number of the write that made it, and which of the components it is.
-        num_writes: How many writes the variable had seen.
-        array: The value.
-    """
-
-    key: tuple[int, int]
-    num_writes: int
-    array: Array
 
 
 class _VariableType(ABCMeta):

@@ -8,7 +8,7 @@ import pytest
 
 from aioreplica.collectives import BufferPool, deal
 from aioreplica.collectives._layout import Layout
-from aioreplica.collectives._plan import Plan
+from aioreplica.collectives._plan import ReductionPlan
 from aioreplica.typing import ReduceOp
 from aioreplica.values import IndexedSlices
 from tests.collectives.folds import DTYPES, all_bits, bits, fold, mixed_row, numbers
@@ -22,8 +22,8 @@ def planned(op: ReduceOp, rows: list[list[Any]], pack: int = 0) -> list[Any]:
     return plan_of(op, rows, pack).run()
 
 
-def plan_of(op: ReduceOp, rows: list[list[Any]], pack: int = 0) -> Plan:
-    return Plan(op, rows, Layout(rows[0], pack), BufferPool())
+def plan_of(op: ReduceOp, rows: list[list[Any]], pack: int = 0) -> ReductionPlan:
+    return ReductionPlan(op, rows, Layout(rows[0], pack), BufferPool())
 
 
 def mixed_rows(op: ReduceOp, count: int = 4) -> list[list[Any]]:

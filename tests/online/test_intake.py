@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from aioreplica.online._intake import Intake, Submission
+from aioreplica.online._intake import ExampleGroup, Intake
 from aioreplica.online._signal import Signal
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 
 
-def submission(size: int = 1) -> Submission:
-    return Submission.of([None] * size, None, is_journalled=False)
+def submission(size: int = 1) -> ExampleGroup:
+    return ExampleGroup.of([None] * size, None, is_journalled=False)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.telemetry import Trace, chrome_json
+from aioreplica.telemetry import TraceRecorder, chrome_json
 from tests.sequencer import Sequencer
 from tests.telemetry.timelines import read_chrome
 
@@ -26,8 +26,8 @@ def work() -> None:
     """Be an op."""
 
 
-async def traced(strategy: ar.Strategy, step: Any, **options: Any) -> Trace:
-    trace = Trace(strategy._runtime.device_names, **options)
+async def traced(strategy: ar.Strategy, step: Any, **options: Any) -> TraceRecorder:
+    trace = TraceRecorder(strategy._runtime.device_names, **options)
     remove = strategy.observers.add(trace.observer)
     await strategy.run(step)
     remove()
@@ -127,7 +127,7 @@ async def test_writes_scalars_texts_and_faults_are_marked(pair: ar.MirroredStrat
         me().record("note", "half way")
         raise KeyError("mine")
 
-    trace = Trace(pair._runtime.device_names)
+    trace = TraceRecorder(pair._runtime.device_names)
     pair.observers.add(trace.observer)
     with pytest.raises(KeyError):
         await pair.run(step)
@@ -156,11 +156,11 @@ async def test_memory_is_bounded(solo: ar.OneDeviceStrategy) -> None:
     trace.clear()
     assert len(trace) == 0
     with pytest.raises(ValueError, match="at least 1 happening, got capacity=0"):
-        Trace(("cpu:0",), capacity=0)
+        TraceRecorder(("cpu:0",), capacity=0)
 
 
 async def test_ops_that_are_withdrawn_leave_nothing_behind(solo: ar.OneDeviceStrategy) -> None:
-    trace = Trace(solo._runtime.device_names)
+    trace = TraceRecorder(solo._runtime.device_names)
     solo.observers.add(trace.observer)
     assert trace.observer.op_queued is not None
 
@@ -176,7 +176,7 @@ async def test_ops_that_are_withdrawn_leave_nothing_behind(solo: ar.OneDeviceStr
 # --- files ------------------------------------------------------------------------------------
 
 
-async def busy_trace(strategy: ar.MirroredStrategy) -> Trace:
+async def busy_trace(strategy: ar.MirroredStrategy) -> TraceRecorder:
     order = Sequencer([1, 0])
 
     async def step() -> None:
@@ -235,7 +235,7 @@ async def test_chrome_events_obey_the_schema(pair: ar.MirroredStrategy) -> None:
 
 
 async def test_an_empty_trace_is_a_file_too(tmp_path: Path) -> None:
-    timeline = Trace(("cpu:0",)).timeline()
+    timeline = TraceRecorder(("cpu:0",)).timeline()
     (tmp_path / "run.json").write_bytes(b"".join(chrome_json(timeline)))
 
     read = read_chrome(tmp_path / "run.json")

@@ -22,7 +22,7 @@ from .._logical import list_devices
 from ._messages import Memory, Setup, Value
 from ._parcel import Parcel, Reduced, named
 from ._publications import Published, publications
-from ._segments import Arena, Block, Bytes, Mappings
+from ._segments import Arena, Bytes, Extent, Mappings
 from ._worker import REPLICA, ready, send_segments, start
 
 
@@ -144,11 +144,11 @@ class Link:
         """Take back what was made for an op that is not sent."""
         for number, _ in stand_ins:
             self.reader.was_not_told(number)
-        blocks = [*parcel.buffers]
-        if isinstance(parcel.payload, Block):
-            blocks.append(parcel.payload)
-        for block in blocks:
-            self.arena.free(block)
+        extents = [*parcel.buffers]
+        if isinstance(parcel.payload, Extent):
+            extents.append(parcel.payload)
+        for extent in extents:
+            self.arena.free(extent)
         for value in values:
             self.reader.take_back(value)
 
@@ -157,9 +157,9 @@ class Link:
         with self._publications.lock:
             return send_segments(self.socket, self._publications.arena, self._public_announced)
 
-    def view(self, block: Block) -> Bytes:
-        """Return a block of a result."""
-        return self.results.view(block)
+    def view(self, extent: Extent) -> Bytes:
+        """Return an extent of a result."""
+        return self.results.view(extent)
 
     def find(self, name: int | str) -> Any:
         """Return what a name stands for here."""

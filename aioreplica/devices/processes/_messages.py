@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from ._context_variables import VarName
 from ._parcel import Parcel
-from ._segments import Block
+from ._segments import Extent
 
 Where: TypeAlias = tuple[str, int, str]
 """Where a warning was raised: file, line and module."""
@@ -69,7 +69,7 @@ class Value(NamedTuple):
 
     number: int
     num_writes: int
-    data: bytes | Block
+    data: bytes | Extent
     dtype: Any  # Any: NumPy's dtypes are generic
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
@@ -98,7 +98,7 @@ class Request(NamedTuple):
     fn_name: str
     own: Memory
     public: Memory
-    released: Sequence[Block]
+    released: Sequence[Extent]
     forgotten: Sequence[int]
     stand_ins: Sequence[tuple[int, bytes]]
     values: Sequence[Value]
@@ -111,7 +111,7 @@ class Request(NamedTuple):
 
 
 @final
-class Failure(NamedTuple):
+class OpFailure(NamedTuple):
     """Exception of an op that cannot be pickled as a parcel.
 
     Attributes:
@@ -141,10 +141,10 @@ class Reply(NamedTuple):
     """
 
     memory: Memory
-    released: Sequence[Block]
-    public_released: Sequence[Block]
+    released: Sequence[Extent]
+    public_released: Sequence[Extent]
     parcel: Parcel | None
-    failure: Failure | None
+    failure: OpFailure | None
     warnings: Sequence[tuple[bytes, Where]]
     records: Sequence[bytes]
     recorded: Sequence[tuple[str, float | str]]

@@ -1,8 +1,8 @@
 """Parcels: pickled objects whose large buffers lie in shared memory, and whose parts may be names.
 
 A parcel is made by cloudpickle with protocol 5. Buffers that pickle finds on its own (those of
-NumPy arrays among them) are copied once, into blocks of the sender's arena; the receiver's arrays
-lie in these blocks. What an object refers to by name (`Carrier.refer`) is not copied at all.
+NumPy arrays among them) are copied once, into extents of the sender's arena; the receiver's arrays
+lie in these extents. What an object refers to by name (`Carrier.refer`) is not copied at all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ...context import CARRIER
 from ._context_variables import reduce_var
-from ._segments import SHARED_BYTES, Arena, Block, Bytes
+from ._segments import SHARED_BYTES, Arena, Bytes, Extent
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -36,15 +36,15 @@ class Parcel(NamedTuple):
         buffers: Where its buffers lie, in order.
     """
 
-    payload: bytes | Block
-    buffers: tuple[Block, ...]
+    payload: bytes | Extent
+    buffers: tuple[Extent, ...]
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes that were copied."""
         payload = self.payload
         first = len(payload) if isinstance(payload, bytes) else payload.num_bytes
-        return first + sum(block.num_bytes for block in self.buffers)
+        return first + sum(extent.num_bytes for extent in self.buffers)
 
 
 class Naming(Protocol):
@@ -60,8 +60,8 @@ class Naming(Protocol):
 class Side(Naming, Protocol):
     """One side of the way between a device and its worker process."""
 
-    def view(self, block: Block) -> Bytes:
-        """Return a block that the other side has written as an array."""
+    def view(self, extent: Extent) -> Bytes:
+        """Return an extent that the other side has written as an array."""
 
     def find(self, name: int | str) -> Any:
         """Return what a name stands for on this side."""
@@ -74,24 +74,24 @@ def pack(thing: Any, arena: Arena, side: Side) -> Parcel:
         OSError: If there is no shared memory for it.
         Exception: Whatever pickling raises.
     """
-    blocks: list[Block] = []
+    extents: list[Extent] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < SHARED_BYTES:
             return True  # goes with the pickle
-        blocks.append(arena.put(raw))
+        extents.append(arena.put(raw))
         return False
 
     try:
         data = dumps(thing, side, put)
         if len(data) < SHARED_BYTES:
-            return Parcel(data, tuple(blocks))
+            return Parcel(data, tuple(extents))
         payload = arena.put(data)
-        return Parcel(payload, tuple(blocks))
+        return Parcel(payload, tuple(extents))
     except BaseException:
-        for block in blocks:
-            arena.free(block)
+        for extent in extents:
+            arena.free(extent)
         raise
 
 
@@ -101,7 +101,7 @@ def unpack(parcel: Parcel, side: Side) -> Any:
     data: Any = payload if isinstance(payload, bytes) else side.view(payload)
     token = CARRIER.set(side)
     try:
-        return pickle.loads(data, buffers=[side.view(block) for block in parcel.buffers])
+        return pickle.loads(data, buffers=[side.view(extent) for extent in parcel.buffers])
     finally:
         CARRIER.reset(token)
 

@@ -27,9 +27,9 @@ from .._lane import WorkerStatistics
 from .._op import AnyOp
 from ._context_variables import ContextSender, numpy_errors
 from ._link import Link
-from ._messages import Failure, Reply, Request, Value
+from ._messages import OpFailure, Reply, Request, Value
 from ._parcel import Parcel, find_obstacle, pack, unpack
-from ._segments import Block
+from ._segments import Extent
 from ._worker import kind_of, receive_segments, send_segments, serve
 
 END_S = 3.0  # how long the exit code of a worker is waited for
@@ -149,7 +149,7 @@ class WorkerProcess:
         replica = None if place.replica is None else pickle.dumps(place.replica.stand_in())
         own = send_segments(link.socket, link.arena, link.announced)
         self._bytes_sent += parcel.num_bytes - len(parcel.payload)
-        self._bytes_sent += sum(v.data.num_bytes for v in values if isinstance(v.data, Block))
+        self._bytes_sent += sum(v.data.num_bytes for v in values if isinstance(v.data, Extent))
         request = Request(
             op.fn_name, own, link.public_memory(), link.results.take_released(),
             link.reader.take_forgotten(), stand_ins, values, parcel, replica, strategy, context,
@@ -200,8 +200,8 @@ class WorkerProcess:
     def _finish(self, link: Link, op: AnyOp, reply: Reply) -> Any:
         """Take over what an op has told; return its result, or raise its error."""
         receive_segments(link.socket, link.results, reply.memory)
-        for block in reply.released:
-            link.arena.free(block)
+        for extent in reply.released:
+            link.arena.free(extent)
         link.reader.released(reply.public_released)
         failure, parcel = reply.failure, reply.parcel
         result: Any = None
@@ -225,7 +225,7 @@ class WorkerProcess:
             warnings.warn_explicit(warning, type(warning), filename, line, module, registry)
         return result
 
-    def _unpacked(self, link: Link, op: AnyOp, parcel: Parcel, failure: Failure | None) -> Any:
+    def _unpacked(self, link: Link, op: AnyOp, parcel: Parcel, failure: OpFailure | None) -> Any:
         try:
             return unpack(parcel, link)
         except Exception as error:
@@ -236,7 +236,7 @@ class WorkerProcess:
                 f"pickle here: {error}"
             ) from error
 
-    def _error(self, op: AnyOp, failure: Failure, error: BaseException | None) -> BaseException:
+    def _error(self, op: AnyOp, failure: OpFailure, error: BaseException | None) -> BaseException:
         what, words = failure.what, failure.words
         cause = RemoteTracebackError(failure.text) if failure.text else None
         if what == "raised":

@@ -4,7 +4,7 @@ Things that ops refer to by name are numbered here, once in a process. A value i
 memory when the first op that reads it is sent; every worker maps that copy.
 
 Invariants:
-    * A block is in use while its value is the newest of its thing, or a worker holds it.
+    * An extent is in use while its value is the newest of its thing, or a worker holds it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,18 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ...context import REGISTRY, Place
+from .._lane import Publication
 from ._messages import Value
 from ._parcel import Reduced
-from ._segments import SHARED_BYTES, Arena, Block
+from ._segments import SHARED_BYTES, Arena, Extent
 
 Array = npt.NDArray[Any]
-
-
-@final
-class Publication(NamedTuple):
-    """A value of something that ops read by name.
-
-    Attributes:
-        key: Tells it from all other values of the thing.
-        num_writes: How many writes it has seen.
-        array: The value, read-only.
-    """
-
-    key: tuple[int, Hashable]
-    num_writes: int
-    array: Array
 
 
 class Published(Protocol):
@@ -68,9 +54,9 @@ class Publications:
         self._numbers = count(1)
         self._names: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._dead: deque[int] = deque()  # of things that are gone; a finaliser takes no lock
-        self._newest: dict[int, dict[Hashable, Block]] = {}
+        self._newest: dict[int, dict[Hashable, Extent]] = {}
         self._writes: dict[int, int] = {}
-        self._holders: dict[Block, int] = {}
+        self._holders: dict[Extent, int] = {}
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     def new_reader(self) -> Reader:
@@ -100,11 +86,11 @@ class Publications:
             names[key] = weakref.ref(thing, forget), number
         return number
 
-    def publish(self, number: int, found: Publication) -> tuple[Value, Block | None]:
+    def publish(self, number: int, found: Publication) -> tuple[Value, Extent | None]:
         """Return a value as messages have it, copied if no worker has asked for it yet.
 
         Returns:
-            The value, and its block, which the caller then holds; None for a small one.
+            The value, and its extent, which the caller then holds; None for a small one.
 
         Raises:
             OSError: If there is no shared memory for it.
@@ -118,44 +104,44 @@ class Publications:
             return value, None
         with self.lock:
             self._collect()
-            block = self._block(number, found, strides)
-            self._holders[block] = self._holders.get(block, 0) + 1
-        return Value(number, found.num_writes, block, array.dtype, array.shape, strides), block
+            extent = self._extent(number, found, strides)
+            self._holders[extent] = self._holders.get(extent, 0) + 1
+        return Value(number, found.num_writes, extent, array.dtype, array.shape, strides), extent
 
-    def release(self, block: Block) -> None:
-        """Let go of a block that `publish` gave; under the lock."""
-        left = self._holders[block] - 1
+    def release(self, extent: Extent) -> None:
+        """Let go of an extent that `publish` gave; under the lock."""
+        left = self._holders[extent] - 1
         if left:
-            self._holders[block] = left
+            self._holders[extent] = left
             return
-        del self._holders[block]
-        self.arena.free(block)
+        del self._holders[extent]
+        self.arena.free(extent)
 
     def forget_reader(self, reader: Reader) -> None:
         """Tell a worker that has ended nothing more; under the lock."""
         self._readers.discard(reader)
 
-    def _block(self, number: int, found: Publication, strides: tuple[int, ...] | None) -> Block:
+    def _extent(self, number: int, found: Publication, strides: tuple[int, ...] | None) -> Extent:
         newest = self._newest.setdefault(number, {})
-        block = newest.get(found.key)
-        if block is not None:
-            return block
+        extent = newest.get(found.key)
+        if extent is not None:
+            return extent
         array = found.array
-        block, memory = self.arena.take(array.nbytes)
+        extent, memory = self.arena.take(array.nbytes)
         np.copyto(np.ndarray(array.shape, array.dtype, memory.data, strides=strides), array)
         if found.key[0] < self._writes.get(number, 0):
-            return block  # an older value, for this one op
+            return extent  # an older value, for this one op
         if found.key[0] > self._writes.get(number, 0):
             self._writes[number] = found.key[0]
             self._retire(number)
             self._newest[number] = newest = {}
-        newest[found.key] = block
-        self._holders[block] = 1
-        return block
+        newest[found.key] = extent
+        self._holders[extent] = 1
+        return extent
 
     def _retire(self, number: int) -> None:
-        for block in self._newest.pop(number, {}).values():
-            self.release(block)
+        for extent in self._newest.pop(number, {}).values():
+            self.release(extent)
 
     def _collect(self) -> None:
         """Forget what is gone; under the lock."""
@@ -179,7 +165,7 @@ class Reader:
         self._publications = publications
         self._known: set[int] = set()
         self._has: dict[int, Hashable] = {}
-        self._held: list[Block] = []
+        self._held: list[Extent] = []
         self.forgotten: deque[int] = deque()
 
     def knows(self, number: int) -> bool:
@@ -202,26 +188,26 @@ class Reader:
         """
         if self._has.get(number) == found.key:
             return None
-        value, block = self._publications.publish(number, found)
+        value, extent = self._publications.publish(number, found)
         self._has[number] = found.key
-        if block is not None:
-            self._held.append(block)
+        if extent is not None:
+            self._held.append(extent)
         return value
 
     def take_back(self, value: Value) -> None:
         """Learn that a value was not sent after all."""
         self._has.pop(value.number, None)
-        if isinstance(value.data, Block):
+        if isinstance(value.data, Extent):
             self.released([value.data])
 
-    def released(self, blocks: Sequence[Block]) -> None:
-        """Learn which blocks the worker holds no longer."""
-        if not blocks:
+    def released(self, extents: Sequence[Extent]) -> None:
+        """Learn which extents the worker holds no longer."""
+        if not extents:
             return
         with self._publications.lock:
-            for block in blocks:
-                self._held.remove(block)
-                self._publications.release(block)
+            for extent in extents:
+                self._held.remove(extent)
+                self._publications.release(extent)
 
     def take_forgotten(self) -> list[int]:
         """Return the names to forget."""
@@ -234,8 +220,8 @@ class Reader:
     def close(self) -> None:
         """Let go of everything: the worker has ended."""
         with self._publications.lock:
-            for block in self._held:
-                self._publications.release(block)
+            for extent in self._held:
+                self._publications.release(extent)
             self._held.clear()
             self._publications.forget_reader(self)
 

@@ -2,11 +2,12 @@
 
 A segment is a descriptor (`memfd_create`, or a temporary file that is unlinked at once), so nobody
 else can open it, and it is gone with the last process that holds it, however that ends. An `Arena`
-writes arrays into blocks of its segments; `Mappings` are the segments of an arena as another
-process sees them. A block is written again only when its reader has said that no view of it lives.
+writes arrays into extents of its segments; `Mappings` are the segments of an arena as another
+process sees them. An extent is written again only when its reader has said that no view of it
+lives.
 
 Invariants:
-    * A block is free, or written and held by its readers; never both.
+    * An extent is free, or written and held by its readers; never both.
     * A segment has all of its memory when it is made, so a copy into it cannot fail.
 """
 
@@ -34,7 +35,7 @@ PAGE = 4096
 
 
 @final
-class Block(NamedTuple):
+class Extent(NamedTuple):
     """A piece of a segment, as messages name it."""
 
     segment_id: int
@@ -63,7 +64,7 @@ class Segment:
 
     @property
     def is_empty(self) -> bool:
-        """True if no block of it is in use."""
+        """True if no extent of it is in use."""
         return self.free == [(0, self.size)]
 
     def take(self, size: int) -> int | None:
@@ -100,19 +101,19 @@ class Arena:
         self.segments: dict[int, Segment] = {}
         self._numbers = count()
 
-    def put(self, data: Any) -> Block:
-        """Copy a contiguous buffer into a block.
+    def put(self, data: Any) -> Extent:
+        """Copy a contiguous buffer into an extent.
 
         Raises:
             OSError: If there is no memory for it.
         """
         source = np.frombuffer(data, np.uint8)
-        block, memory = self.take(source.nbytes)
+        extent, memory = self.take(source.nbytes)
         np.copyto(memory, source)
-        return block
+        return extent
 
-    def take(self, num_bytes: int) -> tuple[Block, Bytes]:
-        """Return a block and its memory, to be written now."""
+    def take(self, num_bytes: int) -> tuple[Extent, Bytes]:
+        """Return an extent and its memory, to be written now."""
         size = _rounded(num_bytes)
         for segment in self.segments.values():
             offset = segment.take(size)
@@ -122,12 +123,12 @@ class Arena:
             segment, offset = self._grow(size), 0
             segment.free = [(size, segment.size - size)] if segment.size > size else []
         memory = segment.memory[offset : offset + num_bytes]
-        return Block(segment.segment_id, offset, num_bytes), memory
+        return Extent(segment.segment_id, offset, num_bytes), memory
 
-    def free(self, block: Block) -> None:
-        """Let a block be written again; of empty segments one is kept."""
-        segment = self.segments[block.segment_id]
-        segment.give_back(block.offset, _rounded(block.num_bytes))
+    def free(self, extent: Extent) -> None:
+        """Let an extent be written again; of empty segments one is kept."""
+        segment = self.segments[extent.segment_id]
+        segment.give_back(extent.offset, _rounded(extent.num_bytes))
         empty = [each for each in self.segments.values() if each.is_empty]
         for each in empty[1:]:
             del self.segments[each.segment_id]
@@ -160,7 +161,7 @@ class Arena:
 
 @final
 class Mappings:
-    """The segments of an arena of another process, and the blocks that are read here.
+    """The segments of an arena of another process, and the extents that are read here.
 
     Args:
         is_readonly: Whether they are mapped so that nothing here can write to them.
@@ -169,8 +170,8 @@ class Mappings:
     def __init__(self, *, is_readonly: bool) -> None:
         self._is_readonly = is_readonly
         self._segments: dict[int, Bytes] = {}
-        self._views: dict[Block, weakref.ref[Bytes]] = {}
-        self._released: deque[Block] = deque()  # whatever thread drops the last view appends
+        self._views: dict[Extent, weakref.ref[Bytes]] = {}
+        self._released: deque[Extent] = deque()  # whatever thread drops the last view appends
 
     def add(self, segment_id: int, descriptor: int, size: int) -> None:
         """Map a segment, and close its descriptor."""
@@ -185,34 +186,34 @@ class Mappings:
         """Unmap a segment once nothing of it is read any more."""
         self._segments.pop(segment_id, None)
 
-    def view(self, block: Block) -> Bytes:
-        """Return a block as an array; it is released when the last array made of it is gone."""
-        memory = self._segments[block.segment_id]
+    def view(self, extent: Extent) -> Bytes:
+        """Return an extent as an array; it is released when the last array made of it is gone."""
+        memory = self._segments[extent.segment_id]
         # A memoryview ends the chain of bases, so that all arrays made of this one keep it alive.
-        begin, end = block.offset, block.offset + block.num_bytes
+        begin, end = extent.offset, extent.offset + extent.num_bytes
         made = np.frombuffer(memory.data[begin:end], np.uint8)
         released, views = self._released, self._views
 
         def release(reference: weakref.ref[Bytes]) -> None:
-            if views.get(block) is reference:
-                del views[block]
-                released.append(block)
+            if views.get(extent) is reference:
+                del views[extent]
+                released.append(extent)
 
-        views[block] = weakref.ref(made, release)
+        views[extent] = weakref.ref(made, release)
         return made
 
     def pin(self) -> None:
         """Never release what is read now: after a fork the child goes on reading it."""
         self._views.clear()
 
-    def take_released(self) -> list[Block]:
-        """Return the blocks that were released since the last call."""
+    def take_released(self) -> list[Extent]:
+        """Return the extents that were released since the last call."""
         released = self._released
         return [released.popleft() for _ in range(len(released))]
 
     @property
     def num_views(self) -> int:
-        """Number of blocks that are being read."""
+        """Number of extents that are being read."""
         return len(self._views)
 
 

@@ -33,9 +33,9 @@ from threadpoolctl import ThreadpoolController
 from ...context import PLACE, REGISTRY, Place
 from .._logical import set_logical_devices
 from ._context_variables import set_vars
-from ._messages import Failure, Memory, NewSegment, Reply, Request, Setup, Value, Where
+from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Value, Where
 from ._parcel import Parcel, Reduced, Side, dumps, find_obstacle, named, pack, unpack
-from ._segments import Arena, Block, Mappings
+from ._segments import Arena, Extent, Mappings
 
 LOOK_S = 1.0  # how often a worker looks whether its parent and its main thread live
 END_S = 1.0
@@ -111,8 +111,8 @@ class _Worker:
         request: Request = pickle.loads(message)
         self._attach(self._own, request.own)
         self._attach(self._public, request.public)
-        for block in request.released:
-            self._arena.free(block)
+        for extent in request.released:
+            self._arena.free(extent)
         for number in request.forgotten:
             self._forget(number)
         self._budget(request.blas_threads)
@@ -127,7 +127,7 @@ class _Worker:
         )  # fmt: skip
         return pickle.dumps(reply, protocol=5)
 
-    def _call(self, request: Request) -> tuple[Parcel | None, Failure | None]:
+    def _call(self, request: Request) -> tuple[Parcel | None, OpFailure | None]:
         try:
             for number, data in request.stand_ins:
                 make, args = pickle.loads(data)
@@ -137,7 +137,7 @@ class _Worker:
             self._enter(request)
             fn, args, kwargs = unpack(request.parcel, self)
         except BaseException as error:  # noqa: BLE001 - the op's awaiter is told
-            return None, Failure(_traceback(error), "rebuilt", _words(error))
+            return None, OpFailure(_traceback(error), "rebuilt", _words(error))
         errors = {} if request.numpy_errors is None else cloudpickle.loads(request.numpy_errors)
         try:
             with np.errstate(**errors):
@@ -145,7 +145,7 @@ class _Worker:
         except BaseException as error:  # noqa: BLE001 - the op's awaiter gets it
             text = _traceback(error)
             traceback.clear_frames(error.__traceback__)
-            return self._pack_error(error), Failure(text, "raised", _words(error))
+            return self._pack_error(error), OpFailure(text, "raised", _words(error))
         del args, kwargs, fn  # what is not in the result is released with this reply
         return self._pack_result(result)
 
@@ -161,16 +161,16 @@ class _Worker:
             self._know(REPLICA, replica)
         PLACE.set(Place(None if strategy is None else strategy._runtime, replica))
 
-    def _pack_result(self, result: Any) -> tuple[Parcel | None, Failure | None]:
+    def _pack_result(self, result: Any) -> tuple[Parcel | None, OpFailure | None]:
         try:
             return pack(result, self._arena, self), None
         except (OSError, MemoryError) as error:
-            return None, Failure(_traceback(error), "memory", _words(error))
+            return None, OpFailure(_traceback(error), "memory", _words(error))
         except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
             found = find_obstacle({"its result": result}, self)
             where, thing, reason = found or ("its result", result, error)
             words = f"{where} (a {kind_of(thing)}) cannot be pickled: {reason}"
-            return None, Failure("", "returned", words)
+            return None, OpFailure("", "returned", words)
 
     def _pack_error(self, error: BaseException) -> Parcel | None:
         for sent in (error, _Remade(self, error)):
@@ -196,8 +196,8 @@ class _Worker:
 
     # ---- names and memory ----------------------------------------------------------------
 
-    def view(self, block: Block) -> npt.NDArray[np.uint8]:
-        return self._own.view(block)
+    def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
+        return self._own.view(extent)
 
     def find(self, name: int | str) -> Any:
         return self._known[name]
