@@ -161,8 +161,9 @@ class LocalClosureEngine(ClosureEngine):
             else:
                 result = await run_on_host(submission.task.run, worker)
         except asyncio.CancelledError:
-            if self._busy.get(worker.name) is submission:
+            if self._busy.get(worker.name) is submission:  # at `aclose`
                 del self._busy[worker.name]
+                self._idle.append(worker)
             raise
         except Exception as failure:  # noqa: BLE001 - raised where the submission is waited for
             error = failure

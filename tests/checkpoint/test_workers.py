@@ -1,6 +1,7 @@
 """Checkpoints of several workers: one writes, all restore, on any division into workers."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.checkpoint import Savepoint
+from aioreplica.checkpoint._state import look, read_state
 from aioreplica.errors import CheckpointError, CheckpointNotCommittedError, MergeMismatchError
 from tests.strategies.workers import on_workers, outcomes, strategies
 
@@ -102,3 +105,22 @@ async def test_workers_that_save_or_restore_different_steps_are_told(tmp_path: P
     results = await outcomes(strategies(2, 1), [elsewhere] * 2)
     assert isinstance(results[1], CheckpointError)  # its directory is not the first worker's
     await asyncio.sleep(0)
+
+
+async def test_the_newest_savepoint_is_put_back_on_every_worker() -> None:
+    """Its arrays come from the worker that has done most steps; the others have older ones."""
+
+    async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        with strategy.scope():
+            w = ar.Variable(np.zeros(3), name="w")
+        rank = strategy.cluster_resolver.rank
+        await w.assign(np.arange(3.0))
+        savepoint = Savepoint({"w": w})
+        if rank == 1:
+            savepoint._cut = replace(
+                savepoint._cut, next_steps=(9,), arrays={"w": [np.full(3, 5.0)]}
+            )
+        await savepoint.put_back_newest(strategy._runtime.workers)
+        return w.value.tolist(), look(read_state({"w": w})).next_steps
+
+    assert await on_workers(3, 1, program) == [([5.0] * 3, (9,))] * 3

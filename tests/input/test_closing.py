@@ -14,6 +14,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
+from aioreplica.input._source_lane import SourceLane
 from tests.conftest import mirrored
 from tests.input.sources import Watched, WatchedAsync
 from tests.sequencer import idle
@@ -32,6 +33,17 @@ def source(request: pytest.FixtureRequest) -> Watched:
 @pytest.fixture(params=BUFFERS, ids=lambda size: f"buffer {size}")
 def options(request: pytest.FixtureRequest) -> ar.InputOptions:
     return ar.InputOptions(per_replica_buffer_size=request.param)
+
+
+@pytest.mark.asyncio
+async def test_calls_of_a_source_are_given_up_at_an_interrupt_unless_they_write_files() -> None:
+    found = []
+    for lane in (SourceLane(), SourceLane("journal", writes_files=True)):
+        op = lane.run(int)
+        found.append(op.writes_files)
+        await op
+        lane.close()
+    assert found == [False, True]
 
 
 @pytest.mark.asyncio

@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -13,7 +13,8 @@ import aioreplica.testing as art
 from aioreplica.testing._execute import Main, Outcome
 from aioreplica.testing._runner import Runner
 from aioreplica.testing._sandbox import Sandbox
-from aioreplica.testing._shrink import shrink
+from aioreplica.testing._schedule import Hold
+from aioreplica.testing._shrink import holds_of, shrink, stronger
 from aioreplica.testing._strategies import RANDOM
 from aioreplica.testing._trace import Trace
 from tests.testing import programs
@@ -435,6 +436,28 @@ def test_constraints_that_were_not_seen_to_fail_are_not_told() -> None:
 
     assert found.holds == ()
     assert not found.is_certain
+
+
+@pytest.mark.parametrize("has_longer", [False, True])
+def test_several_constraints_are_told_as_one_that_holds_longer_if_there_is_one(
+    has_longer: bool,
+) -> None:
+    _, story = told(programs.locked_counter)
+    two = set(holds_of(story.steps, story.pending)[:2])
+    longer = stronger([*two], story.steps)[-1]
+
+    def fails(holds: Sequence[Hold]) -> bool:
+        return two <= {*holds} or (has_longer and longer in holds)
+
+    found = shrink(story, fails)
+
+    assert found.is_certain
+    assert len(two) == 2
+    if has_longer:
+        [hold] = found.holds
+        assert (hold.key, hold.nth, hold.until_key) == (longer.key, longer.nth, longer.until_key)
+    else:
+        assert {*found.holds} == two
 
 
 def told(program: Main) -> tuple[Outcome, Trace]:

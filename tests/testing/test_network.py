@@ -406,3 +406,28 @@ def test_addresses_are_checked() -> None:
         art.Faults().slow_connection(factor=1)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         art.Faults().reset_connection(times=0)
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "address"),
+    [
+        ("localhost", 0, "::1"),
+        ("127.0.0.1", 0, "::1"),
+        (None, socket.AI_PASSIVE, "::"),
+        ("::1", 0, "::1"),
+        ("api.internal", 0, None),
+    ],
+)
+def test_only_names_of_this_host_have_addresses_of_ipv6(
+    host: str | None, flags: int, address: str | None
+) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        ask = loop.getaddrinfo(host, PORT, family=socket.AF_INET6, flags=flags)
+        if address is None:
+            with pytest.raises(socket.gaierror, match="not known"):
+                await ask
+        else:
+            assert {each[4] for each in await ask} == {(address, PORT, 0, 0)}
+
+    art.run(main)

@@ -21,6 +21,7 @@ from aioreplica.cluster import LocalClosureEngine, current_worker_index
 from aioreplica.errors import (
     ClosureCancelledError,
     ContextError,
+    LoopMismatchError,
     NonFiniteError,
     StallError,
     WorkerLostError,
@@ -418,6 +419,30 @@ async def test_a_result_goes_when_it_was_fetched_or_cannot_be() -> None:
             assert await kept.fetch() == ""
     finally:
         gc.enable()
+
+
+MAY_END = threading.Event()
+
+
+def wait_for_the_end() -> bool:
+    return MAY_END.wait(30)
+
+
+@pytest.mark.asyncio
+async def test_a_result_is_awaited_on_its_own_loop_until_it_is_there() -> None:
+    """What it waits for would never wake another one."""
+
+    def elsewhere(remote: Any) -> Any:
+        return asyncio.run(remote.fetch())
+
+    async with opened(1) as (_, coordinator):
+        MAY_END.clear()
+        remote = await coordinator.schedule(wait_for_the_end)
+        with pytest.raises(LoopMismatchError, match="belongs to"):
+            await asyncio.to_thread(elsewhere, remote)
+        MAY_END.set()
+        assert await remote.fetch()
+        assert await asyncio.to_thread(elsewhere, remote)
 
 
 def index_and_next(iterator: Any, resource: Any) -> tuple[int, int, int]:

@@ -1,0 +1,52 @@
+"""The engine for closures of one process: what it has after it was closed; where closures are."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aioreplica.cluster import LocalClosureEngine, current_worker_index
+from aioreplica.errors import ContextError
+from tests.sequencer import idle
+
+
+class Task:
+    """An async closure that waits until it may end."""
+
+    is_async = True
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def run_on_loop(self, _worker: Any) -> str:
+        await self.may_end.wait()
+        return "ended"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_an_engine_that_was_closed_beside_closures_has_its_workers_again(
+    is_lost: bool,
+) -> None:
+    """A coordinator that was given it next waited for ever."""
+    engine = LocalClosureEngine(2)
+    for _ in range(2):
+        await engine.start(0)
+        tasks: list[Any] = [Task(), Task()]
+        first, _second = engine.submit(tasks)
+        await idle()
+        tasks[0].may_end.set()
+        assert await first.result() == "ended"
+        if is_lost:
+            [*_, second] = await engine.workers()
+            engine.lose_worker(second.name)
+            engine.add_worker()
+            await idle()
+        await engine.aclose()
+        assert engine.num_workers == 2
+        assert "0 workers busy, 2 idle" in repr(engine)
+
+
+def test_the_index_of_a_worker_is_asked_for_in_a_closure() -> None:
+    with pytest.raises(ContextError, match="outside a closure"):
+        current_worker_index()
