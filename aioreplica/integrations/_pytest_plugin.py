@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import inspect
 import sys
+import unittest
 from collections.abc import Generator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.compat import is_async_function
+from _pytest.unittest import TestCaseFunction
 
 if TYPE_CHECKING:
+    from _pytest.fixtures import SubRequest
+
     from aioreplica.testing import Report
     from aioreplica.testing._fixtures import Fixtures
     from aioreplica.testing._report import UnreadReport
@@ -59,14 +64,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     function = _async_function(pyfuncitem.obj)
-    if not inspect.iscoroutinefunction(function):
-        raise pytest.UsageError(
-            f"{pyfuncitem.name} is marked `explore` but is not an async function."
-        )
-    if marker.args:
-        raise pytest.UsageError(
-            f"The marker of {pyfuncitem.name} takes keywords only, as in explore(schedules=200)."
-        )
+    _check_marked(pyfuncitem, marker, function)
     from aioreplica.testing._fixtures import Fixtures
 
     fixtures = Fixtures(pyfuncitem)
@@ -84,10 +82,83 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+def _check_marked(item: pytest.Function, marker: pytest.Mark, function: Any) -> None:
+    """Refuse what carries the marker and cannot be explored."""
+    __tracebackhide__ = True
+    if marker.args:
+        raise pytest.UsageError(
+            f"The marker of {item.name} takes keywords only, as in explore(schedules=200)."
+        )
+    if hasattr(item.obj, "hypothesis"):
+        raise pytest.UsageError(
+            f"{item.name} is marked `explore` and decorated with `@given`, and both choose what is "
+            "run. Let Hypothesis draw the schedule too: in a plain test with @given(..., "
+            "schedule=art.schedules()), call art.run(main, schedule=schedule)."
+        )
+    if not inspect.iscoroutinefunction(function):
+        raise pytest.UsageError(f"{item.name} is marked `explore` but is not an async function.")
+
+
+def _explore_case(item: pytest.Function, marker: pytest.Mark) -> None:
+    """Run a marked method of an `IsolatedAsyncioTestCase` under its schedules.
+
+    unittest would run it once, in an event loop of its own. In each schedule there is a new
+    instance, with its own `setUp`, `asyncSetUp`, cleanups and so on.
+    """
+    __tracebackhide__ = True
+    if getattr(item.obj, "__unittest_skip__", False):
+        pytest.skip(item.obj.__unittest_skip_why__)
+    cls = type(item.instance)
+    _check_marked(item, marker, item.obj)
+    if not issubclass(cls, unittest.IsolatedAsyncioTestCase):
+        raise pytest.UsageError(
+            f"{item.name} is marked `explore`, but {cls.__name__} is no "
+            "unittest.IsolatedAsyncioTestCase: nothing would run its async methods."
+        )
+    from aioreplica.testing._fixtures import run_case
+
+    async def main() -> None:
+        await run_case(cls, item.originalname)
+
+    main.__name__ = item.originalname  # by which tokens know it
+    _run(main, dict(marker.kwargs), item)
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: SubRequest) -> object | None:
+    """Leave async fixtures that no other plugin takes to the schedules of a marked test.
+
+    Those are made in each schedule anyhow, and so is what they are for.
+    """
+    __tracebackhide__ = True
+    item = request._pyfuncitem
+    if item.get_closest_marker(MARKER) is None or isinstance(item, TestCaseFunction):
+        return None
+    from aioreplica.testing._fixtures import LATER, Fixtures
+
+    names = [name for name in fixturedef.argnames if request.getfixturevalue(name) is LATER]
+    if not (names or is_async_function(fixturedef.func)):
+        return None
+    if Fixtures(item).is_remade(fixturedef.argname):
+        fixturedef.cached_result = (LATER, fixturedef.cache_key(request), None)
+        return LATER
+    if names:
+        pytest.fail(
+            f"The fixture {fixturedef.argname!r} ({fixturedef.scope} scope) is made once for all "
+            f"schedules of {item.name}, and {names[0]!r}, an async fixture, anew in each. Give it "
+            "function scope, and neither parameters nor the request, or make both with "
+            "pytest_asyncio.fixture.",
+            pytrace=False,
+        )
+    return None  # pytest refuses it
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Fail a test that got a failed report from the kit and did not look at it."""
     __tracebackhide__ = True
+    marker = item.get_closest_marker(MARKER)
+    if marker is not None and isinstance(item, TestCaseFunction):
+        item.runtest = partial(_explore_case, item, marker)  # type: ignore[method-assign]
     before = list(_unread_reports())
     result = yield
     forgotten = [each for each in _unread_reports() if all(each is not old for old in before)]

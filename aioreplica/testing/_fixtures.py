@@ -13,10 +13,14 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final, final
 
 if TYPE_CHECKING:
+    from unittest import IsolatedAsyncioTestCase
+
     import pytest
 
 OWN_TO_PYTEST: Final = ("_pytest.", "pytest_asyncio.", "anyio.", "xdist.")
 REQUEST: Final = "request"
+LATER: Final = object()
+"""Value, outside of schedules, of an async fixture that is made in each of them."""
 
 
 @final
@@ -53,13 +57,13 @@ class Fixtures:
         return [
             f"{name} ({self._definitions[name][-1].scope} scope)"
             for name in seen
-            if not self._is_remade(name) and not self._is_of_pytest(name)
+            if not self.is_remade(name) and not self._is_of_pytest(name)
         ]
 
     async def _value(self, name: str, made: dict[str, Any], stack: AsyncExitStack) -> Any:
         if name in made:
             return made[name]
-        if not self._is_remade(name):
+        if not self.is_remade(name):
             if name in self._item.funcargs:
                 return self._item.funcargs[name]
             return self._item._request.getfixturevalue(name)
@@ -81,7 +85,8 @@ class Fixtures:
             bound = function.__get__(owner)
         return bound
 
-    def _is_remade(self, name: str) -> bool:
+    def is_remade(self, name: str) -> bool:
+        """Tell whether a fixture is made anew in each schedule."""
         definitions = self._definitions.get(name)
         if not definitions:
             return False
@@ -113,6 +118,33 @@ async def _enter(
         stack.callback(_end, made)
         return next(made)
     return made
+
+
+async def run_case(cls: type[IsolatedAsyncioTestCase], name: str) -> None:
+    """Run a method of a new test case as unittest does, but in the loop that runs.
+
+    Args:
+        cls: Class of the case; its `setUpClass` was called.
+        name: The method.
+    """
+    case = cls(name)
+    async with AsyncExitStack() as cleanups:
+        cleanups.push_async_callback(_clean_up, case)
+        case.setUp()
+        await case.asyncSetUp()
+        cleanups.callback(case.tearDown)
+        cleanups.push_async_callback(case.asyncTearDown)
+        await getattr(case, name)()
+
+
+async def _clean_up(case: Any) -> None:
+    """Call what was given to `addCleanup` and `addAsyncCleanup`, the last first."""
+    async with AsyncExitStack() as cleanups:
+        for function, args, kwargs in case._cleanups:  # `doCleanups` wants a loop of its own
+            is_async = inspect.iscoroutinefunction(function)
+            push = cleanups.push_async_callback if is_async else cleanups.callback
+            push(function, *args, **kwargs)
+        case._cleanups.clear()
 
 
 def _end(generator: Any) -> None:

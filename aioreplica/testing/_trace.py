@@ -260,8 +260,8 @@ class Trace:
                 known.append(MadeTask(who, names, self.num_steps))
                 if task is not None and task.done():  # an eager one may have ended
                     known[number].ended_after = self.num_steps
-                elif task is not None:  # or have begun
-                    self._points[task.index] = self._point_of(task)
+                elif task is not None and getattr(task.get_coro(), "cr_suspended", False):
+                    self._points[task.index] = self._point_of(task)  # or have begun
         if isinstance(chosen, SimTask) and chosen.done() and chosen.number < len(known):
             known[chosen.number].ended_after = self.num_steps
 

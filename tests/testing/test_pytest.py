@@ -117,6 +117,104 @@ class TestCases:
 """
 
 
+CASES = """
+import asyncio
+import unittest
+import pytest
+from hypothesis import given, strategies
+
+log = []
+
+class Cases(unittest.IsolatedAsyncioTestCase):
+    def setUp(self):
+        self.count = 0
+        log.append("setUp")
+
+    async def asyncSetUp(self):
+        await asyncio.sleep(1)
+        self.addAsyncCleanup(asyncio.sleep, 1)
+        self.addCleanup(log.append, "cleanup")
+
+    async def asyncTearDown(self):
+        await asyncio.sleep(1)
+        log.append("tearDown")
+
+    @pytest.mark.explore(schedules=5)
+    async def test_passes(self):
+        await asyncio.sleep(3600)
+
+    def test_was_run_often(self):
+        assert len(log) > 3 * 5 and log[-4:] == ["setUp", "tearDown", "cleanup", "setUp"]
+
+    @pytest.mark.explore(schedules=200)
+    async def test_update(self):
+        async def add(rounds):
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            seen = self.count
+            await asyncio.sleep(0)
+            self.count = seen + 1
+        await asyncio.gather(add(0), add(2))
+        self.assertEqual(self.count, 2)
+
+    @unittest.skip("because")
+    @pytest.mark.explore
+    async def test_skipped(self):
+        raise AssertionError
+
+class Blocking(unittest.TestCase):
+    @pytest.mark.explore
+    async def test_of_no_loop(self):
+        raise AssertionError
+
+@pytest.mark.explore
+@given(number=strategies.integers())
+async def test_drawn(number):
+    raise AssertionError
+"""
+
+
+ASYNC_FIXTURES = """
+import asyncio
+import pytest
+
+loops = []
+
+@pytest.fixture
+async def queue():
+    loops.append(asyncio.get_running_loop())
+    await asyncio.sleep(1)
+    yield asyncio.Queue()
+    await asyncio.sleep(1)
+
+@pytest.fixture
+async def other(queue):
+    return queue
+
+@pytest.fixture
+def filled(other):
+    other.put_nowait(1)
+    yield other
+    other.get_nowait()
+
+@pytest.mark.explore(schedules=10)
+async def test_fixtures(filled, other):
+    await asyncio.sleep(1)
+    assert filled is other and other.qsize() == 1
+
+def test_every_schedule_had_its_own():
+    assert len(set(map(id, loops))) > 1 and len(loops) > 10
+
+@pytest.fixture
+def once(request, other):
+    raise AssertionError
+
+@pytest.mark.explore(schedules=10)
+async def test_once(once):
+    raise AssertionError
+"""
+
+
 def run_pytest(folder: Path, *options: str) -> str:
     (folder / "test_it.py").write_text(TESTS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
@@ -216,3 +314,36 @@ def test_fixtures_are_made_for_every_schedule_or_named(tmp_path: Path) -> None:
     assert "1 failed" in found, found
     assert "All schedules share these fixtures" in found
     assert "shared (module scope)" in found
+
+
+@pytest.mark.slow
+def test_cases_of_unittest_are_explored_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
+
+    found = run_pytest(tmp_path, "-k", "Cases or Blocking or drawn")
+
+    assert "3 failed, 2 passed, 1 skipped" in found, found
+    assert "is held at" in found
+    assert "but Blocking is no unittest.IsolatedAsyncioTestCase" in found
+    assert "Let Hypothesis draw the schedule too" in found
+
+
+@pytest.mark.slow
+def test_a_case_of_unittest_is_replayed(tmp_path: Path) -> None:
+    (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
+    [token] = set(re.findall(r"--ar-replay (ar1-\S+)", run_pytest(tmp_path, "-k", "test_update")))
+
+    replayed = run_pytest(tmp_path, f"--ar-replay={token}", "-k", "test_update or test_passes")
+
+    assert "1 failed, 1 skipped" in replayed, replayed
+
+
+@pytest.mark.slow
+def test_async_fixtures_need_no_plugin_in_strict_mode(tmp_path: Path) -> None:
+    (tmp_path / "test_async.py").write_text(ASYNC_FIXTURES, encoding="utf-8")
+
+    found = run_pytest(tmp_path, "-k", "fixtures or own or once")
+
+    assert "2 passed" in found, found
+    assert "1 error" in found, found
+    assert "'once' (function scope) is made once for all schedules of test_once" in found
