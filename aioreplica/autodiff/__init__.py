@@ -2,19 +2,19 @@
 
 from .._export import export_public
 from ._adapter import Adapter as Adapter
+from ._adapter import OutsideAdapter as OutsideAdapter
 from ._adapter import Watch as Watch
 from ._collectives import all_gather as all_gather
 from ._collectives import all_reduce as all_reduce
 from ._collectives import broadcast as broadcast
 from ._collectives import reduce_scatter as reduce_scatter
-from ._find import find_adapter as find_adapter
 from ._linear import LinearCollective as LinearCollective
 from ._models import jax_key as jax_key
 from ._models import jax_variables as jax_variables
 from ._models import torch_generator as torch_generator
 from ._models import torch_module as torch_module
-from ._outside import OutsideAdapter as OutsideAdapter
-from ._outside import find_outside_adapter as find_outside_adapter
+from ._value_and_grad import find_adapter as find_adapter
+from ._value_and_grad import find_outside_adapter as find_outside_adapter
 from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables

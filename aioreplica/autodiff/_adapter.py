@@ -1,4 +1,4 @@
-"""The contract of a differentiation adapter, and what a loss may return.
+"""The contract of a differentiation adapter, here and for calls outside, and of a loss.
 
 Inputs are named while the function runs, not before: which variables a loss reads is known only
 then, and one pass is enough.
@@ -7,8 +7,8 @@ then, and one pass is enough.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
@@ -69,6 +69,43 @@ class Adapter(ABC):
         """Send a traced array through a collective, so that gradients go back through it."""
 
 
+class RunOutside(Protocol):
+    """Runs a function on the host for a device program, and waits for it."""
+
+    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run `fn(*args)` in the cluster `name`; an async function is awaited there."""
+
+
+class NameGradients(Protocol):
+    """Names the gradients of outside calls."""
+
+    def gradient_of(self, name: str, gradient_call: object) -> str:
+        """Name the gradient of the call `name` in one pass backwards."""
+
+
+class OutsideAdapter(ABC):
+    """Makes outside calls part of what one library differentiates."""
+
+    @abstractmethod
+    def call(
+        self,
+        run: RunOutside,
+        names: NameGradients,
+        name: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> Any:
+        """Run `fn(*args)` outside in the cluster `name`; its gradient will run outside too.
+
+        Args:
+            run: Does the call.
+            names: Names the clusters of gradients.
+            name: Cluster of the call.
+            fn: A plain or async function.
+            args: Its arguments; some leaf of them is traced.
+        """
+
+
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Take what a differentiated function returned apart: the loss, and its auxiliary output.
 
@@ -124,3 +161,14 @@ def _is_real(array: Array) -> bool:
         return array.dtype.kind in "fiub"
     kinds = ("real floating", "integral", "bool")
     return bool(array_namespace(array).isdtype(array.dtype, kinds))
+
+
+def finished(value: Any, use: Callable[[Any], Any]) -> Any:
+    """Return `use(value)`; if the value has to be awaited, an awaitable of that."""
+    if not isinstance(value, Awaitable):
+        return use(value)
+
+    async def later() -> Any:
+        return use(await value)
+
+    return later()

@@ -21,8 +21,8 @@ from ..errors import ContextError
 from ..replica import CallSite, RunningReplica, WorkerContext
 from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
-from ._find import find_adapter
 from ._linear import Caller, FromSource, Joined, LinearCollective, Scattered, Total
+from ._value_and_grad import find_adapter
 
 
 def all_reduce(op: ReduceOp | str, value: Tree) -> Tree:

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from ..values import Variable
 from ._jax import as_jax, require_not_compiling
-from ._local_state import new_state, require_outside_replicas, write_state
-from ._variables import ModelVariables
+from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
 
 Array = npt.NDArray[Any]
 

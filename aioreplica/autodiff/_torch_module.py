@@ -23,9 +23,8 @@ from ..context import OVERRIDES, PLACE
 from ..replica import RunningReplica
 from ..tree import map_leaves
 from ..values import Variable
-from ._local_state import new_state, require_outside_replicas, write_state
 from ._torch_random import SeededDraws, SeedStreams, may_draw
-from ._variables import ModelVariables
+from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
 
 Array = npt.NDArray[Any]
 

@@ -1,12 +1,19 @@
-"""value_and_grad: the value of a function of arrays together with its gradients."""
+"""Values of functions of arrays with their gradients, by the adapter of a library.
+
+The library of an adapter is imported when the adapter is found.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..devices.backends import Array
-from ._find import find_adapter
+from ..tree import leaves
+from ._adapter import Adapter, OutsideAdapter
+
+BACKENDS = ("autograd", "torch", "jax")
 
 
 def value_and_grad(
@@ -54,3 +61,64 @@ def value_and_grad(
         )
 
     return call
+
+
+def find_adapter(backend: str) -> Adapter:
+    """Return the adapter called `backend`.
+
+    Raises:
+        ValueError: If there is no such backend.
+        ImportError: If its library is not installed.
+
+    Example:
+        >>> find_adapter("autograd").name
+        'autograd'
+    """
+    if backend not in BACKENDS:
+        legal = ", ".join(map(repr, BACKENDS))
+        raise ValueError(f"Unknown autodiff backend {backend!r}. Use one of {legal}.")
+    try:
+        return _new_adapter(backend)
+    except ModuleNotFoundError as missing:
+        if missing.name not in (backend, f"{backend}lib"):
+            raise
+        raise ImportError(
+            f"Gradients with the {backend!r} backend need the {backend} package, which is not "
+            f'installed. Run: pip install "aioreplica[{backend}]"',
+            name=backend,
+        ) from missing
+
+
+def _new_adapter(backend: str) -> Adapter:
+    if backend == "torch":
+        from ._torch import TorchAdapter
+
+        return TorchAdapter()
+    if backend == "jax":
+        from ._jax import JaxAdapter
+
+        return JaxAdapter()
+    from ._autograd import AutogradAdapter
+
+    return AutogradAdapter()
+
+
+def find_outside_adapter(args: Any) -> OutsideAdapter | None:
+    """Return the adapter of the library that traces a leaf of `args`; None if none does.
+
+    A library that was not imported traces nothing, so nothing is imported here.
+    """
+    if "autograd" not in sys.modules and "torch" not in sys.modules:
+        return None
+    found = leaves(args)
+    if "autograd" in sys.modules:
+        from ._autograd import AutogradOutside, is_traced
+
+        if any(map(is_traced, found)):
+            return AutogradOutside()
+    if "torch" in sys.modules:
+        from ._torch import TorchOutside, needs_gradient
+
+        if any(map(needs_gradient, found)):
+            return TorchOutside()
+    return None

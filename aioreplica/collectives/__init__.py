@@ -14,33 +14,33 @@ from ._across import join_across as join_across
 from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
 from ._across import reduces_to_itself as reduces_to_itself
-from ._buffers import BufferPool as BufferPool
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
 from ._compression import TopK as TopK
-from ._gather import concatenate as concatenate
-from ._gather import gather_difference as gather_difference
-from ._gather import require_axis as require_axis
-from ._jobs import Job as Job
-from ._jobs import deal as deal
-from ._jobs import num_threads as num_threads
-from ._jobs import run_here as run_here
-from ._jobs import run_on_threads as run_on_threads
 from ._kind import pieces as pieces
+from ._kind import reduce_slices as reduce_slices
+from ._kind import require_dense as require_dense
 from ._kind import share as share
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import require_options as require_options
 from ._plain_tree import broadcast_tree as broadcast_tree
 from ._plain_tree import packed_tree as packed_tree
+from ._plan import BufferPool as BufferPool
+from ._plan import Job as Job
+from ._plan import deal as deal
+from ._plan import num_threads as num_threads
+from ._plan import run_here as run_here
+from ._plan import run_on_threads as run_on_threads
+from ._reduce import concatenate as concatenate
+from ._reduce import gather_difference as gather_difference
 from ._reduce import leaf_bytes as leaf_bytes
 from ._reduce import leaf_difference as leaf_difference
 from ._reduce import reduce_leaves as reduce_leaves
+from ._reduce import reduce_over_axis as reduce_over_axis
+from ._reduce import require_axis as require_axis
 from ._reduce import require_reducible as require_reducible
-from ._reduce_axis import reduce_over_axis as reduce_over_axis
 from ._reducer import INLINE_SUM_BYTES as INLINE_SUM_BYTES
 from ._reducer import Reducer as Reducer
-from ._sparse import reduce_slices as reduce_slices
-from ._sparse import require_dense as require_dense
 
 __all__ = [
     "CommunicationOptions",

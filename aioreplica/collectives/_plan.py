@@ -1,23 +1,30 @@
-"""The jobs of one reduction, and packs: many small arrays that are reduced in one go."""
+"""The jobs of one reduction: packs of small arrays, result buffers, and pieces for threads."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, final
 
 import numpy as np
 
+from ..devices import num_collective_streams, run_together
 from ..devices.backends import reduce_block, reduce_into, result_dtype
 from ..typing import ReduceOp
-from ._buffers import BufferPool
-from ._jobs import Job, run_here
+from ..values import CAN_COUNT_REFERENCES
 from ._layout import Layout, Pack, Portion
 from ._reduce import leaf_bytes, reduce_leaves
 
 Leaves: TypeAlias = Sequence[Any]  # of one replica
+
+POOLED_BYTES = 128 * 1024  # from there on the allocator gives fresh pages
+KEPT_CALLS = 8  # how many reductions a buffer may go unused
+Job: TypeAlias = tuple[int, Callable[[], None]]
+"""How many bytes a piece reads and writes, and the piece."""
 
 
 @final
@@ -160,3 +167,92 @@ def _views_into(flat: Any, pack: Pack) -> list[Any]:
         views.append(flat[start:stop].reshape(shape))
         start = stop
     return views
+
+
+@final
+class BufferPool:
+    """Lends the memory of large results.
+
+    A fresh large array costs a page fault every 4 KiB, which for 64 MiB takes as long as summing
+    two arrays. A buffer is free if nothing but the pool refers to it: arrays that lie in it do.
+
+    Invariants:
+        * A buffer that was not lent for `KEPT_CALLS` calls is let go.
+    """
+
+    __slots__ = ("_buffers", "_call", "_lock")
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[int, Any]] = []  # when each was lent last, and the buffer
+        self._call = 0
+        self._lock = threading.Lock()  # the default strategy's pool serves every loop
+
+    def next_call(self) -> None:
+        """Begin a reduction: let go of buffers that have not been of use."""
+        with self._lock:
+            self._call += 1
+            oldest = self._call - KEPT_CALLS
+            self._buffers = [entry for entry in self._buffers if entry[0] >= oldest]
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a C-contiguous array with whatever numbers are in it."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < POOLED_BYTES or not CAN_COUNT_REFERENCES:
+            return np.empty(shape, dtype)
+        with self._lock:
+            return self._buffer(size).view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Let go of every buffer."""
+        with self._lock:
+            self._buffers.clear()
+
+    def _buffer(self, size: int) -> Any:
+        for index, entry in enumerate(self._buffers):
+            buffer = entry[1]
+            # Its references here: the entry, `buffer`, and the argument of getrefcount.
+            if buffer.size == size and sys.getrefcount(buffer) == 3:
+                self._buffers[index] = (self._call, buffer)
+                return buffer
+        buffer = np.empty(size, np.uint8)
+        self._buffers.append((self._call, buffer))
+        return buffer
+
+    def __repr__(self) -> str:
+        total = sum(buffer.size for _, buffer in self._buffers)
+        return f"<BufferPool | {len(self._buffers)} buffers, {total} bytes>"
+
+
+def deal(jobs: Sequence[Job], count: int) -> list[Callable[[], None]]:
+    """Deal jobs into at most `count` shares of about the same size, the largest jobs first."""
+    shares: list[list[Job]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for job in sorted(jobs, key=_size_of, reverse=True):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(job)
+        loads[lightest] += job[0]
+    return [partial(run_here, share) for share in shares if share]
+
+
+def run_here(jobs: Sequence[Job]) -> None:
+    """Run jobs in the calling thread."""
+    for _, work in jobs:
+        work()
+
+
+def num_threads(num_bytes: int, thread_bytes: int) -> int:
+    """Return how many threads are worth waking if each is for at least `thread_bytes`."""
+    return max(1, min(num_collective_streams(), num_bytes // thread_bytes))
+
+
+async def run_on_threads(jobs: Sequence[Job], count: int) -> None:
+    """Run jobs off the event loop, on at most `count` threads.
+
+    Cancellation:
+        What has started ends first.
+    """
+    await run_together(deal(jobs, count))
+
+
+def _size_of(job: Job) -> int:
+    return job[0]

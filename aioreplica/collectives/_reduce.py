@@ -1,4 +1,4 @@
-"""Element-wise reduction of one leaf over replicas, in ascending replica order."""
+"""Reduction and concatenation of one leaf over replicas, in ascending replica order."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ from operator import add
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
-from ..devices.backends import backend_of, reduce_arrays
+from ..devices.backends import backend_of, join_arrays, reduce_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
-from ._kind import are_of_one_library, array_like, require_untraced
-from ._sparse import reduce_slices, require_sum, slices_difference
+from ._kind import (
+    are_of_one_library,
+    array_like,
+    reduce_slices,
+    require_dense,
+    require_sum,
+    require_untraced,
+    slices_difference,
+)
 
 _PYTHON_NUMBERS = (bool, int, float, complex)
 
@@ -116,3 +124,170 @@ def _reduce_numbers(op: ReduceOp, values: Sequence[Any]) -> Any:
         return min(values) if op is ReduceOp.MIN else max(values)
     total = fold(add, values) if len(values) > 1 or type(values[0]) is not bool else int(values[0])
     return total / len(values) if op is ReduceOp.MEAN else total
+
+
+def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int, ...]) -> Any:
+    """Reduce each component over `axis`, then the components over replicas.
+
+    Args:
+        op: The operator.
+        values: One array per replica; sizes along `axis` may differ, 0 included.
+        axis: Axis or axes of each component, negative ones counted from the end.
+
+    Returns:
+        An array without the reduced axes. MEAN divides the sum over everything by the true
+        number of elements; a component without elements contributes nothing.
+
+    Raises:
+        ValueError: If an axis is out of range, sizes along other axes differ, or nothing is left to
+            take MEAN, MIN or MAX of.
+
+    Shapes:
+        values[i]: any, equal for all i outside `axis`.
+
+    Example:
+        >>> import numpy as np
+        >>> from aioreplica.typing import ReduceOp
+        >>> reduce_over_axis(ReduceOp.MEAN, [np.array([1.0, 2.0]), np.array([6.0])], 0)
+        np.float64(3.0)
+    """
+    arrays = [array_like(value) for value in values]
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for array in arrays:
+        for one in axes:
+            if not isinstance(one, (int, np.integer)) or not -array.ndim <= one < array.ndim:
+                raise ValueError(
+                    f"axis={axis!r} does not fit a component of shape {tuple(array.shape)}: use "
+                    f"axes from {-array.ndim} to {array.ndim - 1}."
+                )
+    _require_same_outside(arrays, axes)
+    counts = [_num_reduced(array, axes) for array in arrays]
+    if op is not ReduceOp.SUM and sum(counts) == 0:
+        raise ValueError(
+            f"{op.name} over axis {axis!r} of {len(arrays)} empty components is undefined."
+        )
+    xp, first = array_namespace(arrays[0]), arrays[0]
+    if op is ReduceOp.MIN or op is ReduceOp.MAX:
+        extreme = xp.min if op is ReduceOp.MIN else xp.max
+        filled = [a for a, count in zip(arrays, counts, strict=True) if count]
+        return _unwrap(reduce_leaves(op, [_kept(extreme(a, axis=axes)) for a in filled]))
+    wide = _sum_dtype(op, first, xp)
+    sums = [_kept(xp.sum(a, axis=axes, dtype=wide)) for a in arrays]
+    total = reduce_leaves(ReduceOp.SUM, sums)
+    if op is ReduceOp.MEAN:
+        total = _kept(total / sum(counts))
+    narrow = first.dtype if xp.isdtype(first.dtype, "real floating") else total.dtype
+    result = xp.astype(total, narrow, copy=False)
+    if type(result) is np.ndarray:
+        result.flags.writeable = False
+    return _unwrap(result)
+
+
+def _require_same_outside(arrays: Sequence[Any], axes: tuple[int, ...]) -> None:
+    """Refuse components that NumPy would broadcast against each other, or complain of.
+
+    Raises:
+        ValueError: If sizes along an axis that stays differ.
+    """
+    first = arrays[0]
+    for i, array in enumerate(arrays):
+        if _left(array, axes) != _left(first, axes):
+            shown = axes[0] if len(axes) == 1 else axes
+            raise ValueError(
+                f"The shapes of the components differ outside axis {shown}: replica 0 has "
+                f"{tuple(first.shape)}, replica {i} has {tuple(array.shape)}. Reduce over the "
+                "axis of different sizes too (parts of an uneven batch: axis 0), or gather the "
+                "parts along it first."
+            )
+
+
+def _left(array: Any, axes: tuple[int, ...]) -> list[int]:
+    """Return the sizes along the axes that are not reduced."""
+    reduced = {axis % array.ndim for axis in axes}
+    return [size for axis, size in enumerate(array.shape) if axis not in reduced]
+
+
+def _sum_dtype(op: ReduceOp, array: Any, xp: Any) -> Any:
+    if str(array.dtype).rpartition(".")[2] in ("float16", "bfloat16"):
+        return xp.float32
+    if op is ReduceOp.MEAN and xp.isdtype(array.dtype, ("bool", "integral")):
+        return xp.float64
+    return None
+
+
+def _num_reduced(array: Any, axes: tuple[int, ...]) -> int:
+    return int(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
+
+
+def _kept(array: Any) -> Any:
+    """Return an array: NumPy gives a scalar where no axis is left."""
+    return np.asarray(array) if isinstance(array, np.generic) else array
+
+
+def _unwrap(total: Any) -> Any:
+    return total[()] if type(total) is np.ndarray and total.ndim == 0 else total
+
+
+def require_axis(leaf: Any, axis: int, where: str) -> None:
+    """Check that a leaf has the axis along which it shall be joined.
+
+    Raises:
+        TypeError: If it is an IndexedSlices, or `axis` is not an int.
+        ValueError: If it is a scalar, or `axis` is out of range.
+    """
+    require_dense(leaf, where)
+    if type(leaf) is not np.ndarray:
+        require_untraced(leaf, where)
+    array = array_like(leaf)
+    if isinstance(array, np.ndarray) and array.dtype.kind == "O":
+        raise TypeError(
+            f"{where} needs arrays of numbers, got {type(leaf).__name__} {leaf!r} (dtype object)."
+        )
+    if array.ndim == 0:
+        raise ValueError(
+            f"{where} cannot join scalars, got {leaf!r}. Give them an axis with "
+            "np.atleast_1d, or use all_reduce."
+        )
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{where} needs an int axis, got {axis!r}.")
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{where} got axis={axis} for shape {tuple(array.shape)}: use {-array.ndim} to "
+            f"{array.ndim - 1}."
+        )
+
+
+def gather_difference(first: Any, other: Any, axis: int) -> str | None:
+    """Say why two leaves cannot be joined along `axis`, None if they can."""
+    a, b = array_like(first), array_like(other)
+    if not are_of_one_library(a, b):
+        return f"types {type(a).__name__} and {type(b).__name__} differ"
+    if a.dtype != b.dtype:
+        return f"dtypes {a.dtype} and {b.dtype} differ"
+    if a.ndim != b.ndim:
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ in rank"
+    along = axis % a.ndim
+    if a.shape[:along] + a.shape[along + 1 :] != b.shape[:along] + b.shape[along + 1 :]:
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ outside axis {axis}"
+    return None
+
+
+def concatenate(values: Sequence[Any], axis: int) -> Any:
+    """Join one leaf of every replica along `axis`, in replica order.
+
+    Returns:
+        A new array; read-only where its library has such arrays.
+
+    Shapes:
+        values[i]: equal for all i outside `axis`.
+
+    Example:
+        >>> import numpy as np
+        >>> concatenate([np.array([1]), np.array([2, 3])], 0)
+        array([1, 2, 3])
+    """
+    arrays = [array_like(value) for value in values]
+    joined = join_arrays(arrays, axis)
+    if type(joined) is np.ndarray:
+        joined.flags.writeable = False
+    return joined

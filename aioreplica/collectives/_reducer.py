@@ -12,12 +12,10 @@ import numpy as np
 from ..devices import run_together
 from ..devices.backends import reduce_arrays
 from ..typing import ReduceOp
-from ._buffers import POOLED_BYTES, BufferPool
-from ._compress import Compressed
-from ._jobs import num_threads, run_on_threads
+from ._compression import Compressed
 from ._layout import Layout
 from ._options import CommunicationOptions
-from ._plan import Leaves, ReductionPlan
+from ._plan import POOLED_BYTES, BufferPool, Leaves, ReductionPlan, num_threads, run_on_threads
 from ._reduce import leaf_bytes, reduce_leaves
 
 DEFAULT_OPTIONS = CommunicationOptions()

@@ -14,6 +14,7 @@ from ._distributed_dataset import DistributedDataset as DistributedDataset
 from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._distributed_dataset import InputStatistics as InputStatistics
 from ._epoch import OpenLoops as OpenLoops
+from ._iterables import SourceLane as SourceLane
 from ._iterables import Stateful as Stateful
 from ._iterables import close_iterator as close_iterator
 from ._options import InputContext as InputContext
@@ -23,7 +24,6 @@ from ._sharding import Files as Files
 from ._sharding import local_replicas as local_replicas
 from ._sharding import shard_items as shard_items
 from ._shuffle import KeyedPermutation as KeyedPermutation
-from ._source_lane import SourceLane as SourceLane
 
 __all__ = [
     "ArrayDataset",

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ..devices import INLINE_BYTES, run_on_host
 from ..tree import flatten, paths, unflatten
-from ._batches import spec_of, to_array
-from ._columns import columns_of
-from ._counts import as_count
+from ._batches import columns_of, spec_of, to_array
+from ._options import as_count
 from ._shuffle import KeyedPermutation
 from ._source import Item, Pass, Source, Start
 

@@ -22,8 +22,7 @@ from ..devices import (
 from ..devices.backends import Backend, find_backends
 from ..tree import TreeSpec, flatten, unflatten
 from ..values import new_per_replica
-from ._batches import Array, BatchReader, cut_leaves, spec_of, split_sizes
-from ._columns import columns_of
+from ._batches import Array, BatchReader, columns_of, cut_leaves, spec_of, split_sizes
 from ._options import InputOptions
 from ._read_ahead import ReadAhead
 from ._source import Item, Pass, Source, Start

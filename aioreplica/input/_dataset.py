@@ -25,10 +25,9 @@ from ..devices import (
 )
 from ..tree import TreeSpec, flatten, paths, unflatten
 from ._array_dataset import ArrayDataset, array_source
-from ._batches import Array, to_array
-from ._columns import columns_of
-from ._counts import as_count
+from ._batches import Array, columns_of, to_array
 from ._iterables import label_of, source_of
+from ._options import as_count
 from ._read_ahead import ReadAhead
 from ._sharding import Files, files_source
 from ._source import Item, Pass, Source, Start

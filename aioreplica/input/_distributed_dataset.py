@@ -12,8 +12,8 @@ from ..context import PLACE
 from ..errors import ContextError
 from ..tree import unflatten
 from ._batches import BatchReader, spec_of
-from ._counts import count_or_none
 from ._epoch import Epoch, GoOn, OpenLoops
+from ._options import count_or_none
 from ._source import VERSION, Item, Source, Start
 
 NUMBERS = ("version", "epoch", "position", "pipelines", "fingerprint")

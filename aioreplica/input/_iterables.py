@@ -1,4 +1,7 @@
-"""Sequences, iterables, iterators and functions that make them, as sources."""
+"""Sequences, iterables, iterators and functions that make them, as sources.
+
+An iterator is made, advanced and closed on a lane of its own. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import asyncio
 import copy
 import functools
 import inspect
+import itertools
+import sys
+import warnings
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -19,19 +25,26 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from enum import Enum
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
+from ..context import REGISTRY
+from ..devices import CompletionQueue, Lane, Op, lane_table, run_on_lane
 from ..errors import ContextError
 from ..values import DistributedValues
 from ._source import Item, Pass, Source, Start
-from ._source_lane import SourceLane
-from ._torch_loader import shut_down_workers, warn_if_shuffled
 
 YIELD_EVERY = 64  # skipped items after which other tasks get a turn: a source may never wait
 
 EXPECTED = (
     "An iterable or async iterable of batches, an ar.ArrayDataset, an ar.Dataset, a generator "
     "function or a DataLoader is a dataset"
+)
+
+T = TypeVar("T")
+JOIN_S = 0.5  # a bound only: an idle thread ends in microseconds
+CURE = (
+    "Use torchdata's StatefulDataLoader, which keeps its own state; or a sampler whose order "
+    "follows from the epoch; or ar.ArrayDataset(..., shuffle=True)."
 )
 
 
@@ -334,3 +347,99 @@ def label_of(dataset: Any) -> str:
     if callable(dataset) and name is not None:
         return f"function {name}"
     return f"<{type(dataset).__qualname__}>"
+
+
+@final
+class SourceLane:
+    """One thread for a source that may block, from its first call to `close`.
+
+    A thread of its own, not one of the host pool: a generator that holds an SQLite connection, or
+    anything else that belongs to the thread that made it, works; and one that blocks for long
+    keeps no thread from others.
+
+    Args:
+        kind: What its lane is called, before a number.
+        writes_files: Whether a call that has begun is waited for in an interrupt, too.
+    """
+
+    __slots__ = ("_kind", "_lane", "_port", "_writes_files")
+
+    def __init__(self, kind: str = "input", *, writes_files: bool = False) -> None:
+        self._kind = kind
+        self._writes_files = writes_files
+        self._lane: Lane | None = None
+        self._port: CompletionQueue | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a call runs that was given up because of an interrupt."""
+        return self._lane is not None and self._lane.statistics().running > 0
+
+    def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:
+        """Return an op that calls `fn` on the thread once it is awaited."""
+        self._port = CompletionQueue.of_running_loop()
+        if self._lane is None:
+            number = next(REGISTRY.once("source_lanes", itertools.count))
+            name = f"{self._kind}:{number}"
+            lane_table().acquire((name,))
+            self._lane = lane_table().lane(name, num_streams=1)
+        op = run_on_lane(self._lane, self._port, fn, args, {})
+        if self._writes_files:
+            op.writes_files = True
+        return op
+
+    def close(self) -> None:
+        """End the thread, and see it gone unless it is busy; idempotent."""
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            is_busy = lane.statistics().running > 0
+            _end(lane)
+            if not is_busy:
+                lane.join(JOIN_S)
+
+    def __del__(self) -> None:
+        """End the thread of an owner that was dropped: soon, as the collector may be the caller."""
+        lane, port = getattr(self, "_lane", None), getattr(self, "_port", None)
+        if lane is None or port is None:
+            return
+        try:
+            port.loop.call_soon_threadsafe(_end, lane)
+        except RuntimeError:  # the event loop is closed
+            _end(lane)
+
+
+def _end(lane: Lane) -> None:
+    lane_table().release((lane.name,))
+
+
+def warn_if_shuffled(dataset: Any) -> None:
+    """Warn if `dataset` is a DataLoader that will not give again what it gave before.
+
+    Reading it again up to a place then skips examples that were not seen, and repeats others.
+    """
+    torch = sys.modules.get("torch.utils.data")
+    if torch is None or not isinstance(dataset, torch.DataLoader):
+        return
+    sampler = dataset.sampler
+    random = (torch.RandomSampler, torch.SubsetRandomSampler, torch.WeightedRandomSampler)
+    if isinstance(sampler, random):
+        warnings.warn(
+            f"The DataLoader draws its order anew in each pass ({type(sampler).__name__}), so "
+            f"going on in the middle of one repeats some examples and skips others. {CURE}",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def shut_down_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator, which has no public method for it.
+
+    Without it they live as long as the iterator, which the traceback of an error keeps. Workers
+    that the user wants to persist belong to the loader, which uses them again.
+    """
+    torch = sys.modules.get("torch.utils.data.dataloader")
+    kind = getattr(torch, "_MultiProcessingDataLoaderIter", None)
+    if kind is None or not isinstance(iterator, kind):
+        return
+    if not getattr(iterator, "_persistent_workers", False):
+        iterator._shutdown_workers()

@@ -1,13 +1,11 @@
-"""Options of feeding a dataset to replicas, and the context of functions that make datasets."""
+"""Options of feeding a dataset to replicas, their bounds, and the context of dataset functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
 from operator import index
-from typing import Literal, final
-
-from ._counts import as_count, count_or_none
+from typing import Any, Literal, final
 
 SHARDINGS = ("off", "data", "file")
 REMAINDERS = ("weight", "drop", "error")
@@ -167,3 +165,31 @@ class InputContext:
                 f"{self.num_replicas_in_sync}."
             )
         return share
+
+
+def as_count(name: str, value: Any, *, least: int = 0, advice: str = "") -> int:
+    """Return `value` as an int; a bool is refused.
+
+    Raises:
+        ValueError: If it is not an integer, or below `least`.
+
+    Example:
+        >>> import numpy as np
+        >>> as_count("batch_size", np.int64(3), least=1)
+        3
+    """
+    number = count_or_none(value)
+    if number is None or number < least:
+        raise ValueError(f"{name} must be an int >= {least}, got {value!r}.{advice}")
+    return number
+
+
+def count_or_none(value: Any) -> int | None:
+    """Return an integer of any kind as an int >= 0; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    try:
+        number = index(value)
+    except TypeError:
+        return None
+    return number if number >= 0 else None

@@ -1,15 +1,15 @@
 """Metrics: every replica adds to its own totals, which are combined where they are read."""
 
 from .._export import export_public
-from ._accuracy import Accuracy as Accuracy
-from ._accuracy import TopKAccuracy as TopKAccuracy
-from ._binary import AUC as AUC
-from ._binary import Precision as Precision
-from ._binary import Recall as Recall
+from ._classification import AUC as AUC
+from ._classification import Accuracy as Accuracy
+from ._classification import MeanIoU as MeanIoU
+from ._classification import Precision as Precision
+from ._classification import Recall as Recall
+from ._classification import TopKAccuracy as TopKAccuracy
 from ._mean import Mean as Mean
 from ._mean import MeanTensor as MeanTensor
 from ._mean import Sum as Sum
-from ._mean_iou import MeanIoU as MeanIoU
 from ._metric import Metric as Metric
 
 __all__ = [

@@ -1,7 +1,6 @@
 """Being told what happens: observers, the recorder, the log of events, sinks, traces."""
 
 from .._export import export_public
-from ._events import EventLog as EventLog
 from ._observer import KINDS as KINDS
 from ._observer import Event as Event
 from ._observer import MergeEntry as MergeEntry
@@ -18,19 +17,20 @@ from ._recorder import CollectiveRecord as CollectiveRecord
 from ._recorder import MergeRecord as MergeRecord
 from ._recorder import Recorder as Recorder
 from ._recorder import source_line as source_line
+from ._sinks import EventLog as EventLog
 from ._sinks import MemorySink as MemorySink
 from ._sinks import events_to as events_to
 from ._sinks import log_observer as log_observer
 from ._sinks import printable as printable
+from ._statistics import CollectiveTotals as CollectiveTotals
 from ._statistics import ReplicaSkew as ReplicaSkew
 from ._statistics import ReplicaWait as ReplicaWait
+from ._statistics import Totals as Totals
 from ._statistics import Usage as Usage
 from ._statistics import UsageCounters as UsageCounters
 from ._statistics import skew_of as skew_of
 from ._statistics import straggler_text as straggler_text
 from ._statistics import usage as usage
-from ._totals import CollectiveTotals as CollectiveTotals
-from ._totals import Totals as Totals
 from ._trace import TraceRecorder as TraceRecorder
 from ._trace import chrome_json as chrome_json
 

@@ -1,9 +1,9 @@
 """Names everyone needs: reduction operators and variable options."""
 
 from .._export import export_public
-from ._reduce_op import ReduceOp as ReduceOp
-from ._variable_options import VariableAggregation as VariableAggregation
-from ._variable_options import VariableSynchronization as VariableSynchronization
+from ._options import ReduceOp as ReduceOp
+from ._options import VariableAggregation as VariableAggregation
+from ._options import VariableSynchronization as VariableSynchronization
 
 __all__ = ["ReduceOp", "VariableAggregation", "VariableSynchronization"]
 

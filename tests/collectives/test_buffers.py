@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from aioreplica.collectives import BufferPool
-from aioreplica.collectives._buffers import KEPT_CALLS, POOLED_BYTES
+from aioreplica.collectives._plan import KEPT_CALLS, POOLED_BYTES
 from aioreplica.values import CAN_COUNT_REFERENCES
 
 pytestmark = pytest.mark.skipif(

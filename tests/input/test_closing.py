@@ -14,7 +14,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
-from aioreplica.input._source_lane import SourceLane
+from aioreplica.input._iterables import SourceLane
 from tests.conftest import mirrored
 from tests.input.sources import Watched, WatchedAsync
 from tests.sequencer import idle
