@@ -27,7 +27,7 @@ SIZES = (FEATURES, 512, 512, 10)
 BLOCK = 32  # rows of an example
 NUM_BLOCKS = 8  # examples of a step
 TICK_S = 0.001
-ON_PROCESSES = " on processes"  # in the name of a way whose devices are worker processes
+ON_PROCESSES = " on processes"  # in the name of a way whose devices have processes of their own
 IN_BACKGROUND = " in the background"  # in that of one whose lanes take idle cores only
 
 Training = Callable[[], Awaitable[object]]

@@ -1,6 +1,6 @@
-"""Devices in worker processes: beside threads, beside a bare process pool; killed, and for long.
+"""Devices in processes of their own: beside threads and a bare process pool; killed, and for long.
 
-`--kills` workers are killed with SIGKILL in the middle of an op, which must be a DeviceError that
+`--kills` processes are killed with SIGKILL in the middle of an op, which must be a DeviceError that
 names the op; then nothing of them may be left. `--ops` ops must leave the memory of both sides as
 it was. What is wrong there changes the exit status; targets of speed are printed with marks and
 do not.
@@ -56,7 +56,7 @@ class Plan:
         num_rounds: Rounds of each comparison.
         num_steps: Steps that make one sample.
         num_hops: Hops that make one sample.
-        num_kills: Workers to kill.
+        num_kills: Processes to kill.
         num_ops: Ops to run for long.
         num_windows: Windows of predictions beside steps on processes; a third of it on threads.
         window_s: How long one is.
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure, kill, run for long, print, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks processes", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run")
-    parser.add_argument("--kills", type=int, help="workers to kill (100; quick: 3)")
+    parser.add_argument("--kills", type=int, help="processes to kill (100; quick: 3)")
     parser.add_argument("--ops", type=int, help="ops to run for long (1000000; quick: 2000)")
     parser.add_argument("--no-speed", action="store_true", help="leave the comparisons out")
     default = Path("benchmark-results-processes.json")
@@ -306,7 +306,7 @@ def spin(array: Any, mark: str) -> None:
 
 
 async def kill(num_kills: int, folder: Path, failures: list[str]) -> dict[str, object]:
-    """Kill workers in the middle of an op; look whether the device goes on, and what is left."""
+    """Kill processes in the middle of an op; look whether the device goes on, and what is left."""
     names = _names_in_shared_memory()
     rng = random.Random(0)
     ours = psutil.Process()
@@ -329,14 +329,15 @@ async def kill(num_kills: int, folder: Path, failures: list[str]) -> dict[str, o
             gc.collect()  # an error and its traceback hold the executor that broke
             num_files = num_files if i else ours.num_fds()
         grown = ours.num_fds() - num_files
-    await asyncio.to_thread(_wait_for_workers, ours)
+    await asyncio.to_thread(_wait_for_processes, ours)
     gc.collect()
     left = [each.cmdline() for each in ours.children() if "spawn_main" in " ".join(each.cmdline())]
     new_names = sorted(_names_in_shared_memory() - names)
     print(
-        f"killed {num_kills} workers in {perf_counter() - begin_s:.0f} s: {num_named} DeviceErrors "
-        f"that name the op, usable again {num_usable} times; left: {len(left)} processes, "
-        f"{len(new_names)} mappings of shared memory, {grown} more open files",
+        f"killed {num_kills} processes in {perf_counter() - begin_s:.0f} s: {num_named} "
+        f"DeviceErrors that name the op, usable again {num_usable} times; left: "
+        f"{len(left)} processes, {len(new_names)} mappings of shared memory, "
+        f"{grown} more open files",
         flush=True,
     )
     if (num_named, num_usable) != (num_kills, num_kills):
@@ -358,9 +359,9 @@ async def run_long(num_ops: int, failures: list[str]) -> dict[str, object]:
 
         async def memory() -> tuple[int, int]:
             gc.collect()
-            worker = strategy.statistics().lanes[PROCESSES[0]].worker
-            assert worker is not None
-            return psutil.Process().memory_info().rss, psutil.Process(worker.pid).memory_info().rss
+            process = strategy.statistics().lanes[PROCESSES[0]].process
+            assert process is not None
+            return psutil.Process().memory_info().rss, psutil.Process(process.pid).memory_info().rss
 
         await strategy.run(steps, args=(max(num_ops // 10, 100),))
         before = await memory()
@@ -371,7 +372,7 @@ async def run_long(num_ops: int, failures: list[str]) -> dict[str, object]:
     grown = [now - then for now, then in zip(after, before, strict=True)]
     print(
         f"{num_ops} ops in {seconds:.0f} s: memory grew by {grown[0] / MIB:.2f} MiB here and "
-        f"{grown[1] / MIB:.2f} MiB in the worker",
+        f"{grown[1] / MIB:.2f} MiB in the process",
         flush=True,
     )
     if max(grown) > ALLOWED_GROWTH_BYTES:
@@ -405,6 +406,6 @@ def _wait_for(mark: Path) -> None:
         time.sleep(0.001)
 
 
-def _wait_for_workers(ours: psutil.Process) -> None:
-    workers = [each for each in ours.children() if "spawn_main" in " ".join(each.cmdline())]
-    psutil.wait_procs(workers, 10)
+def _wait_for_processes(ours: psutil.Process) -> None:
+    processes = [each for each in ours.children() if "spawn_main" in " ".join(each.cmdline())]
+    psutil.wait_procs(processes, 10)

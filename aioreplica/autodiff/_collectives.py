@@ -18,7 +18,7 @@ from ..collectives import require_dense
 from ..context import PLACE
 from ..devices.backends import Array
 from ..errors import ContextError
-from ..replica import CallSite, RunningReplica, WorkerContext
+from ..replica import CallSite, ProcessContext, RunningReplica
 from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
 from ._linear import Caller, FromSource, Joined, LinearCollective, Scattered, Total
@@ -128,7 +128,7 @@ def _current_replica(name: str) -> RunningReplica | None:
     place = PLACE.get()
     if isinstance(place.replica, RunningReplica):
         return place.replica
-    if isinstance(place.replica, WorkerContext):
+    if isinstance(place.replica, ProcessContext):
         raise place.replica.refusal(f"ar.autodiff.{name}")
     if place.strategy is not None:
         raise ContextError(

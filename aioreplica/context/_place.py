@@ -46,7 +46,7 @@ class CurrentReplica(Protocol):
         """Return this replica's random stream of this name for this step."""
 
     def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        """Return what ops in a device process get in its place: a call, and its arguments."""
 
     def op_abandoned(self) -> None:
         """Learn that a started op was left to its thread because of an interrupt."""
@@ -192,7 +192,7 @@ class Carrier(Protocol):
 
 
 CARRIER: ContextVar[Carrier | None] = ContextVar("aioreplica_carrier", default=None)
-"""What pickles here, if that is for a worker process of a device (see devices.processes)."""
+"""What pickles here, if that is for the process of a device (see devices.processes)."""
 
 
 CLUSTER: ContextVar[str | None] = ContextVar("aioreplica_cluster", default=None)

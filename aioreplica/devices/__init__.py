@@ -5,8 +5,8 @@ from ._completion import CompletionQueue as CompletionQueue
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
+from ._lane import ProcessStatistics as ProcessStatistics
 from ._lane import Publication as Publication
-from ._lane import WorkerStatistics as WorkerStatistics
 from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable
@@ -46,7 +46,7 @@ __all__ = [
     "DeviceSpec",
     "LaneStatistics",
     "Op",
-    "WorkerStatistics",
+    "ProcessStatistics",
     "current_device",
     "device",
     "device_op",

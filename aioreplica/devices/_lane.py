@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._op import AnyOp, Op, OpTracker, OpWorker, observers_of_all
+from ._op import AnyOp, Op, OpProcess, OpTracker, observers_of_all
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -27,12 +27,12 @@ STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it
 
 @final
 @dataclass(frozen=True, slots=True)
-class WorkerStatistics:
-    """Counters and state of a device's worker process.
+class ProcessStatistics:
+    """Counters and state of a device's process.
 
     Attributes:
-        pid: Its process id; None before the first op, and after the worker has ended.
-        deaths: How many workers of the device have ended without being asked to.
+        pid: Its process id; None before the first op, and after it has ended.
+        deaths: How many processes of the device have ended without being asked to.
         bytes_sent: Bytes sent to it, copies into shared memory included.
         bytes_received: Bytes that came back.
         send_s: Seconds spent making messages and copying arrays for it.
@@ -62,7 +62,7 @@ class Publication(NamedTuple):
     array: npt.NDArray[Any]
 
 
-class LaneWorker(OpWorker, Protocol):
+class LaneProcess(OpProcess, Protocol):
     """A process that runs the ops of a lane."""
 
     def stop(self) -> None:
@@ -71,7 +71,7 @@ class LaneWorker(OpWorker, Protocol):
     def close(self) -> None:
         """End now; in the thread of the lane."""
 
-    def statistics(self) -> WorkerStatistics:
+    def statistics(self) -> ProcessStatistics:
         """Return its counts; from any thread."""
 
 
@@ -85,14 +85,14 @@ class LaneStatistics:
         running: Ops that run now.
         done: Ops that have ended since the lane was made.
         busy_s: Seconds spent inside ops, summed over the threads.
-        worker: Its worker process; None for a lane that runs ops in its threads.
+        process: Its device process; None for a lane that runs ops in its threads.
     """
 
     queued: int
     running: int
     done: int
     busy_s: float
-    worker: WorkerStatistics | None = None
+    process: ProcessStatistics | None = None
 
 
 @final
@@ -104,7 +104,7 @@ class Lane:
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
         nice: Added to the threads' OS niceness; ignored where the system refuses.
         background: Whether the threads run only where a core has nothing else to do.
-        worker: What runs the ops; None runs them in the threads.
+        process: What runs the ops; None runs them in the threads.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Lane:
         num_streams: int = 1,
         nice: int = 5,
         background: bool = False,
-        worker: LaneWorker | None = None,
+        process: LaneProcess | None = None,
     ) -> None:
         self.name = name
-        self._worker = worker
+        self._process = process
         self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
         self._nice = nice
@@ -196,8 +196,8 @@ class Lane:
                 self._stopped = True
                 for _ in self._threads:
                     self._queue.put(None)
-                if self._worker is not None:
-                    self._worker.stop()
+                if self._process is not None:
+                    self._process.stop()
 
     def join(self, timeout_s: float) -> None:
         """Wait for each thread, at most `timeout_s` seconds."""
@@ -212,7 +212,7 @@ class Lane:
             running=sum(stream.is_running for stream in streams),
             done=self._past.num_done + sum(stream.num_done for stream in streams),
             busy_s=self._past.busy_s + sum(stream.busy_s for stream in streams),
-            worker=None if self._worker is None else self._worker.statistics(),
+            process=None if self._process is None else self._process.statistics(),
         )
 
     def __repr__(self) -> str:
@@ -248,7 +248,7 @@ class Lane:
         _lower_priority(self._nice, self._background)
         _serving_threads()[threading.get_ident()] = self, stream
         name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
-        worker = self._worker
+        process = self._process
         while True:
             op = (self._held_back_op() if self._held_back else None) or take()
             if type(op) is not Op:
@@ -266,10 +266,10 @@ class Lane:
             observers = self._observers if tracker is None else tracker.observers
             if (tell := observers.op_started) is not None:
                 tell(op, name)
-            if worker is None:
+            if process is None:
                 op.run_claimed()
             else:
-                op.run_claimed_by(worker)
+                op.run_claimed_by(process)
             if (tell := observers.op_ended) is not None:
                 tell(op, name)
             stream.is_running = False
@@ -285,8 +285,8 @@ class Lane:
         """End the calling thread, at a stop sentinel or because another takes the lane back."""
         del _serving_threads()[threading.get_ident()]
         if handover is None:
-            if self._worker is not None:
-                self._worker.close()
+            if self._process is not None:
+                self._process.close()
             return
         with self._lock:
             self._threads.remove(threading.current_thread())

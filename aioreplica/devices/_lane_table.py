@@ -15,7 +15,7 @@ from ..context import REGISTRY
 from ..errors import DeviceError
 from ._cores import BlasBudget, BlasThreads, num_cores
 from ._gate import Gate
-from ._lane import Lane, LaneStatistics, LaneWorker, served_lane
+from ._lane import Lane, LaneProcess, LaneStatistics, served_lane
 from ._logical import is_process_device
 
 HOST = "host"
@@ -66,8 +66,8 @@ class LaneTable:
         if lane is None:
             with self._lock:
                 streams = num_streams or self._streams_of(name)
-                worker = self._new_worker(name) if is_process_device(name) else None
-                if worker is not None:
+                process = self._new_process(name) if is_process_device(name) else None
+                if process is not None:
                     streams = 1  # the process has one thread for ops
                 is_device = num_streams is None and name != HOST  # or the lane of reductions
                 new = Lane(
@@ -75,7 +75,7 @@ class LaneTable:
                     num_streams=streams,
                     nice=self.nice,
                     background=self.background and is_device,
-                    worker=worker,
+                    process=process,
                 )
                 lane = self._lanes.setdefault(name, new)
         return lane
@@ -142,10 +142,10 @@ class LaneTable:
     def __repr__(self) -> str:
         return f"<LaneTable | {len(self._lanes)} lanes, {len(self._users)} in use>"
 
-    def _new_worker(self, name: str) -> LaneWorker:
-        from .processes import WorkerProcess  # it needs cloudpickle
+    def _new_process(self, name: str) -> LaneProcess:
+        from .processes import DeviceProcess  # it needs cloudpickle
 
-        return WorkerProcess(name, lambda: self._blas.threads_per_lane)
+        return DeviceProcess(name, lambda: self._blas.threads_per_lane)
 
     def _streams_of(self, name: str) -> int:
         if name == COLLECTIVES:
@@ -230,7 +230,7 @@ def set_lane_options(
             included: there is none for single threads. "auto" divides the cores over the CPU
             devices of open strategies, within a limit that was set before; a number is taken as it
             is; None leaves BLAS alone. Restored when the last strategy is closed. It holds in the
-            worker processes of devices too.
+            processes of devices too.
 
     Raises:
         ValueError: If a number of streams or threads is below 1, or too large for a C int, or

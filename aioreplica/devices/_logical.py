@@ -39,7 +39,7 @@ class LogicalDevices:
             options = f", processes={list(processes)}" if any(processes) else ""
             raise DeviceError(
                 f"Cannot split {kind!r} into {count} logical devices: the device list is in use, "
-                f"with {self._count(kind)}, {len(self.process_names)} of them in worker "
+                f"with {self._count(kind)}, {len(self.process_names)} of them in device "
                 f"processes. Call ar.set_logical_devices({kind!r}, {count}{options}) at program "
                 "start, before any strategy or ar.list_devices; in a notebook, restart the kernel.",
                 device=kind,
@@ -74,7 +74,7 @@ def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[boo
     Args:
         kind: "cpu", the only kind that can be split.
         count: How many there shall be, at least 1.
-        processes: Whether their ops run in worker processes, one for each device, and not in
+        processes: Whether their ops run in processes, one for each device, and not in
             threads: for all of them, or a sequence of `count` entries. It pays for ops that hold
             the GIL for milliseconds; everything else of a step stays as it is.
 
@@ -100,7 +100,7 @@ def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[boo
 
 
 def is_process_device(name: str) -> bool:
-    """Tell whether the ops of a device run in a worker process."""
+    """Tell whether the ops of a device run in a device process."""
     return name in _logical_devices().process_names
 
 
@@ -113,12 +113,12 @@ def require_threads(names: Iterable[str], what: str, instead: str) -> None:
         instead: What to do.
 
     Raises:
-        DeviceError: If one of them has a worker process.
+        DeviceError: If one of them has a process of its own.
     """
     for name in names:
         if is_process_device(name):
             raise DeviceError(
-                f"{what} cannot run on {name}, whose ops run in a worker process. {instead}, or "
+                f"{what} cannot run on {name}, whose ops run in a device process. {instead}, or "
                 "use devices whose ops run in threads.",
                 device=name,
             )
@@ -142,20 +142,21 @@ def _require_processes() -> None:
 
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise DeviceError(
-            "This program asks for devices in worker processes while such a process imports it, "
-            "so each would start more of them. Start its work under "
+            "This program asks for devices in processes of their own while such a process imports "
+            "it, so each would start more of them. Start its work under "
             "`if __name__ == '__main__':`."
         )
     if find_spec("cloudpickle") is None:
         raise ImportError(
-            "Devices in worker processes need the cloudpickle package, which is not installed. "
+            "Devices in processes of their own need the cloudpickle package, which is not "
+            "installed. "
             'Run: pip install "aioreplica[processes]"',
             name="cloudpickle",
         )
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "fork"):
         raise DeviceError(
-            "Devices in worker processes share memory in a way that this system does not have. "
-            "Leave `processes` out."
+            "Devices in processes of their own share memory in a way that this system does not "
+            "have. Leave `processes` out."
         )
 
 

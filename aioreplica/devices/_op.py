@@ -40,7 +40,7 @@ class OpQueue(Protocol):
         """Enqueue an op."""
 
 
-class OpWorker(Protocol):
+class OpProcess(Protocol):
     """Runner of ops outside the thread that takes them."""
 
     def call(
@@ -152,13 +152,13 @@ class Op(asyncio.Future[T]):
         self.seconds = perf_counter() - start
         self._args, self._kwargs = None, RELEASED  # before anyone learns that the op is done
 
-    def run_claimed_by(self, worker: OpWorker) -> None:
-        """Have a worker run the call, and wait for it in the calling thread."""
+    def run_claimed_by(self, process: OpProcess) -> None:
+        """Have a process run the call, and wait for it in the calling thread."""
         args = self._args
         assert args is not None  # as in `run_claimed`
         start = perf_counter()
         try:
-            self._outcome = worker.call(self, self._fn, args, self._kwargs)
+            self._outcome = process.call(self, self._fn, args, self._kwargs)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the awaiting task
             self._error = error
         self.seconds = perf_counter() - start

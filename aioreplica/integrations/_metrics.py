@@ -8,7 +8,7 @@ from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, Self, final
 
-from ..devices import WorkerStatistics
+from ..devices import ProcessStatistics
 from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
 from ..telemetry import Totals, printable, usage
 
@@ -62,14 +62,14 @@ OPS = _counter("device_ops", "Ops that have ended.", "device")
 BUSY = _counter("device_busy_seconds", "Seconds spent in ops.", "device")
 QUEUED = _gauge("device_ops_queued", "Ops that wait for the device.", "device")
 RUNNING = _gauge("device_ops_running", "Ops that run.", "device")
-SENT = _counter("device_sent_bytes", "Bytes sent to the device's worker process.", "device")
+SENT = _counter("device_sent_bytes", "Bytes sent to the device's process.", "device")
 SEND_S = _counter("device_send_seconds", "Seconds spent sending to it.", "device")
-DEATHS = _counter("device_worker_deaths", "Worker processes that died.", "device")
-MEMORY = _gauge("device_worker_memory_bytes", "Resident memory of the worker process.", "device")
+DEATHS = _counter("device_worker_deaths", "Device processes that died.", "device")
+MEMORY = _gauge("device_worker_memory_bytes", "Resident memory of the device process.", "device")
 LAG = _gauge("event_loop_lag_seconds", "Time the loop took to answer a device thread.")
 MAX_LAG = _gauge("event_loop_lag_seconds_max", "The longest time it took.")
 SCALAR = _gauge("scalar", "Newest value of a number that steps record.", "name")
-WAITING = _gauge("closures_queued", "Closures that wait for a worker.")
+WAITING = _gauge("closures_queued", "Closures that wait for a process.")
 UNDER_WAY = _gauge("closures_running", "Closures under way.")
 CLOSURES = _counter("closures", "Closures that are over.", "result")
 RETRIES = _counter("closure_retries", "Runs of closures that had pushed in another run.")
@@ -203,8 +203,8 @@ def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:
         yield Measurement(BUSY, (name, device), lane.busy_s)
         yield Measurement(QUEUED, (name, device), lane.queued)
         yield Measurement(RUNNING, (name, device), lane.running)
-        if lane.worker is not None:
-            yield from _of_worker((name, device), lane.worker)
+        if lane.process is not None:
+            yield from _of_process((name, device), lane.process)
     if now.loop_lag_s is not None:
         yield Measurement(LAG, (name,), now.loop_lag_s)
         yield Measurement(MAX_LAG, (name,), now.max_loop_lag_s)
@@ -231,12 +231,12 @@ def _of_coordinator(name: str, now: CoordinatorStatistics) -> Iterator[Measureme
     yield Measurement(MAX_STALENESS, (name,), now.max_staleness)
 
 
-def _of_worker(labels: tuple[str, str], worker: WorkerStatistics) -> Iterator[Measurement]:
-    yield Measurement(SENT, labels, worker.bytes_sent)
-    yield Measurement(SEND_S, labels, worker.send_s)
-    yield Measurement(DEATHS, labels, worker.deaths)
-    if worker.memory_bytes is not None:
-        yield Measurement(MEMORY, labels, worker.memory_bytes)
+def _of_process(labels: tuple[str, str], process: ProcessStatistics) -> Iterator[Measurement]:
+    yield Measurement(SENT, labels, process.bytes_sent)
+    yield Measurement(SEND_S, labels, process.send_s)
+    yield Measurement(DEATHS, labels, process.deaths)
+    if process.memory_bytes is not None:
+        yield Measurement(MEMORY, labels, process.memory_bytes)
 
 
 def _of_totals(name: str, totals: Totals) -> Iterator[Measurement]:

@@ -519,7 +519,7 @@ async def differentiate(
         differentiate_loss, loss, var_list, scale, backend, has_aux
     )
     if var_list is None and is_process_device(str(replica.device)):
-        sort_by_creation(found[1], place.strategy)  # a worker process does not know the order
+        sort_by_creation(found[1], place.strategy)  # a device process does not know the order
     return found
 
 

@@ -24,6 +24,7 @@ from ._meeting import Pending as Pending
 from ._meeting import SyncGroup as SyncGroup
 from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
+from ._process_context import ProcessContext as ProcessContext
 from ._reductions import AllReduce as AllReduce
 from ._reductions import ReduceScatter as ReduceScatter
 from ._reductions import Reduction as Reduction
@@ -40,7 +41,6 @@ from ._stall import QuietWatch as QuietWatch
 from ._table import format_rows as format_rows
 from ._variables import update_variable as update_variable
 from ._waiting import waits_of as waits_of
-from ._worker_context import WorkerContext as WorkerContext
 
 __all__ = [
     "BlockingCollectives",

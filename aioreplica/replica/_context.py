@@ -22,10 +22,10 @@ from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
+from ._process_context import ProcessContext
 from ._random import random_stream
 from ._replica import Replica
 from ._variables import create_variable, update_variable
-from ._worker_context import WorkerContext
 
 _RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called
 P = ParamSpec("P")
@@ -378,11 +378,11 @@ class RunningReplica:
         return twin
 
     def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        """Return what ops in a device process get in its place: a call, and its arguments."""
         told = (
             self.local_replica_id, self.group.num_replicas, str(self.device), self.seed, self.step
         )  # fmt: skip
-        return WorkerContext, told
+        return ProcessContext, told
 
     def misuse(self, name: str) -> Exception:
         """Return the error of a call made elsewhere than in the replica."""

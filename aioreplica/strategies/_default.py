@@ -8,7 +8,7 @@ from typing import NoReturn, cast, final
 
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
-from ..replica import ReplicaContext, ReplicaGroup, RunningReplica, WorkerContext
+from ..replica import ProcessContext, ReplicaContext, ReplicaGroup, RunningReplica
 from ..values import PlainVariable, default_store
 from ._strategy import Strategy
 
@@ -78,8 +78,8 @@ def get_replica_context() -> ReplicaContext | None:
     place = PLACE.get()
     if isinstance(place.replica, RunningReplica):
         return place.replica.context
-    if isinstance(place.replica, WorkerContext):
-        return cast("ReplicaContext", place.replica)  # all of it that there is in a worker
+    if isinstance(place.replica, ProcessContext):
+        return cast("ReplicaContext", place.replica)  # all of it that there is in a device process
     if place.strategy is not None:
         return None
     trio = sys.modules.get("trio")

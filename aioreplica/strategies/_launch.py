@@ -105,7 +105,7 @@ class Run:
 
         Raises:
             ContextError: If device programs are to run where others wait on all devices.
-            DeviceError: If they are to run on a device that has a worker process.
+            DeviceError: If they are to run on a device that has a process of its own.
         """
         holds_devices = PLACE.get().holds_devices
         if holds_devices and is_blocking:

@@ -1,4 +1,4 @@
-"""Variables with one copy and no strategy: plain ones, and what stands for others in a worker."""
+"""Variables with one copy and no strategy: plain ones, and their stand-ins in device processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PlainVariable(Variable):
 
 @final
 class PublishedVariable(Variable):
-    """Stands for a variable in a worker process: it has one read-only value, and no writes.
+    """Stands for a variable in a device process: it has one read-only value, and no writes.
 
     A gradient with respect to it is one with respect to the variable of the program.
     """
@@ -75,7 +75,7 @@ class PublishedVariable(Variable):
 
     def _no_writes(self, verb: str) -> ContextError:
         return ContextError(
-            f"{verb} of variable {self.name!r} was called in {PLACE.get().describe()}, in a worker "
+            f"{verb} of variable {self.name!r} was called in {PLACE.get().describe()}, in a device "
             "process, where variables are read only. Return the value from the op, and write it "
             f"in the step: `await variable.{verb}(value)`."
         )

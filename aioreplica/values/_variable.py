@@ -399,7 +399,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         return twin
 
     def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what ops in a worker process get in its place: a call, and its arguments."""
+        """Return what ops in a device process get in its place: a call, and its arguments."""
         from ._plain import PublishedVariable  # it is a variable
 
         return PublishedVariable, (replace(self._options, constraint=None), self.is_mirrored)
@@ -410,7 +410,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         carrier = CARRIER.get()
-        if carrier is not None:  # on its way to an op in a worker process, or back
+        if carrier is not None:  # on its way to an op in a device process, or back
             return carrier.refer(self)
         raise TypeError(
             f"Variable {self.name!r} cannot be pickled: it belongs to a strategy of this process. "

@@ -290,7 +290,7 @@ def test_the_host_and_files_are_never_in_the_background(run_script: RunScript) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
-def test_worker_processes_are_in_the_background_with_their_lanes(run_script: RunScript) -> None:
+def test_device_processes_are_in_the_background_with_their_lanes(run_script: RunScript) -> None:
     pytest.importorskip("cloudpickle")
 
     output = run_script("""

@@ -43,7 +43,7 @@ def test_saying_the_same_again_is_no_error() -> None:
     """A cell of a notebook is run again."""
     ar.set_logical_devices("cpu", 8)
     ar.set_logical_devices("CPU", 8, processes=[False] * 8)
-    with pytest.raises(DeviceError, match="0 of them in worker processes"):
+    with pytest.raises(DeviceError, match="0 of them in device processes"):
         ar.set_logical_devices("cpu", 8, processes=[True] * 8)
 
     devices = LogicalDevices()
@@ -51,7 +51,7 @@ def test_saying_the_same_again_is_no_error() -> None:
     devices.devices(None)
     devices.split("cpu", 2, [False, True])
     for processes in ([], [True, False], [True, True]):
-        with pytest.raises(DeviceError, match="with 2, 1 of them in worker processes"):
+        with pytest.raises(DeviceError, match="with 2, 1 of them in device processes"):
             devices.split("cpu", 2, processes)
     assert devices.process_names == {"cpu:1"}
 

@@ -1,7 +1,7 @@
-"""Context variables that ops in a worker process see: how they are found there, and what travels.
+"""Context variables that ops in a device process see: how they are found there, and what travels.
 
 A `ContextVar` cannot be pickled. One that is a global of an importable module is the same global in
-the worker; of any other one the worker has a twin, known by number.
+the device process; of any other one the device process has a twin, known by number.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class VarNames:
         self._lock = threading.Lock()
 
     def name_of(self, var: AnyVar) -> VarName:
-        """Return how a worker finds a variable."""
+        """Return how a device process finds a variable."""
         found = self._names.get(var)
         if found is None:
             with self._lock:  # or two would get the number of one
@@ -86,7 +86,7 @@ def var_names() -> VarNames:
 
 
 def find_var(name: VarName) -> AnyVar:
-    """Return the variable of a name, in the worker; a twin is made once."""
+    """Return the variable of a name, in the device process; a twin is made once."""
     if name.module is not None:
         found: AnyVar = getattr(import_module(name.module), name.name)
         return found
@@ -141,7 +141,7 @@ class ContextSender:
         self._refused.add(var)
         warnings.warn(
             f"Context variable {var.name!r} does not reach ops on {self._device_name}, whose lane "
-            f"is a worker process: its value (a {type(value).__qualname__}) cannot be pickled: "
+            f"is a device process: its value (a {type(value).__qualname__}) cannot be pickled: "
             f"{error}. There it has its default.",
             RuntimeWarning,
             stacklevel=2,
@@ -149,7 +149,7 @@ class ContextSender:
 
 
 def set_vars(packed: Sequence[tuple[VarName, bytes]]) -> None:
-    """Set what `ContextSender.pack` gave, in the current context of the worker."""
+    """Set what `ContextSender.pack` gave, in the current context of the device process."""
     for name, data in packed:
         value = cloudpickle.loads(data)
         if name.module is None and name.name == DECIMAL:

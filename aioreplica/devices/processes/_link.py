@@ -1,4 +1,4 @@
-"""The link to one worker process: the executor that it belongs to, and the memory they share."""
+"""The link to one device process: the executor that it belongs to, and the memory they share."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import cloudpickle
 from ...context import REGISTRY, Place
 from .._logical import list_devices
 from ._messages import Memory, Setup, Value
+from ._op_server import REPLICA, ready, send_segments, start
 from ._parcel import Parcel, Reduced, named
 from ._publications import Published, publications
 from ._segments import Arena, Bytes, Extent, Mappings
-from ._worker import REPLICA, ready, send_segments, start
 
 
 @final
-class Link:
-    """One worker process: its executor, and the memory shared with it.
+class ProcessLink:
+    """One device process: its executor, and the memory shared with it.
 
     Args:
         device_name: Name of its device.
@@ -39,7 +39,7 @@ class Link:
         is_ready: Done when it takes ops.
         socket: Where descriptors come and go.
         arena: Memory for what it reads.
-        announced: The segments of it that the worker knows.
+        announced: The segments of it that the device process knows.
         results: Its memory.
         reader: What it knows of publications.
         exit: Tells whether the program ends.
@@ -61,7 +61,9 @@ class Link:
         context = _Context(f"aioreplica {device_name}")
         setup = Setup(device_name, len(list_devices("cpu")), _log_levels())
         self.socket, theirs = socket.socketpair()
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker inherits it
+        masked = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # the device process inherits it
         try:
             with self._forks.lock:
                 self.executor = ProcessPoolExecutor(
@@ -86,7 +88,9 @@ class Link:
     def close(self) -> None:
         """End the process, and let go of its memory."""
         with self._forks.lock:
-            self.executor.shutdown(cancel_futures=True)  # an idle worker ends within seconds
+            self.executor.shutdown(
+                cancel_futures=True
+            )  # an idle device process ends within seconds
         self.reader.close()
         self.arena.close()
         self.socket.close()
@@ -115,7 +119,7 @@ class Link:
         return None if strategy is None else self._publications.number_of(strategy.facade)
 
     def stand_ins(self, place: Place) -> list[tuple[int, bytes]]:
-        """Return what names stand for that the worker does not know yet."""
+        """Return what names stand for that the device process does not know yet."""
         new = []
         for number, thing in self.names.items():
             if isinstance(number, int) and not self.reader.knows(number):
@@ -131,7 +135,7 @@ class Link:
         return new
 
     def find_values(self, values: list[Value]) -> None:
-        """Add the values that the worker has not got."""
+        """Add the values that the device process has not got."""
         strategy = self.number_of_strategy(self.place)
         for number, thing in self.names.items():
             if not isinstance(number, int) or number == strategy:
@@ -153,7 +157,7 @@ class Link:
             self.reader.take_back(value)
 
     def public_memory(self) -> Memory:
-        """Return what is new of the memory that all workers read."""
+        """Return what is new of the memory that all device processes read."""
         with self._publications.lock:
             return send_segments(self.socket, self._publications.arena, self._public_announced)
 
@@ -223,7 +227,7 @@ class _Context(SpawnContext):
 
 
 def _packed_strategy(strategy: Any) -> bytes:
-    """Return what makes an unopened equal of a strategy in a worker; nothing of one without."""
+    """Return a pickle of an unopened equal of a strategy, or of None if it cannot be pickled."""
     data: bytes
     try:
         data = cloudpickle.dumps((_same, (strategy,)))
@@ -246,7 +250,7 @@ def _log_levels() -> dict[str, int]:
 
 @final
 class _Forks:
-    """Keeps forks and the end of the program apart from the starts and ends of its workers.
+    """Keeps forks and the end of the program apart from starts and ends of device processes.
 
     A child that finds a thread of an executor half started or half ended would wait for it when it
     exits; and it goes on reading results, which are therefore not written again. The interpreter's
@@ -255,7 +259,7 @@ class _Forks:
 
     Attributes:
         lock: Held while an executor starts or ends, while the program forks, and once it ends.
-        results: The results of all workers.
+        results: The results of all device processes.
     """
 
     def __init__(self) -> None:

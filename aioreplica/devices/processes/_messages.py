@@ -1,4 +1,4 @@
-"""Messages between a device and its worker process: one request and one reply per op."""
+"""Messages between a device and its process: one request and one reply per op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Where: TypeAlias = tuple[str, int, str]
 
 @final
 class Setup(NamedTuple):
-    """Configuration of a worker process, sent at its start.
+    """Configuration of a device process, sent at its start.
 
     Attributes:
         device_name: The device that it works for.
@@ -77,12 +77,12 @@ class Value(NamedTuple):
 
 @final
 class Request(NamedTuple):
-    """An op, and everything that the worker has to know before.
+    """An op, and everything that the device process has to know before.
 
     Attributes:
         fn_name: Name of the op's function.
-        own: Memory that only this worker reads.
-        public: Memory that all workers read.
+        own: Memory that only this device process reads.
+        public: Memory that all device processes read.
         released: Blocks of results that are read no more.
         forgotten: Names that are used no more.
         stand_ins: What new names stand for: a pickled call and its arguments.
@@ -130,9 +130,9 @@ class Reply(NamedTuple):
     """Outcome of an op.
 
     Attributes:
-        memory: Memory that the worker writes.
-        released: Blocks of the device that the worker reads no more.
-        public_released: The same for those that all workers read.
+        memory: Memory that the device process writes.
+        released: Blocks of the device that the process reads no more.
+        public_released: The same for those that all device processes read.
         parcel: The result, or the exception; None if it cannot be sent.
         failure: What is known of the exception; None for a result.
         warnings: Message, category (pickled) and place of every warning.

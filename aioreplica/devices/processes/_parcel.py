@@ -58,7 +58,7 @@ class Naming(Protocol):
 
 
 class Side(Naming, Protocol):
-    """One side of the way between a device and its worker process."""
+    """One side of the way between a device and its process."""
 
     def view(self, extent: Extent) -> Bytes:
         """Return an extent that the other side has written as an array."""

@@ -1,9 +1,9 @@
-"""The worker process of a device, as the device's lane uses it: ops go out, results come back.
+"""The process of a device, as the device's lane uses it: ops go out, results come back.
 
 The thread of the lane sends an op and waits for it, so ops stay first in, first out, and all that
 is said of ops on threads holds. The process belongs to a `concurrent.futures.ProcessPoolExecutor`
-with one worker, which starts it, carries messages, and knows when it has ended. A worker that has
-died is replaced for the next op.
+of one, which starts it, carries messages, and knows when it has ended. One that has died is
+replaced for the next op.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any, final
 
 from ...context import REGISTRY
 from ...errors import DeviceError
-from .._lane import WorkerStatistics
+from .._lane import ProcessStatistics
 from .._op import AnyOp
 from ._context_variables import ContextSender, numpy_errors
-from ._link import Link
+from ._link import ProcessLink
 from ._messages import OpFailure, Reply, Request, Value
+from ._op_server import kind_of, receive_segments, send_segments, serve
 from ._parcel import Parcel, find_obstacle, pack, unpack
 from ._segments import Extent
-from ._worker import kind_of, receive_segments, send_segments, serve
 
-END_S = 3.0  # how long the exit code of a worker is waited for
+END_S = 3.0  # how long the exit code of a device process is waited for
 LOOK_S = 0.1  # how often the lane's thread looks whether anyone still waits for an op
 
 
 @final
 class RemoteTracebackError(Exception):
-    """The traceback of an error in a worker process, as text; the cause of that error here."""
+    """The traceback of an error in a device process, as text; the cause of that error here."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -49,7 +49,7 @@ class RemoteTracebackError(Exception):
 
 
 @final
-class WorkerProcess:
+class DeviceProcess:
     """Runs the ops of one device in a process of its own.
 
     Args:
@@ -63,7 +63,7 @@ class WorkerProcess:
         self._device_name = device_name
         self._blas_threads = blas_threads
         self._context = ContextSender(device_name)
-        self._link: Link | None = None
+        self._link: ProcessLink | None = None
         self._is_stopped = False
         self._num_deaths = 0
         self._bytes_sent = self._bytes_received = 0
@@ -72,10 +72,10 @@ class WorkerProcess:
     def call(
         self, op: AnyOp, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the call of an op in the worker; return what it returns.
+        """Run the call of an op in the device process; return what it returns.
 
         Raises:
-            DeviceError: If the worker ended, or there is no memory for what is sent.
+            DeviceError: If the device process ended, or there is no memory for what is sent.
             TypeError: If something that is to be sent cannot be pickled.
             BaseException: What the call raises.
         """
@@ -97,20 +97,20 @@ class WorkerProcess:
         return self._finish(link, op, pickle.loads(data))
 
     def stop(self) -> None:
-        """End the worker if nobody waits for the op it runs; from any thread."""
+        """End the device process if nobody waits for the op it runs; from any thread."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """End the worker: by itself if it can, else it is killed."""
+        """End the device process: by itself if it can, else it is killed."""
         link, self._link = self._link, None
         if link is not None:
             link.close()
 
-    def statistics(self) -> WorkerStatistics:
+    def statistics(self) -> ProcessStatistics:
         """Return the counts; from any thread."""
         link = self._link
         pid = None if link is None else link.process.pid
-        return WorkerStatistics(
+        return ProcessStatistics(
             pid, self._num_deaths, self._bytes_sent, self._bytes_received, self._send_s,
             _resident_bytes(pid),
         )  # fmt: skip
@@ -119,7 +119,7 @@ class WorkerProcess:
 
     def _message(
         self,
-        link: Link,
+        link: ProcessLink,
         op: AnyOp,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -159,7 +159,7 @@ class WorkerProcess:
 
     def _unsendable(
         self,
-        link: Link,
+        link: ProcessLink,
         op: AnyOp,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -172,12 +172,12 @@ class WorkerProcess:
         found = find_obstacle({"its function": fn, **named}, link)
         where, thing, reason = found or ("its function", fn, error)
         return TypeError(
-            f"Op {op.fn_name!r} cannot be sent to {self._device_name}, whose lane is a worker "
+            f"Op {op.fn_name!r} cannot be sent to {self._device_name}, whose lane is a device "
             f"process: {where} (a {kind_of(thing)}) cannot be pickled: {reason}. Make it in the "
             "op, pass what can be pickled, or use a device whose lane is a thread."
         )
 
-    def _wait(self, link: Link, op: AnyOp, future: Future[bytes]) -> bytes:
+    def _wait(self, link: ProcessLink, op: AnyOp, future: Future[bytes]) -> bytes:
         while True:
             try:
                 error = future.exception(LOOK_S)
@@ -193,11 +193,11 @@ class WorkerProcess:
             raise self._died(link, op) from error
         self._died(link, op)
         raise self._device_error(
-            f"The worker process of {self._device_name} failed at op {op.fn_name!r}: {error!r}. "
+            f"The device process of {self._device_name} failed at op {op.fn_name!r}: {error!r}. "
             "The device starts a new process for its next op."
         ) from error
 
-    def _finish(self, link: Link, op: AnyOp, reply: Reply) -> Any:
+    def _finish(self, link: ProcessLink, op: AnyOp, reply: Reply) -> Any:
         """Take over what an op has told; return its result, or raise its error."""
         receive_segments(link.socket, link.results, reply.memory)
         for extent in reply.released:
@@ -225,7 +225,9 @@ class WorkerProcess:
             warnings.warn_explicit(warning, type(warning), filename, line, module, registry)
         return result
 
-    def _unpacked(self, link: Link, op: AnyOp, parcel: Parcel, failure: OpFailure | None) -> Any:
+    def _unpacked(
+        self, link: ProcessLink, op: AnyOp, parcel: Parcel, failure: OpFailure | None
+    ) -> Any:
         try:
             return unpack(parcel, link)
         except Exception as error:
@@ -246,11 +248,11 @@ class WorkerProcess:
         elif what == "returned":
             error = TypeError(
                 f"Op {op.fn_name!r} cannot send its result back from {self._device_name}, whose "
-                f"lane is a worker process: {words}. Return arrays, numbers and plain containers."
+                f"lane is a device process: {words}. Return arrays, numbers and plain containers."
             )
         elif what == "rebuilt":
             error = self._device_error(
-                f"Op {op.fn_name!r} cannot be built in the worker process of {self._device_name}: "
+                f"Op {op.fn_name!r} cannot be built in the device process of {self._device_name}: "
                 f"{words}. Its modules must be importable there, with the program's sys.path."
             )
         else:
@@ -273,13 +275,13 @@ class WorkerProcess:
 
     # ---- the process ---------------------------------------------------------------------
 
-    def _open(self, op: AnyOp) -> Link:
-        """Start a worker, and wait until it can take ops."""
+    def _open(self, op: AnyOp) -> ProcessLink:
+        """Start a device process, and wait until it can take ops."""
         try:
-            link = Link(self._device_name)
+            link = ProcessLink(self._device_name)
         except OSError as error:
             raise self._device_error(
-                f"Op {op.fn_name!r} was not run, as the worker process of {self._device_name} "
+                f"Op {op.fn_name!r} was not run, as the device process of {self._device_name} "
                 f"cannot be started: {error}. Is /dev/shm full, or a limit on processes or files "
                 "reached?"
             ) from error
@@ -288,31 +290,31 @@ class WorkerProcess:
         except DeviceError:
             link.close()
             raise self._device_error(
-                f"Op {op.fn_name!r} was not run, as the worker process of {self._device_name} "
+                f"Op {op.fn_name!r} was not run, as the device process of {self._device_name} "
                 f"ended before it was ready ({_end_of(link.process)}); its own error output says "
                 "why. A program that is a script must start its work under "
-                "`if __name__ == '__main__':`, because a worker imports it."
+                "`if __name__ == '__main__':`, because a device process imports it."
             ) from None
         self._link = link
         return link
 
-    def _reopen(self, op: AnyOp) -> Link:
+    def _reopen(self, op: AnyOp) -> ProcessLink:
         dead = self._link
         assert dead is not None  # it was found dead
         self.close()
         self._num_deaths += 1
         logging.getLogger("aioreplica.devices").warning(
-            "The worker process of %s (pid %s) has ended between two ops (%s). A new one is "
+            "The device process of %s (pid %s) has ended between two ops (%s). A new one is "
             "started.", self._device_name, dead.process.pid, _end_of(dead.process),
         )  # fmt: skip
         return self._open(op)
 
-    def _died(self, link: Link, op: AnyOp) -> DeviceError:
+    def _died(self, link: ProcessLink, op: AnyOp) -> DeviceError:
         if link is self._link:
             self._num_deaths += 1
             self.close()
         return self._device_error(
-            f"The worker process of {self._device_name} (pid {link.process.pid}) ended while it "
+            f"The device process of {self._device_name} (pid {link.process.pid}) ended while it "
             f"ran op {op.fn_name!r}: {_end_of(link.process)}. The op may have run in part; the "
             "device starts a new process for its next op."
         )
@@ -343,5 +345,5 @@ def _resident_bytes(pid: int | None) -> int | None:
 
 
 def _warnings_shown() -> dict[str, dict[Any, Any]]:
-    """Return the registries of warnings from workers, by file."""
-    return REGISTRY.once("warnings_of_workers", dict[str, dict[Any, Any]])
+    """Return the registries of warnings from device processes, by file."""
+    return REGISTRY.once("warnings_of_device_processes", dict[str, dict[Any, Any]])

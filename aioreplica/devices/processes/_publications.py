@@ -1,10 +1,10 @@
-"""Newest values of variables for all worker processes, one copy for each version.
+"""Newest values of variables for all device processes, one copy for each version.
 
 Things that ops refer to by name are numbered here, once in a process. A value is copied into shared
-memory when the first op that reads it is sent; every worker maps that copy.
+memory when the first op that reads it is sent; every device process maps that copy.
 
 Invariants:
-    * An extent is in use while its value is the newest of its thing, or a worker holds it.
+    * An extent is in use while its value is the newest of its thing, or a device process holds it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Published(Protocol):
     """Something that ops read by name, such as a variable."""
 
     def stand_in(self) -> Reduced:
-        """Return what stands for it in a worker: a call, and its arguments."""
+        """Return what stands for it in a device process: a call, and its arguments."""
 
     def publication(self, place: Place) -> Publication:
         """Return the value that is read at a place; its key begins with the number of a write."""
@@ -41,7 +41,7 @@ class Published(Protocol):
 
 @final
 class Publications:
-    """The names of the process, and the values that its workers share.
+    """The names of the process, and the values that device processes share.
 
     Attributes:
         arena: Where the values are; under `lock`.
@@ -60,7 +60,7 @@ class Publications:
         self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     def new_reader(self) -> Reader:
-        """Return the accounts of a new worker."""
+        """Return the accounts of a new device process."""
         reader = Reader(self)
         with self.lock:
             self._readers.add(reader)
@@ -87,7 +87,7 @@ class Publications:
         return number
 
     def publish(self, number: int, found: Publication) -> tuple[Value, Extent | None]:
-        """Return a value as messages have it, copied if no worker has asked for it yet.
+        """Return a value as messages have it, copied if no device process has asked for it yet.
 
         Returns:
             The value, and its extent, which the caller then holds; None for a small one.
@@ -118,7 +118,7 @@ class Publications:
         self.arena.free(extent)
 
     def forget_reader(self, reader: Reader) -> None:
-        """Tell a worker that has ended nothing more; under the lock."""
+        """Tell a device process that has ended nothing more; under the lock."""
         self._readers.discard(reader)
 
     def _extent(self, number: int, found: Publication, strides: tuple[int, ...] | None) -> Extent:
@@ -155,7 +155,7 @@ class Publications:
 
 @final
 class Reader:
-    """Publications that one worker knows and holds.
+    """Publications that one device process knows and holds.
 
     Attributes:
         forgotten: Names of things that are gone, to be told.
@@ -169,7 +169,7 @@ class Reader:
         self.forgotten: deque[int] = deque()
 
     def knows(self, number: int) -> bool:
-        """Tell whether the worker was told what a name stands for."""
+        """Tell whether the device process was told what a name stands for."""
         return number in self._known
 
     def was_told(self, number: int) -> None:
@@ -181,7 +181,7 @@ class Reader:
         self._known.discard(number)
 
     def value(self, number: int, found: Publication) -> Value | None:
-        """Return a value that the worker has not got; None if it has.
+        """Return a value that the device process has not got; None if it has.
 
         Raises:
             OSError: If there is no shared memory for it.
@@ -201,7 +201,7 @@ class Reader:
             self.released([value.data])
 
     def released(self, extents: Sequence[Extent]) -> None:
-        """Learn which extents the worker holds no longer."""
+        """Learn which extents the device process holds no longer."""
         if not extents:
             return
         with self._publications.lock:
@@ -218,7 +218,7 @@ class Reader:
         return taken
 
     def close(self) -> None:
-        """Let go of everything: the worker has ended."""
+        """Let go of everything: the device process has ended."""
         with self._publications.lock:
             for extent in self._held:
                 self._publications.release(extent)
@@ -232,6 +232,6 @@ def publications() -> Publications:
 
 
 def _new_publications() -> Publications:
-    # The child of a fork must not write into what the workers of its parent read.
+    # The child of a fork must not write into what the device processes of its parent read.
     os.register_at_fork(after_in_child=lambda: REGISTRY.replace("publications", None) and None)
     return Publications()

@@ -1,4 +1,4 @@
-"""Two devices for the tests of this folder: cpu:0 with one worker process, cpu:1 with threads."""
+"""Two devices for the tests of this folder: cpu:0 with one device process, cpu:1 with threads."""
 
 from collections.abc import Iterator
 
@@ -33,5 +33,5 @@ def strategy(request: pytest.FixtureRequest, devices: tuple[str, str]) -> ar.One
 
 @pytest.fixture
 def on_process(devices: tuple[str, str]) -> ar.OneDeviceStrategy:
-    """A strategy on the device with the worker process."""
+    """A strategy on the device with a process of its own."""
     return ar.OneDeviceStrategy(devices[0])

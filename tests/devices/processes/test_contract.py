@@ -1,4 +1,4 @@
-"""What an op may rely on, on a thread and in a worker process alike."""
+"""What an op may rely on, on a thread and in a device process alike."""
 
 import asyncio
 import contextvars

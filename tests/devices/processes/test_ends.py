@@ -1,4 +1,4 @@
-"""How programs with worker processes end: by themselves, by Ctrl-C, by SIGKILL, in a fork."""
+"""How programs with device processes end: by themselves, by Ctrl-C, by SIGKILL, in a fork."""
 
 import os
 import signal
@@ -155,7 +155,7 @@ def test_a_program_ends_although_an_op_runs_and_nothing_was_closed(
     assert_all_ended(left)
 
 
-def test_ctrl_c_ends_the_op_and_the_worker(
+def test_ctrl_c_ends_the_op_and_the_device_process(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     program = start(
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_the_op_and_the_worker(
 
 
 @pytest.mark.parametrize("has_fork", [False, True])
-def test_workers_end_when_their_program_is_killed(
+def test_device_processes_end_when_their_program_is_killed(
     start: Callable[[str], subprocess.Popen[str]], has_fork: bool
 ) -> None:
     before = segments()
@@ -201,14 +201,14 @@ def test_workers_end_when_their_program_is_killed(
     assert line_of(program)[0] == "running"
     left = family(program)
     forked = [each for each in left if each.cmdline() == psutil.Process(program.pid).cmdline()]
-    workers = [each for each in left if "spawn_main" in " ".join(each.cmdline())]
-    assert len(workers) == 1
+    processes = [each for each in left if "spawn_main" in " ".join(each.cmdline())]
+    assert len(processes) == 1
 
     program.kill()
     program.wait()
 
     try:
-        assert_all_ended(workers)
+        assert_all_ended(processes)
     finally:
         for each in forked:
             each.kill()
@@ -216,7 +216,7 @@ def test_workers_end_when_their_program_is_killed(
     assert segments() <= before  # what tracks named semaphores was one of those that ended
 
 
-def test_a_fork_leaves_its_parents_workers_alone_and_makes_its_own(
+def test_a_fork_leaves_its_parents_device_processes_alone_and_makes_its_own(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     program = start(
@@ -278,7 +278,7 @@ def test_a_script_without_a_guard_is_told_so(
     assert "if __name__ == '__main__':" in err, last
 
 
-def test_threads_that_an_op_leaves_behind_do_not_keep_the_worker(
+def test_threads_that_an_op_leaves_behind_do_not_keep_the_device_process(
     start: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     program = start(

@@ -1,4 +1,4 @@
-"""A device with a worker process: what it cannot do, what it leaves behind, and its end."""
+"""A device with a process of its own: what it cannot do, what it leaves behind, and its end."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from aioreplica import testing as art
 from aioreplica.context import REGISTRY
 from aioreplica.devices import lane_table
 from aioreplica.devices.processes._context_variables import VarName, VarNames
-from aioreplica.devices.processes._link import Link
+from aioreplica.devices.processes._link import ProcessLink
 from aioreplica.errors import ContextError, DeviceError, WorkerLostError
 from tests.growth import assert_nothing_grows
 
@@ -191,7 +191,7 @@ async def test_plain_steps_and_device_loops_are_refused(on_process: ar.OneDevice
 async def test_whatever_meets_other_replicas_is_refused(
     on_process: ar.OneDeviceStrategy, call: Callable[[Any], Any]
 ) -> None:
-    with pytest.raises(ContextError, match=r"cpu:0, which runs in a worker process"):
+    with pytest.raises(ContextError, match=r"cpu:0, which runs in a device process"):
         await run_op(on_process, lambda: call(ar.get_replica_context()))
 
 
@@ -203,9 +203,9 @@ async def test_writes_of_variables_and_optimizers_are_refused(
         v = ar.Variable(np.ones(3), name="v")
         optimizer = ar.optimizers.SGD(0.1)
 
-    with pytest.raises(ContextError, match=r"'v'.*worker process"):
+    with pytest.raises(ContextError, match=r"'v'.*device process"):
         await run_op(on_process, lambda: v.assign(np.zeros(3)))
-    with pytest.raises(ContextError, match=r"'v'.*worker process"):
+    with pytest.raises(ContextError, match=r"'v'.*device process"):
         await run_op(on_process, lambda: v.blocking.assign_add(1.0))
     with pytest.raises(TypeError, match=r"captured variable 'optimizer'"):
         await run_op(on_process, lambda: optimizer.blocking.minimize(lambda: v.value.sum()))
@@ -282,9 +282,9 @@ async def test_a_value_is_published_once_for_each_version(
         v = ar.Variable(np.zeros(MiB), name="large")
 
     async def bytes_sent() -> int:
-        before = worker_statistics().bytes_sent
+        before = process_statistics().bytes_sent
         await run_op(on_process, lambda: v.value[0])
-        return int(worker_statistics().bytes_sent - before)
+        return int(process_statistics().bytes_sent - before)
 
     assert await bytes_sent() > 8 * MiB
     assert await bytes_sent() < MiB
@@ -300,7 +300,7 @@ async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    v = ar.Variable(np.ones(32 * MiB))  # its worker has never heard of it
+    v = ar.Variable(np.ones(32 * MiB))  # its process has never heard of it
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(DeviceError, match=r"'len' was not sent to cpu:0.*No space"):
@@ -334,7 +334,9 @@ def test_lanes_that_meet_a_context_variable_at_once_give_it_one_name(
 
 
 @pytest.mark.asyncio
-async def test_a_worker_without_memory_raises_and_lives(on_process: ar.OneDeviceStrategy) -> None:
+async def test_a_device_process_without_memory_raises_and_lives(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
     def op() -> None:
         limits = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (2 << 30, limits[1]))
@@ -351,14 +353,14 @@ async def test_a_worker_without_memory_raises_and_lives(on_process: ar.OneDevice
 # ---- ends ------------------------------------------------------------------------------------
 
 
-def worker_statistics() -> Any:
+def process_statistics() -> Any:
     lane = lane_table().statistics()["cpu:0"]
-    assert lane.worker is not None
-    return lane.worker
+    assert lane.process is not None
+    return lane.process
 
 
 @pytest.mark.asyncio
-async def test_a_worker_that_dies_is_a_device_error_and_the_next_op_has_another(
+async def test_a_device_process_that_dies_is_a_device_error_and_the_next_op_has_another(
     on_process: ar.OneDeviceStrategy,
 ) -> None:
     with on_process.scope():
@@ -370,7 +372,7 @@ async def test_a_worker_that_dies_is_a_device_error_and_the_next_op_has_another(
 
     assert caught.value.device == "cpu:0"
     assert await run_op(on_process, lambda: v.value.sum()) == v.value.sum()
-    now = worker_statistics()
+    now = process_statistics()
     assert (now.pid != first, now.deaths >= 1) == (True, True)
     assert now.memory_bytes is None or now.memory_bytes > MiB
 
@@ -379,7 +381,7 @@ async def test_a_worker_that_dies_is_a_device_error_and_the_next_op_has_another(
 async def test_an_op_that_runs_when_the_program_ends_is_ended(
     on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The executor of its worker is waited for at exit, whether anyone awaits the op or not."""
+    """The executor of its process is waited for at exit, whether anyone awaits the op or not."""
     await run_op(on_process, os.getpid)
     program_exit = REGISTRY.once("program_exit", object)
     with monkeypatch.context() as patch:
@@ -388,7 +390,7 @@ async def test_an_op_that_runs_when_the_program_ends_is_ended(
             await run_op(on_process, wait_for_nothing)
 
 
-def test_ctrl_c_is_kept_from_a_worker_until_it_ignores_it(
+def test_ctrl_c_is_kept_from_a_device_process_until_it_ignores_it(
     devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process inherits the signals that are masked in the thread that starts it."""
@@ -406,7 +408,7 @@ def test_ctrl_c_is_kept_from_a_worker_until_it_ignores_it(
     num_open = len([*Path("/proc/self/fd").iterdir()])
     monkeypatch.setattr("aioreplica.devices.processes._link.ProcessPoolExecutor", Executor)
     with pytest.raises(OSError, match="for you"):
-        Link(devices[0])
+        ProcessLink(devices[0])
     assert masks == [before | {signal.SIGINT}]
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
     assert len([*Path("/proc/self/fd").iterdir()]) == num_open
@@ -414,7 +416,7 @@ def test_ctrl_c_is_kept_from_a_worker_until_it_ignores_it(
 
 @pytest.mark.xslow
 @pytest.mark.asyncio
-async def test_a_worker_that_dies_between_ops_is_replaced(
+async def test_a_device_process_that_dies_between_ops_is_replaced(
     on_process: ar.OneDeviceStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     pid = await run_op(on_process, os.getpid)

@@ -1,4 +1,4 @@
-"""The replica context that ops in a worker process see: who they are, and what they cannot do."""
+"""The replica context that ops in a device process see: who they are, and what they cannot do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ._random import random_stream
 
 
 @final
-class WorkerContext:
-    """Stands for a `ReplicaContext` in an op whose device has a worker process.
+class ProcessContext:
+    """Stands for a `ReplicaContext` in an op whose device has a process of its own.
 
     It knows the replica, its device and its random streams, and takes what is recorded. Whatever
     has to meet other replicas, or reach the event loop, is a ContextError that says so.
@@ -45,7 +45,7 @@ class WorkerContext:
         self._recorded: list[tuple[str, float | str]] = []
 
     @property
-    def context(self) -> WorkerContext:
+    def context(self) -> ProcessContext:
         """The same object: no other stands behind it here."""
         return self
 
@@ -79,10 +79,10 @@ class WorkerContext:
         """Do nothing: whether the run goes on is known in the program only."""
 
     def refusal(self, name: str) -> ContextError:
-        """Return the error of a call that cannot be made in a worker process."""
+        """Return the error of a call that cannot be made in a device process."""
         return ContextError(
             f"{name} was called by replica {self.replica_id_in_sync_group} in an op on "
-            f"{self.device_name}, which runs in a worker process: it can neither meet other "
+            f"{self.device_name}, which runs in a device process: it can neither meet other "
             "replicas nor reach the event loop. Return what it needs from the op and call it in "
             "the step, or use a device whose ops run in threads."
         )
@@ -102,17 +102,17 @@ class WorkerContext:
         raise self.refusal("A device op")
 
     def stand_in(self) -> NoReturn:
-        """Refused: a worker process has none of its own."""
+        """Refused: a device process has none of its own."""
         raise self.refusal("A device op")
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in REFUSED:
             raise self.refusal(name)
-        raise AttributeError(f"A ReplicaContext in a worker process has no {name!r}.", name=name)
+        raise AttributeError(f"A ReplicaContext in a device process has no {name!r}.", name=name)
 
     def __repr__(self) -> str:
         me = f"{self.replica_id_in_sync_group}/{self.num_replicas_in_sync}"
-        return f"<WorkerContext {me} on {self.device_name} | step {self._step}>"
+        return f"<ProcessContext {me} on {self.device_name} | step {self._step}>"
 
 
 REFUSED = frozenset({

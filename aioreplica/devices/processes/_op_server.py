@@ -1,4 +1,4 @@
-"""The worker process of a device: what runs in it, from its start to its end.
+"""The process of a device: what runs in it, from its start to its end.
 
 It is a process of a `concurrent.futures.ProcessPoolExecutor`, which calls `start` once and `serve`
 for every op, in the main thread. It ends when the executor does, when the process that made it has
@@ -37,21 +37,21 @@ from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Val
 from ._parcel import Parcel, Reduced, Side, dumps, find_obstacle, named, pack, unpack
 from ._segments import Arena, Extent, Mappings
 
-LOOK_S = 1.0  # how often a worker looks whether its parent and its main thread live
+LOOK_S = 1.0  # how often a device process looks whether its parent and its main thread live
 END_S = 1.0
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 REPLICA = "replica"
 
 
 def start(setup: Setup, descriptors: socket.socket) -> None:
-    """Make this process a worker; the first thing that the executor calls."""
+    """Make this process a device process; the first thing that the executor calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program to judge
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A thread of its own: the main thread belongs to ops.
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
     set_logical_devices("cpu", setup.num_devices)
-    worker = _Worker(setup, descriptors)
-    REGISTRY.replace("device_worker", worker)
+    server = _OpServer(setup, descriptors)
+    REGISTRY.replace("op_server", server)
 
 
 def ready() -> int:
@@ -61,15 +61,15 @@ def ready() -> int:
 
 def serve(message: bytes) -> bytes:
     """Carry out one op."""
-    return _worker().serve(message)
+    return _op_server().serve(message)
 
 
-def _worker() -> _Worker:
-    return REGISTRY.once("device_worker", _no_worker)
+def _op_server() -> _OpServer:
+    return REGISTRY.once("op_server", _no_server)
 
 
-def _no_worker() -> _Worker:
-    raise LookupError("This process is no worker of a device.")
+def _no_server() -> _OpServer:
+    raise LookupError("This process is no process of a device.")
 
 
 def _watch(parent_id: int) -> None:
@@ -86,7 +86,7 @@ def _watch(parent_id: int) -> None:
 
 
 @final
-class _Worker:
+class _OpServer:
     """Carries out ops, and keeps what they refer to by name.
 
     Args:
@@ -206,7 +206,7 @@ class _Worker:
         name = self._names.get(id(thing))
         if name is not None:
             return named, (name,)
-        raise TypeError(f"{thing!r} was made in the worker process and is of no use outside it.")
+        raise TypeError(f"{thing!r} was made in the device process and is of no use outside it.")
 
     def reduced(self, thing: Any) -> Reduced | None:
         place = PLACE.get()
