@@ -1,14 +1,13 @@
-"""The app of the command line: each command is a module here that adds itself.
+"""The app of the command line.
 
-A command's module has `add_to(app)`, which gets the typer app. It is imported when the command
-line runs, so that what one command needs does not matter to `import aioreplica`.
+The modules of the commands are imported when it runs, so that what one command needs does not
+matter to `import aioreplica`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ COMMANDS = {
     "ckpt": "Look at checkpoints.",
     "bench": "Run one of the project's benchmarks, or list them.",
 }
-"""The commands in the order in which help lists them; the module of each is `_` and its name."""
+"""The commands in the order in which help lists them."""
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
 
@@ -61,9 +60,25 @@ def _run(given: list[str]) -> None:
         pretty_exceptions_enable=False,
     )
     app.callback()(_options(typer))
-    for name in COMMANDS:
-        import_module(f"._{name}", __package__).add_to(app)
+    _add_commands(app, typer)
     app(args=given, prog_name=program)
+
+
+def _add_commands(app: Any, typer: Any) -> None:
+    from ._ckpt import list_steps, show_step, verify_steps
+    from ._commands import bench, devices, top
+    from ._doctor import doctor
+    from ._trace import trace
+
+    command: Any
+    for command in (doctor, devices, trace, top):
+        app.command()(command)
+    group = typer.Typer(help=COMMANDS["ckpt"], no_args_is_help=True)
+    for name, command in (("ls", list_steps), ("verify", verify_steps), ("show", show_step)):
+        group.command(name)(command)
+    app.add_typer(group, name="ckpt")
+    settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command(context_settings=settings)(bench)
 
 
 def _run_bare(given: list[str], program: str, missing: ImportError) -> None:
@@ -75,7 +90,9 @@ def _run_bare(given: list[str], program: str, missing: ImportError) -> None:
     cure = f"The command line needs {missing.name}. Install it with: pip install 'aioreplica[cli]'"
     command = given[0] if given and given[0] in COMMANDS else ""
     if given == ["doctor"]:
-        import_module("._doctor", __package__).doctor()
+        from ._doctor import doctor
+
+        doctor()
         raise SystemExit(0) from None
     if given == ["--version"]:
         lines = [f"aioreplica {__version__}"]

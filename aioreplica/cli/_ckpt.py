@@ -9,32 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import anyio
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.text import Text
 
 from ..checkpoint import CheckpointManager, EntryDescription
 from ..errors import CheckpointError
-from ._rows import print_rows, printable
+from ._rows import failed, print_rows
 
 Folder = Annotated[
     Path,
     typer.Argument(exists=True, file_okay=False, readable=True, help="Where a manager saves."),
 ]
 OneStep = Annotated[int | None, typer.Argument(min=0, help="Its number.")]
-
-
-def add_to(app: Any) -> None:  # Any: typer need not be installed where types are checked
-    """Add the command to the app."""
-    group = typer.Typer(help="Look at checkpoints.", no_args_is_help=True)
-    group.command("ls")(list_steps)
-    group.command("verify")(verify_steps)
-    group.command("show")(show_step)
-    app.add_typer(group, name="ckpt")
 
 
 def list_steps(directory: Folder) -> None:
@@ -82,14 +72,14 @@ def show_step(directory: Folder, step: OneStep = None) -> None:
     manager, steps = _opened(directory, step)
     number = _latest(manager) if step is None else step
     if number is None:
-        raise _failed(f"None of the steps in {directory} is whole: {', '.join(map(str, steps))}.")
+        raise failed(f"None of the steps in {directory} is whole: {', '.join(map(str, steps))}.")
     try:
         found = manager.describe(number)
     except CheckpointError as error:
-        raise _failed(str(error)) from None
+        raise failed(str(error)) from None
     print_rows(("entry", "kind", "dtype", "shape", "size"), map(_row_of, found.entries))
     if found.damage:
-        raise _failed(f"Step {number} in {directory} is damaged: {found.damage}.")
+        raise failed(f"Step {number} in {directory} is damaged: {found.damage}.")
 
 
 def _row_of(entry: EntryDescription) -> tuple[str, ...]:
@@ -111,12 +101,12 @@ def _opened(directory: Path, step: int | None = None) -> tuple[CheckpointManager
     try:
         steps = manager.steps()
     except OSError as error:
-        raise _failed(f"{directory} cannot be read: {error}") from None
+        raise failed(f"{directory} cannot be read: {error}") from None
     if not steps:
-        raise _failed(f"There is no checkpoint in {directory}.")
+        raise failed(f"There is no checkpoint in {directory}.")
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))
-        raise _failed(f"There is no step {step} in {directory}: it has {known}.")
+        raise failed(f"There is no step {step} in {directory}: it has {known}.")
     return manager, steps if step is None else (step,)
 
 
@@ -125,12 +115,6 @@ def _latest(manager: CheckpointManager) -> int | None:
         return manager.latest()
     except CheckpointError:  # a step of another version of the format; its own row says so
         return None
-
-
-def _failed(problem: str) -> Exception:
-    Console(stderr=True, soft_wrap=True).print(Text(printable(problem)))
-    error: Exception = typer.Exit(1)
-    return error
 
 
 def _size(num_bytes: int) -> str:

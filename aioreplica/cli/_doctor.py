@@ -54,11 +54,6 @@ NARROW = frozenset({"Haswell", "Zen"})
 Row: TypeAlias = tuple[str, ...]
 
 
-def add_to(app: object) -> None:
-    """Add the command to the typer app."""
-    app.command("doctor")(doctor)  # type: ignore[attr-defined]  # typer need not be installed
-
-
 def doctor() -> None:
     """Tell what is installed, what is missing, and what the missing part would bring."""
     print_rows(("what", "value"), list(_machine()), title="here")

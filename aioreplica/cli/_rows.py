@@ -1,6 +1,6 @@
 """Output of commands: a table on a terminal, one line per row with tabs into a pipe.
 
-Only the table needs rich: `doctor` also prints where the extra `cli` is missing.
+Only tables and errors need rich: `doctor` also prints where the extra `cli` is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,17 @@ RIGHT = {"count", "longest", "mean", "ops", "size", "total"}
 def printable(text: str) -> str:
     """Keep what is read from files from moving the cursor or changing colours."""
     return text if text.isprintable() else repr(text)[1:-1]
+
+
+def failed(problem: str, status: int = 1) -> Exception:
+    """Print what is wrong; return the exception that ends the program."""
+    import typer
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text(printable(problem), style="red"))
+    error: Exception = typer.Exit(status)
+    return error
 
 
 def print_rows(

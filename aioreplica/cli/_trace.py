@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from ..telemetry._trace import STEPS, Instant, Sample, Slice, Timeline
-from ._rows import print_rows
+from ._rows import failed, print_rows
 
 COLOURS = {
     "run": "#b8b8c8",
@@ -38,11 +37,6 @@ UNREADABLE = (
 """What reading a file raises that has not the form of a trace."""
 
 
-def add_to(app: Any) -> None:  # Any: typer need not be installed where types are checked
-    """Add the command to the app."""
-    app.command("trace")(trace)
-
-
 def trace(
     file: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="What strategy.trace has written.")
@@ -55,9 +49,9 @@ def trace(
     try:
         timeline = read_trace(file)
     except (OSError, ValueError) as error:
-        raise _failed(f"{file} cannot be read as a trace: {error}.") from None
+        raise failed(f"{file} cannot be read as a trace: {error}.") from None
     if not timeline.slices:
-        raise _failed(f"{file} has no slices: nothing ran while it was recorded.")
+        raise failed(f"{file} has no slices: nothing ran while it was recorded.")
     if png is not None:
         _draw(timeline, png, file.name)
     print_rows(("what", "value"), list(_overview(timeline)), title="trace")
@@ -194,7 +188,7 @@ def _draw(timeline: Timeline, path: Path, name: str) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         text = "A time line is drawn with matplotlib. Install it with: "
-        raise _failed(text + "pip install 'aioreplica[examples]'") from None
+        raise failed(text + "pip install 'aioreplica[examples]'") from None
     begin, end = _extent(timeline)
     tracks = sorted(timeline.tracks, key=lambda track: track != STEPS)
     figure = Figure(figsize=(12, 1.4 + 0.42 * len(tracks)), layout="constrained")
@@ -219,7 +213,7 @@ def _draw(timeline: Timeline, path: Path, name: str) -> None:
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
-        raise _failed(f"The picture cannot be written to {path}: {error}.") from None
+        raise failed(f"The picture cannot be written to {path}: {error}.") from None
 
 
 def _bars(
@@ -236,9 +230,3 @@ def _bars(
         open_ends.append(each.end_ns)
     for depth, category in sorted(bars):
         yield depth, category, bars[depth, category]
-
-
-def _failed(text: str) -> Exception:
-    Console(stderr=True, soft_wrap=True).print(Text(text, style="red"))
-    error: Exception = typer.Exit(1)
-    return error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import aioreplica
-from aioreplica.cli import _app, _bench, main
+from aioreplica.cli import _app, _commands, main
 
 pytest.importorskip("typer")
 
@@ -29,10 +29,10 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
 def test_interrupted_while_it_imports_it_ends_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(name: str, package: str) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_app, "import_module", interrupted)
+    monkeypatch.setattr(_app, "_add_commands", interrupted)
 
     assert ended(capsys, "doctor") == (130, "", "")
 
@@ -145,8 +145,8 @@ def test_benchmarks_are_listed_and_run(capsys: pytest.CaptureFixture[str]) -> No
 def test_without_the_repository_benchmarks_say_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    installed = tmp_path / "lib" / "aioreplica" / "cli" / "_bench.py"
-    monkeypatch.setattr(_bench, "__file__", str(installed))
+    installed = tmp_path / "lib" / "aioreplica" / "cli" / "_commands.py"
+    monkeypatch.setattr(_commands, "__file__", str(installed))
     monkeypatch.chdir(tmp_path)
 
     code, _, err = ended(capsys, "bench", "core")
