@@ -22,7 +22,7 @@ from torch import nn
 from ..context import OVERRIDES, PLACE
 from ..replica import RunningReplica
 from ..tree import map_leaves
-from ..values import Variable
+from ..values import Variable, local_value
 from ._torch_random import SeededDraws, SeedStreams, may_draw
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
 
@@ -153,7 +153,7 @@ class TorchModule:
         pairs = []
         found = dict(targets)
         for key, variable in self._by_every_name():
-            value = variable.local_value()
+            value = local_value(variable)
             if key not in found or tuple(found[key].shape) != value.shape:
                 there = f"has shape {tuple(found[key].shape)}" if key in found else "is missing"
                 raise ValueError(
@@ -193,7 +193,7 @@ class TorchModule:
     def _call_shell(
         self, shell: _Shell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        state = {key: variable.local_value() for key, variable in self._buffers.items()}
+        state = {key: local_value(variable) for key, variable in self._buffers.items()}
         shell.bind({key: _tensor(value) for key, value in state.items()})
         before = shell.versions()
         args, kwargs = map_leaves(_as_tensor, (args, kwargs))
@@ -233,7 +233,7 @@ class TorchModule:
 
     def _bind_values(self, shell: _Shell) -> None:
         named = {**self._parameters, **self._buffers}
-        shell.bind({key: _tensor(v.local_value()) for key, v in named.items()})
+        shell.bind({key: _tensor(local_value(v)) for key, v in named.items()})
 
     def _seeded(self) -> AbstractContextManager[object]:
         replica = PLACE.get().replica

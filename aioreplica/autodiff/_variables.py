@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..context import CLOSURE, OVERRIDES, PLACE, Place
 from ..devices.backends import Array, backend_of
 from ..errors import ContextError
-from ..values import IndexedSlices, Variable, is_floating
+from ..values import IndexedSlices, Variable, fitting, is_floating, local_value
 from ._adapter import Watch
 from ._value_and_grad import find_adapter
 
@@ -114,7 +114,7 @@ class VariableReads:
             return self._traced[variable]
         if variable in self._constants:
             return self._constants[variable]
-        value = variable.local_value() if self._outer is None else self._outer.read(variable)
+        value = local_value(variable) if self._outer is None else self._outer.read(variable)
         if self._watch is None or not self._is_chosen(variable):
             if self._constant is not None:
                 value = self._constants[variable] = self._constant(value)
@@ -277,7 +277,7 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
 
 def _local_rows(variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
     closure = CLOSURE.get()  # there the table may live on parameter servers
-    return variable.local_value()[indices] if closure is None else closure.rows(variable, indices)
+    return local_value(variable)[indices] if closure is None else closure.rows(variable, indices)
 
 
 def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Array) -> IndexedSlices:
@@ -329,16 +329,16 @@ def write_state(values: Mapping[Variable, npt.NDArray[Any]]) -> None:
             f"State of a model was written in {place.describe()}, where one variable is updated. "
             "Call the model in the step, or in evaluation mode."
         )
-    fitting = {}
+    new = {}
     for variable, array in values.items():
-        variable.require_owner_in_charge(place)
-        fitting[variable] = variable.fitting(array)
+        variable._require_owner_in_charge(place)
+        new[variable] = fitting(variable, array)
     if place.replica is not None:
         place.replica.check_running()
     while True:  # replicas write from several threads
-        bases = {variable: variable.components for variable in fitting}
-        changes = {v: _changed(place, bases[v], array) for v, array in fitting.items()}
-        if next(iter(fitting)).store.write(changes, bases, is_local=place.replica is not None):
+        bases = {variable: variable.components for variable in new}
+        changes = {v: _changed(place, bases[v], array) for v, array in new.items()}
+        if next(iter(new)).store.write(changes, bases, is_local=place.replica is not None):
             return
 
 

@@ -222,7 +222,7 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     Source:
         tf.distribute's restore of SyncOnReadVariable.
     """
-    here = len(variable.cell.components)
+    here = len(variable._cell.components)
     workers = workers_of(variable)
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
@@ -230,7 +230,7 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     if len(saved) == count and record.synchronization == variable.synchronization.value:
         first = 0 if workers is None else workers.first_replica
         return tuple(saved[first : first + here])
-    shares = variable.shares("assign", _aggregate(record, saved))
+    shares = variable._shares("assign", _aggregate(record, saved))
     return tuple(map(_read_only, shares))
 
 

@@ -438,7 +438,7 @@ class Optimizer(UpdateRule):
 
     def __repr__(self) -> str:
         settings = self._settings
-        done, size = settings.iterations.cell.components[0], len(settings.slots)
+        done, size = settings.iterations._cell.components[0], len(settings.slots)
         return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
 
 

@@ -104,6 +104,11 @@ class BlockingContext(BlockingCollectives):
         self._waiter.close()
 
     @property
+    def local_replica_id(self) -> int:
+        """Index of the replica among those of this process."""
+        return self._replica.replica_id
+
+    @property
     def step(self) -> int:
         """Number of the step under way, in its strategy."""
         return self._group.step + self._replica.steps_done

@@ -19,7 +19,7 @@ from ..devices import Device
 from ..errors import ContextError
 from ..input import OpenLoops
 from ..telemetry import EventLog, Observer, Observers, Recorder
-from ..values import Variable, VariableOptions, VariableStore, default_store
+from ..values import Variable, VariableOptions, VariableStore, default_store, rename
 from ._lifecycle import Lifecycle
 
 S = TypeVar("S")
@@ -340,7 +340,7 @@ class VariableTable:
                     f"There is a variable named {name!r} in {strategy!r} already. Choose another "
                     "name, or leave it out to get a free one."
                 )
-            old.rename(self._free(name))
+            rename(old, self._free(name))
             del self._by_name[name]
             self._by_name[old.name] = old
 

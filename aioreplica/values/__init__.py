@@ -34,13 +34,17 @@ from ._update import require_own as require_own
 from ._update import run_per_component as run_per_component
 from ._update import split_arguments as split_arguments
 from ._update import update_components as update_components
+from ._variable import BlockingVariable as BlockingVariable
 from ._variable import Variable as Variable
 from ._variable import VariableOptions as VariableOptions
+from ._variable import combined as combined
+from ._variable import fitting as fitting
+from ._variable import local_value as local_value
+from ._variable import rename as rename
 from ._variable import workers_of as workers_of
 from ._weak_dict import WeakVariableDict as WeakVariableDict
 from ._weighted import Weighted as Weighted
 from ._weighted import flatten_summands as flatten_summands
-from ._writes import BlockingVariable as BlockingVariable
 
 __all__ = [
     "ArrayLike",

@@ -36,7 +36,7 @@ class MirroredVariable(Variable):
         """True: all writes are merged."""
         return True
 
-    def write_in_replica(
+    def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Write the aggregate of what all replicas write; a collective."""
@@ -114,7 +114,7 @@ def _write(
 ) -> PerReplica | Awaitable[PerReplica]:
     if variable.dtype.kind in "iu" and not isinstance(combined, IndexedSlices):
         combined = np.rint(combined).astype(variable.dtype)  # a mean of integers, rounded once
-    new = variable.combine(verb, combined)
+    new = variable._combine(verb, combined)
     return new_per_replica(new) if isinstance(new, tuple) else _own_parts(new)
 
 

@@ -28,7 +28,7 @@ class PlainVariable(Variable):
         """True: there is only one component."""
         return True
 
-    def write_in_replica(
+    def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Write in the default strategy's one replica; a collective, so that it must be awaited."""
@@ -57,19 +57,19 @@ class PublishedVariable(Variable):
     def take_value(self, num_writes: int, value: Array) -> None:
         """Have another value from now on, that after so many writes."""
         value.flags.writeable = False
-        self.cell = Cell(0, (value,), 0, (value,), num_writes)
+        self._cell = Cell(0, (value,), 0, (value,), num_writes)
 
-    def write(self, verb: str, value: Any, frame: FrameType) -> NoReturn:
+    def _write(self, verb: str, value: Any, frame: FrameType) -> NoReturn:
         """Refuse: only the program writes its variables."""
         raise self._no_writes(verb)
 
-    def write_in_replica(
+    def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Refuse, as `write`."""
         raise self._no_writes(verb)
 
-    def require_owner_in_charge(self, place: Place) -> None:
+    def _require_owner_in_charge(self, place: Place) -> None:
         """Refuse: what asks is about to write."""
         raise self._no_writes("a write")
 
@@ -84,7 +84,7 @@ class PublishedVariable(Variable):
 def _merge_plain(
     _strategy: object, variable: PlainVariable, verb: str, array: Array
 ) -> Array | Awaitable[Array]:
-    new = variable.combine(verb, array)
+    new = variable._combine(verb, array)
     return new[0] if isinstance(new, tuple) else _first(new)
 
 

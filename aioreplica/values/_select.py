@@ -77,7 +77,7 @@ def read_at(value: Any, place: Place, what: str) -> Any:
 def _read_one(place: Place, what: str, leaf: object) -> Any:
     if isinstance(leaf, Variable):
         overrides = OVERRIDES.get()
-        return leaf.value_at(place) if overrides is None else overrides.read(leaf)
+        return leaf._value_at(place) if overrides is None else overrides.read(leaf)
     if not isinstance(leaf, DistributedValues):
         return leaf
     count = 1 if place.strategy is None else place.strategy.num_local_replicas

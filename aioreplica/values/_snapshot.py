@@ -55,7 +55,7 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
         except (KeyError, TypeError):
             held = ", ".join(repr(known.name) for known in [*self._components][:8])
             raise KeyError(f"{variable!r} is not in this snapshot, which holds {held}.") from None
-        return variable.primary_of(components)
+        return variable._primary_of(components)
 
     @property
     def components(self) -> Mapping[Variable, Components]:
@@ -100,7 +100,7 @@ def take_snapshot(store: VariableStore, variables: Sequence[Any]) -> Snapshot:
 
 
 def _at(variable: Variable, version: int) -> Components | None:
-    cell = variable.cell
+    cell = variable._cell
     if cell.number <= version:
         return cell.components
     return cell.previous if cell.previous_number <= version else None

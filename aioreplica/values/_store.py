@@ -60,7 +60,7 @@ class Cell(NamedTuple):
 class Stored(Protocol):
     """Interface of a variable for its store; compared by identity."""
 
-    cell: Cell
+    _cell: Cell
     store: VariableStore
 
     @property
@@ -158,8 +158,8 @@ class VariableStore:
                 return 0
             number = self.version + 1
             for variable, components in changes.items():
-                old = variable.cell
-                variable.cell = Cell(
+                old = variable._cell
+                variable._cell = Cell(
                     number, components, old.number, old.components, old.num_writes + 1
                 )
             self.version = number
@@ -180,11 +180,11 @@ class VariableStore:
             The cell that held them, None if there are none.
         """
         with self._lock:
-            cell = variable.cell
+            cell = variable._cell
             if cell.previous is cell.components:
                 return None
             newest = (cell.number, cell.components)
-            variable.cell = Cell(*newest, *newest, cell.num_writes)
+            variable._cell = Cell(*newest, *newest, cell.num_writes)
             return cell
 
     async def wait_for(self, variable: Stored, num_writes: int) -> int:

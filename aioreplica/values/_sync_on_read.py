@@ -14,7 +14,7 @@ from ..typing import VariableAggregation
 from ._indexed_slices import IndexedSlices
 from ._mirrored import aggregate
 from ._store import Components, Done, VariableStore
-from ._variable import Array, Variable, VariableOptions, workers_of
+from ._variable import Array, Variable, VariableOptions, combined, workers_of
 
 
 @final
@@ -41,7 +41,7 @@ class SyncOnReadVariable(Variable):
         """False: the components differ."""
         return False
 
-    def primary_of(self, components: Components) -> Array:
+    def _primary_of(self, components: Components) -> Array:
         """Return the aggregate of the components.
 
         Raises:
@@ -64,16 +64,16 @@ class SyncOnReadVariable(Variable):
         combined: Array = aggregate(self.aggregation, components)
         return combined
 
-    def written(self, components: Components) -> Array:
+    def _written(self, components: Components) -> Array:
         """Return the aggregate; the first component where that is not known."""
         if self.aggregation is VariableAggregation.NONE or workers_of(self) is not None:
             return components[0]
-        return self.primary_of(components)
+        return self._primary_of(components)
 
-    def shares(self, verb: str, array: Any) -> Sequence[Any]:
+    def _shares(self, verb: str, array: Any) -> Sequence[Any]:
         """Split a value so that the aggregate of the parts is what the write makes of it."""
         if verb in {"scatter_mul", "scatter_div"}:
-            return (array,) * len(self.cell.components)
+            return (array,) * len(self._cell.components)
         is_sum_or_mean = self.aggregation in {VariableAggregation.SUM, VariableAggregation.MEAN}
         if is_sum_or_mean and verb in {"scatter_min", "scatter_max"}:
             raise ValueError(
@@ -81,9 +81,9 @@ class SyncOnReadVariable(Variable):
                 "no meaning outside the replicas. Call it in the step, or assign the whole value."
             )
         if isinstance(array, IndexedSlices):
-            parts = self.shares(verb, array.values)
+            parts = self._shares(verb, array.values)
             return [IndexedSlices(part, array.indices, array.dense_shape) for part in parts]
-        here = len(self.cell.components)
+        here = len(self._cell.components)
         if self.aggregation is not VariableAggregation.SUM:
             return (array,) * here
         count = self.store.owner.num_replicas_in_sync
@@ -94,7 +94,7 @@ class SyncOnReadVariable(Variable):
         first = 0 if workers is None else workers.first_replica
         return [share + (rest > first + i).astype(array.dtype) for i in range(here)]
 
-    def write_in_replica(
+    def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Write the local component at once: no other replica is asked."""
@@ -103,6 +103,6 @@ class SyncOnReadVariable(Variable):
         while True:  # replicas of a plain step function write from several threads
             old = self.components
             new = list(old)
-            new[replica_id] = self.combined(verb, old[replica_id], array)
+            new[replica_id] = combined(self, verb, old[replica_id], array)
             if self.store.write({self: tuple(new)}, {self: old}, is_local=True):
                 return Done(new[replica_id])

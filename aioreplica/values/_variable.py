@@ -19,7 +19,7 @@ from ._array_like import ArrayLike
 from ._distributed import Mirrored, PerReplica
 from ._indexed_slices import IndexedSlices, scatter
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
-from ._writes import BlockingVariable, Writes
+from ._writes import Writes
 
 Array = npt.NDArray[Any]
 
@@ -111,7 +111,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         array([2., 4.])
     """
 
-    __slots__ = ("__weakref__", "_options", "cell", "store")
+    __slots__ = ("__weakref__", "_cell", "_options", "store")
 
     if TYPE_CHECKING:  # the signature of the factory, for type checkers
 
@@ -135,7 +135,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     ) -> None:
         self._options = options
         self.store = store
-        self.cell = Cell(0, components, 0, components, 0)
+        self._cell = Cell(0, components, 0, components, 0)
 
     @property
     def name(self) -> str:
@@ -162,10 +162,6 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """Function that optimizers apply to a new value; None for no constraint."""
         return self._options.constraint
 
-    def rename(self, name: str) -> None:
-        """Take another name; for the strategy, which keeps names unique."""
-        self._options = replace(self._options, name=name)
-
     @property
     @abstractmethod
     def is_mirrored(self) -> bool:  # type: ignore[empty-body]  # abstract
@@ -179,13 +175,13 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     @property
     def version(self) -> int:
         """Number of writes so far."""
-        cell = self.cell
+        cell = self._cell
         return cell.num_writes if cell.number <= self.store.version else cell.num_writes - 1
 
     @property
     def num_copies(self) -> int:
         """Number of components that can differ and are updated separately."""
-        return len(self.cell.components)
+        return len(self._cell.components)
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -211,54 +207,29 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         overrides = OVERRIDES.get()
         if overrides is not None:
             return overrides.read(self)  # type: ignore[no-any-return]  # set by autodiff
-        return self.local_value()
+        return self._value_at(PLACE.get())
 
     @property
     def components(self) -> Components:
         """The published value on each replica; entries may be one shared array."""
-        cell = self.cell
+        cell = self._cell
         return cell.components if cell.number <= self.store.version else cell.previous
 
-    def commit(self, components: Components) -> None:
-        """Publish new components, one per replica, as one write."""
-        self.store.write({self: components})
-
-    def primary_of(self, components: Components) -> Array:
+    def _primary_of(self, components: Components) -> Array:
         """Return what a reader outside every replica sees of some components."""
         return components[0]
 
     @abstractmethod
-    def write_in_replica(  # type: ignore[empty-body]  # abstract
+    def _write_in_replica(  # type: ignore[empty-body]  # abstract
         self, verb: str, array: Array, replica: Any, frame: FrameType
     ) -> Awaitable[Array]:
         """Carry out a write of one replica, called at `frame`."""
 
-    def shares(self, verb: str, array: Any) -> Sequence[Any]:
+    def _shares(self, verb: str, array: Any) -> Sequence[Any]:
         """Split a value that is written outside the replicas into one per component."""
-        return (array,) * len(self.cell.components)
+        return (array,) * len(self._cell.components)
 
-    def fitting(self, value: Any) -> Any:
-        """Return `value` in the variable's shape and dtype; ValueError if it does not fit.
-
-        IndexedSlices of that shape stay what they are.
-        """
-        if isinstance(value, IndexedSlices):
-            fits = value.dense_shape == self.shape
-            if fits and np.can_cast(value.values.dtype, self.dtype, "same_kind"):
-                return value
-            raise ValueError(
-                f"Variable {self.name!r} has shape {self.shape} and dtype {self.dtype}, cannot "
-                f"take IndexedSlices of dense shape {value.dense_shape} and dtype "
-                f"{value.values.dtype}."
-            )
-        given = value.value if isinstance(value, Variable) else value
-        return fitting_array(given, self.name, self.shape, self.dtype)
-
-    def local_value(self) -> Array:
-        """Return what `value` is when no gradient is being taken."""
-        return self.value_at(PLACE.get())
-
-    def value_at(self, place: Place) -> Array:
+    def _value_at(self, place: Place) -> Array:
         """Return what code that runs at a place reads, whichever thread asks."""
         if place.strategy is self.store.owner:
             if place.replica is not None:
@@ -268,16 +239,16 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
                 return staged
         elif place.staging is not None and self.store.owner is None:
             return place.staging.read(self, 0)  # type: ignore[no-any-return]
-        return self.primary_of(self.components)
+        return self._primary_of(self.components)
 
-    def combine(self, verb: str, value: Any) -> Components | Awaitable[Components]:
+    def _combine(self, verb: str, value: Any) -> Components | Awaitable[Components]:
         """Carry out one write with a value that is the same for all components.
 
         Returns:
             The new components; for large variables what to await for them, as the work goes to
             the host.
         """
-        array = self.fitting(value)
+        array = fitting(self, value)
         if self.components[0].nbytes > INLINE_WRITE_BYTES:
             return self._combine_on_host(verb, array)
         while True:
@@ -296,10 +267,10 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     def _new_components(self, verb: str, old: Components, array: Array) -> Components:
         made: dict[tuple[int, int], Array] = {}
         new = []
-        for component, share in zip(old, self.shares(verb, array), strict=True):
+        for component, share in zip(old, self._shares(verb, array), strict=True):
             key = (id(component), id(share))
             if key not in made:
-                made[key] = self.combined(verb, component, share)
+                made[key] = combined(self, verb, component, share)
             new.append(made[key])
         return tuple(new)
 
@@ -308,7 +279,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """The writes for plain step functions: they wait on the device thread."""
         return BlockingVariable(self)
 
-    def require_owner_in_charge(self, place: Place) -> None:
+    def _require_owner_in_charge(self, place: Place) -> None:
         """Check that the variable may be written at a place.
 
         Raises:
@@ -322,17 +293,17 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
                 f"{place.describe()}. Write it where its own strategy is in charge."
             )
 
-    def write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
+    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
         """Carry out a write, called at `frame`."""
         place = PLACE.get()
-        self.require_owner_in_charge(place)
+        self._require_owner_in_charge(place)
         if place.staging is not None:
-            new = self.combined(verb, self.local_value(), self.fitting(value))
+            new = combined(self, verb, local_value(self), fitting(self, value))
             place.staging.write(self, place.update_replica_id, new)
             return Done(new)
         if place.replica is None:
             return self._write_everywhere(verb, value)
-        return self.write_in_replica(verb, self.fitting(value), place.replica, frame)
+        return self._write_in_replica(verb, fitting(self, value), place.replica, frame)
 
     def _is_default(self, strategy: CurrentStrategy) -> bool:
         """Tell whether this is a plain variable and `strategy` the default one, its owner."""
@@ -351,36 +322,12 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
                     f"Mirrored of {len(value)} values. It belongs to another strategy."
                 )
             value = value[0]
-        new = self.combine(verb, value)
-        return self.written(new if isinstance(new, tuple) else await new)
+        new = self._combine(verb, value)
+        return self._written(new if isinstance(new, tuple) else await new)
 
-    def written(self, components: Components) -> Array:
+    def _written(self, components: Components) -> Array:
         """Return what a write outside the replicas gives to its caller."""
         return components[0]
-
-    def combined(self, verb: str, old: Array, array: Array) -> Array:
-        """Return the read-only array that a write makes of one component."""
-        if isinstance(array, IndexedSlices):
-            return self._scattered(verb, old, array)
-        new = writable_buffer(self)
-        ufunc = _UFUNCS.get(verb)
-        if ufunc is None:
-            np.copyto(new, array)
-        else:
-            ufunc(old, array, out=new)
-        new.flags.writeable = False
-        return new
-
-    def _scattered(self, verb: str, old: Array, slices: IndexedSlices) -> Array:
-        if verb == "assign":
-            raise ValueError(
-                f"Variable {self.name!r} cannot be assigned IndexedSlices, which say nothing about "
-                "the other rows. Use assign_add, assign_sub or scatter_update, or assign "
-                "slices.to_dense()."
-            )
-        new = scatter(old, slices, _UFUNCS[verb])
-        new.flags.writeable = False
-        return new
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -394,19 +341,33 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         components = self.components
         create = _new_plain if self.store.owner is None else self.store.owner.create_variable
         twin: Variable = create(components[0], self._options)
-        twin.cell = Cell(0, components, 0, components, 0)
+        twin._cell = Cell(0, components, 0, components, 0)
         memo[id(self)] = twin
         return twin
 
-    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return what ops in a device process get in its place: a call, and its arguments."""
         from ._plain import PublishedVariable  # it is a variable
 
         return PublishedVariable, (replace(self._options, constraint=None), self.is_mirrored)
 
-    def publication(self, place: Place) -> Publication:
-        """Return the value that an op made at `place` reads, and what tells it from others."""
-        return _publication(self, place)
+    def _publication(self, place: Place) -> Publication:
+        """Return the value that an op made at `place` reads, and what tells it from others.
+
+        Replicas whose components are one array read one value.
+        """
+        cell = self._cell
+        if cell.number <= self.store.version:
+            number, components, num_writes = cell.number, cell.components, cell.num_writes
+        else:
+            number, components = cell.previous_number, cell.previous
+            num_writes = cell.num_writes - 1
+        if place.replica is not None and place.strategy is self.store.owner:
+            array = components[place.replica.local_replica_id]
+        else:
+            array = self._primary_of(components)
+        same = (i for i, component in enumerate(components) if component is array)
+        return Publication((number, next(same, -1)), num_writes, array)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         carrier = CARRIER.get()
@@ -422,26 +383,100 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         return f"<{type(self).__name__} {self.name} | {self.dtype} {self.shape}, v{self.version}>"
 
 
+@final
+class BlockingVariable(Writes[Array]):
+    """A variable as functions on a device write it; got as `variable.blocking`.
+
+    Every write returns when it has taken effect. ContextError elsewhere than on a device thread.
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Variable) -> None:
+        self._variable = variable
+
+    @property
+    def name(self) -> str:
+        """Name of the variable."""
+        return self._variable.name
+
+    def _write(self, verb: str, value: object, frame: FrameType) -> Array:
+        """Carry out a write, called at `frame`."""
+        variable, place = self._variable, PLACE.get()
+        if place.replica is None:
+            raise ContextError(
+                f"variable.blocking.{verb} of {variable.name!r} was called in {place.describe()}. "
+                f"It is for functions on a device; use `await variable.{verb}(value)` here."
+            )
+        variable._require_owner_in_charge(place)
+        blocking = place.replica.blocking
+        blocking.require_device_thread(verb)
+        written: Any = variable._write_in_replica(verb, fitting(variable, value), blocking, frame)
+        new: Array = written.result if isinstance(written, Done) else written  # it has waited
+        return new
+
+    def __repr__(self) -> str:
+        return f"<BlockingVariable of {self._variable!r}>"
+
+
+def rename(variable: Variable, name: str) -> None:
+    """Give a variable another name; for the strategy, which keeps names unique."""
+    variable._options = replace(variable._options, name=name)
+
+
+def local_value(variable: Variable) -> Array:
+    """Return what `value` is when no gradient is being taken."""
+    return variable._value_at(PLACE.get())
+
+
+def fitting(variable: Variable, value: Any) -> Any:
+    """Return `value` in the variable's shape and dtype; ValueError if it does not fit.
+
+    IndexedSlices of that shape stay what they are.
+    """
+    if isinstance(value, IndexedSlices):
+        fits = value.dense_shape == variable.shape
+        if fits and np.can_cast(value.values.dtype, variable.dtype, "same_kind"):
+            return value
+        raise ValueError(
+            f"Variable {variable.name!r} has shape {variable.shape} and dtype {variable.dtype}, "
+            f"cannot take IndexedSlices of dense shape {value.dense_shape} and dtype "
+            f"{value.values.dtype}."
+        )
+    given = value.value if isinstance(value, Variable) else value
+    return fitting_array(given, variable.name, variable.shape, variable.dtype)
+
+
+def combined(variable: Variable, verb: str, old: Array, array: Array) -> Array:
+    """Return the read-only array that a write makes of one component."""
+    if isinstance(array, IndexedSlices):
+        return _scattered(variable, verb, old, array)
+    new = writable_buffer(variable)
+    ufunc = _UFUNCS.get(verb)
+    if ufunc is None:
+        np.copyto(new, array)
+    else:
+        ufunc(old, array, out=new)
+    new.flags.writeable = False
+    return new
+
+
+def _scattered(variable: Variable, verb: str, old: Array, slices: IndexedSlices) -> Array:
+    if verb == "assign":
+        raise ValueError(
+            f"Variable {variable.name!r} cannot be assigned IndexedSlices, which say nothing about "
+            "the other rows. Use assign_add, assign_sub or scatter_update, or assign "
+            "slices.to_dense()."
+        )
+    new = scatter(old, slices, _UFUNCS[verb])
+    new.flags.writeable = False
+    return new
+
+
 def workers_of(variable: Variable) -> Any:  # Any: the cluster layer lies above this one
     """Return the other workers that have components of a variable; None if there are none."""
     owner = variable.store.owner
     return None if owner is None else owner.workers
-
-
-def _publication(variable: Variable, place: Place) -> Publication:
-    """Return what is read at a place; replicas whose components are one array read one value."""
-    cell = variable.cell
-    if cell.number <= variable.store.version:
-        number, components, num_writes = cell.number, cell.components, cell.num_writes
-    else:
-        number, components = cell.previous_number, cell.previous
-        num_writes = cell.num_writes - 1
-    if place.replica is not None and place.strategy is variable.store.owner:
-        array = components[place.replica.local_replica_id]
-    else:
-        array = variable.primary_of(components)
-    same = (i for i, component in enumerate(components) if component is array)
-    return Publication((number, next(same, -1)), num_writes, array)
 
 
 def _create_variable(

@@ -5,15 +5,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import Generic, TypeVar
 
-from ..context import PLACE
-from ..errors import ContextError
-from ._indexed_slices import Array, IndexedSlices
-from ._store import Done
-
-if TYPE_CHECKING:
-    from ._variable import Variable
+from ._indexed_slices import IndexedSlices
 
 R = TypeVar("R")
 
@@ -28,7 +22,7 @@ class Writes(ABC, Generic[R]):
     __slots__ = ()
 
     @abstractmethod
-    def write(self, verb: str, value: object, frame: FrameType) -> R:
+    def _write(self, verb: str, value: object, frame: FrameType) -> R:
         """Carry out a write, called at `frame`."""
 
     @property
@@ -48,15 +42,15 @@ class Writes(ABC, Generic[R]):
         Cancellation:
             Leaves the old value or the new one, the same on all replicas.
         """
-        return self.write("assign", value, sys._getframe(1))
+        return self._write("assign", value, sys._getframe(1))
 
     def assign_add(self, value: object) -> R:
         """Add to the value; otherwise as `assign`. IndexedSlices are added row by row."""
-        return self.write("assign_add", value, sys._getframe(1))
+        return self._write("assign_add", value, sys._getframe(1))
 
     def assign_sub(self, value: object) -> R:
         """Subtract from the value; otherwise as `assign`. IndexedSlices likewise."""
-        return self.write("assign_sub", value, sys._getframe(1))
+        return self._write("assign_sub", value, sys._getframe(1))
 
     def scatter_update(self, slices: IndexedSlices) -> R:
         """Replace rows; of several for one index the last one counts.
@@ -97,40 +91,4 @@ class Writes(ABC, Generic[R]):
                 f"{verb} of variable {self.name!r} takes ar.IndexedSlices, got {slices!r} "
                 f"({type(slices).__name__})."
             )
-        return self.write(verb, slices, frame)
-
-
-@final
-class BlockingVariable(Writes[Array]):
-    """A variable as functions on a device write it; got as `variable.blocking`.
-
-    Every write returns when it has taken effect. ContextError elsewhere than on a device thread.
-    """
-
-    __slots__ = ("_variable",)
-
-    def __init__(self, variable: Variable) -> None:
-        self._variable = variable
-
-    @property
-    def name(self) -> str:
-        """Name of the variable."""
-        return self._variable.name
-
-    def write(self, verb: str, value: object, frame: FrameType) -> Array:
-        """Carry out a write, called at `frame`."""
-        variable, place = self._variable, PLACE.get()
-        if place.replica is None:
-            raise ContextError(
-                f"variable.blocking.{verb} of {variable.name!r} was called in {place.describe()}. "
-                f"It is for functions on a device; use `await variable.{verb}(value)` here."
-            )
-        variable.require_owner_in_charge(place)
-        blocking = place.replica.blocking
-        blocking.require_device_thread(verb)
-        written: Any = variable.write_in_replica(verb, variable.fitting(value), blocking, frame)
-        new: Array = written.result if isinstance(written, Done) else written  # it has waited
-        return new
-
-    def __repr__(self) -> str:
-        return f"<BlockingVariable of {self._variable!r}>"
+        return self._write(verb, slices, frame)

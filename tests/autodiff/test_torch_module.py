@@ -370,7 +370,9 @@ async def test_replicas_call_one_model_at_the_same_time(gang: ar.MirroredStrateg
 
     with gang.scope():
         model = torch_module(Meeting())
-    model.variables[0].commit(tuple(np.float32(i + 1) for i in range(count)))
+    model.variables[0].store.write(
+        {model.variables[0]: tuple(np.float32(i + 1) for i in range(count))}
+    )
 
     async def step() -> Any:
         def loss() -> Any:

@@ -91,7 +91,7 @@ def test_an_integer_variable_has_no_gradient() -> None:
 async def test_each_replica_reads_its_own_component(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         w = ar.Variable(0.0)
-    w.commit((np.array(1.0), np.array(10.0)))
+    w.store.write({w: (np.array(1.0), np.array(10.0))})
 
     async def step() -> Any:
         context = ar.get_replica_context()

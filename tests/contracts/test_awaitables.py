@@ -423,10 +423,7 @@ BEGINS_BY_ITSELF = {
     "Ticket.__await__": "of submit",
 }
 OF_THE_LIBRARY = {
-    "Communicator.all_gather_then_reduce", "MirroredVariable.write_in_replica",
-    "SyncOnReadVariable.write_in_replica", "Variable.write_in_replica", "Variable.write",
-    "Variable.combine", "ObservedWait.awaited", "Reducer.reduce", "Turn.exchange",
-    "Wire.all_gather", "Wire.all_reduce", "Wire.broadcast", "Writes.write", "ServedVariable.write",
+    "Communicator.all_gather_then_reduce", "ObservedWait.awaited",
 }  # fmt: skip
 AWAITABLE = re.compile(r"\b(Coroutine|Awaitable|Future|Handle|Op|Ticket|RemoteValue)\b|^R$")
 

@@ -124,7 +124,7 @@ async def test_components_that_are_equal_are_one_read_only_array(
 @pytest.mark.asyncio
 async def test_components_that_differ_are_updated_one_by_one(pair: ar.MirroredStrategy) -> None:
     w = made(pair, 0.0)
-    w.commit((np.array(1.0), np.array(10.0)))
+    w.store.write({w: (np.array(1.0), np.array(10.0))})
     optimizer = Descent()
 
     async def step() -> Any:
@@ -236,7 +236,7 @@ async def test_a_write_during_the_update_is_not_lost(pair: ar.MirroredStrategy) 
 
     def in_update() -> None:
         if w.version == 0:  # somebody else writes while the new values are computed
-            w.commit((np.full(LARGE, 10.0),) * 2)
+            w.store.write({w: (np.full(LARGE, 10.0),) * 2})
 
     optimizer = Descent(in_update=in_update)
 
@@ -257,7 +257,7 @@ async def test_a_step_with_the_rate_of_an_older_count_is_done_again() -> None:
     def rate(count: int) -> float:
         seen.append(count)
         if len(seen) == 1:  # another run's steps end while this one begins
-            sgd.iterations.commit((np.array(5),))
+            sgd.iterations.store.write({sgd.iterations: (np.array(5),)})
         return float(count)
 
     w, sgd = ar.Variable(0.0), SGD(rate)
@@ -278,7 +278,7 @@ async def test_no_change_of_a_loss_scale_by_another_run_is_lost(
         changes = after(self, is_finite)
         while others and is_finite is others[0]:  # the step of another run ends here
             for variable, value in after(self, others.pop()).items():
-                variable.commit((np.array(value, variable.dtype),))
+                variable.store.write({variable: (np.array(value, variable.dtype),)})
         return changes
 
     monkeypatch.setattr(DynamicLossScale, "after", overtaken)

@@ -15,7 +15,7 @@ def test_only_the_rows_between_two_arrays_are_copied() -> None:
     touched, table = TouchedRows(), ar.Variable(np.zeros((3, 1)))
     older, newer = np.array([[0.0], [1.0], [2.0]]), np.array([[0.0], [9.0], [2.0]])
     touched.remember(table, older, newer, np.array([1]))
-    table.commit((newer,))
+    table.store.write({table: (newer,)})
     older[2] = 7.0  # shows who copies it
 
     touched.bring_up_to_date(table, newer, older, ROOM)
@@ -28,7 +28,7 @@ def test_other_arrays_are_copied_whole() -> None:
     older, newer, other = np.zeros((2, 1)), np.ones((2, 1)), np.full((2, 1), 5.0)
     for current, buffer in ((newer, other.copy()), (other, older.copy())):
         touched.remember(table, older, newer, np.array([0]))
-        table.commit((newer,))
+        table.store.write({table: (newer,)})
         touched.bring_up_to_date(table, current, buffer, ROOM)
         np.testing.assert_array_equal(buffer, current)
 
@@ -50,7 +50,7 @@ def test_only_the_very_next_write_knows_what_changed() -> None:
     older, newer = np.zeros((2, 1)), np.ones((2, 1))
     touched.remember(table, older, newer, np.array([0]))
     for array in (newer, older, newer):  # the same two, twice round
-        table.commit((array,))
+        table.store.write({table: (array,)})
 
     touched.bring_up_to_date(table, newer, older, ROOM)
 
@@ -67,7 +67,7 @@ def test_rows_of_any_width_and_order_are_brought_up_to_date(width: int, order: A
     rows = np.array([0, 2, 3])
     older[rows] = 7.0
     touched.remember(table, older, newer, rows)
-    table.commit((newer,))
+    table.store.write({table: (newer,)})
 
     touched.bring_up_to_date(table, newer, older, ROOM)
 

@@ -120,7 +120,7 @@ async def test_steps_in_between_that_use_the_same_buffers_are_not_lost(
 async def test_components_that_differ_are_updated_one_by_one(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         table, sgd = ar.Variable(np.zeros((3, 1))), SGD(1.0)
-    table.commit((np.zeros((3, 1)), np.full((3, 1), 10.0)))
+    table.store.write({table: (np.zeros((3, 1)), np.full((3, 1), 10.0))})
 
     async def step() -> None:
         await sgd.apply_gradients([(ar.IndexedSlices([[1.0]], [1], (3, 1)), table)])

@@ -32,7 +32,7 @@ def test_it_is_refused_when_somebody_has_written_meanwhile() -> None:
     write = StagedWrite([a, b])
     write.compute((a,), doubled)
     write.compute((b,), doubled)
-    a.commit((np.array(5.0),))
+    a.store.write({a: (np.array(5.0),)})
 
     assert not write.publish()
 
@@ -79,7 +79,7 @@ def test_shared_components_are_computed_once(triple: ar.MirroredStrategy) -> Non
     with triple.scope():
         w, slot = ar.Variable(0.0), ar.Variable(0.0)
     one, other = np.array(1.0), np.array(2.0)
-    w.commit((one, other, one))
+    w.store.write({w: (one, other, one)})
     calls = []
 
     write = StagedWrite([w, slot])

@@ -62,7 +62,7 @@ async def test_of_a_variable_the_members_components_are_taken(
 ) -> None:
     with quad.scope():
         counts = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
-    counts.commit(tuple(np.array(10.0**i) for i in range(4)))
+    counts.store.write({counts: tuple(np.array(10.0**i) for i in range(4))})
 
     assert view.local_results([counts]) == ([10.0], [1000.0])
     assert await view.reduce("sum", counts) == 1010.0

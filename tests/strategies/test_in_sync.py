@@ -16,7 +16,7 @@ def variable(strategy: ar.Strategy, *components: Any, name: str = "w") -> ar.Var
     with strategy.scope():
         made = ar.Variable(components[0], name=name)
     arrays = tuple(np.array(part) for part in components)
-    made.commit(arrays)
+    made.store.write({made: arrays})
     return made
 
 

@@ -160,7 +160,7 @@ async def test_a_deep_copy_is_a_variable_of_its_own(strategy: ar.Strategy) -> No
 def test_a_deep_copy_keeps_every_component() -> None:
     with ar.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         total = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
-    total.commit((np.array(1.0), np.array(2.0)))
+    total.store.write({total: (np.array(1.0), np.array(2.0))})
 
     assert copy.deepcopy(total).components == (1.0, 2.0)
 

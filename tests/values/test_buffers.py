@@ -74,7 +74,7 @@ HOLDERS: dict[str, Callable[[ar.Strategy, Any], Any]] = {
     "traceback": lambda _, v: raised(v.value),
     "components": lambda _, v: v.components,
     "iterator of components": lambda _, v: iter(v.components),
-    "cell": lambda _, v: v.cell,
+    "cell": lambda _, v: v._cell,
     "snapshot": lambda s, v: s.snapshot(v),
     "items of a snapshot": lambda s, v: list(s.snapshot(v).items()),
     "PerReplica": lambda _, v: ar.PerReplica([v.value]),
@@ -200,7 +200,7 @@ async def test_where_references_cannot_be_counted_every_write_allocates(
 async def test_who_holds_a_cell_holds_both_values_in_it(pair: ar.Strategy, which: str) -> None:
     variable = new(pair)
     await variable.assign_add(np.ones(SIZE))
-    cell = variable.cell
+    cell = variable._cell
     expected = getattr(cell, which)[0].tolist()
 
     for _ in range(4):

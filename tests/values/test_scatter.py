@@ -121,7 +121,7 @@ async def test_a_total_written_outside_is_what_the_write_makes_of_it(
 ) -> None:
     with pair.scope():
         total = ar.Variable(np.zeros((5, 2)), synchronization="on_read", aggregation="sum")
-    total.commit((np.full((5, 2), 3.0), np.full((5, 2), 6.0)))
+    total.store.write({total: (np.full((5, 2), 3.0), np.full((5, 2), 6.0))})
 
     written = await getattr(total, verb)(slices_of(dtype="f8"))
 

@@ -150,7 +150,7 @@ def test_a_place_is_read_from_any_thread() -> None:
     strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         total = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
-    total.commit((np.array(1.0), np.array(2.0)))
+    total.store.write({total: (np.array(1.0), np.array(2.0))})
     read: list[Any] = []
 
     def look(place: Place) -> None:

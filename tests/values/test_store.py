@@ -129,7 +129,7 @@ async def test_one_apply_gradients_is_one_write(gang: ar.Strategy) -> None:
 
     assert gang._runtime.store.version == before + 1
     slots = [adam.get_slot(v, name) for v in (a, b) for name in ("m", "v")]
-    assert {v.cell.number for v in (a, b, adam.iterations, *slots)} == {before + 1}
+    assert {v._cell.number for v in (a, b, adam.iterations, *slots)} == {before + 1}
 
 
 def test_writes_of_several_threads_have_different_numbers(pair: ar.Strategy) -> None:

@@ -123,7 +123,7 @@ class ProcessLink:
         new = []
         for number, thing in self.names.items():
             if isinstance(number, int) and not self.reader.knows(number):
-                new.append((number, pickle.dumps(thing.stand_in())))
+                new.append((number, pickle.dumps(thing._stand_in())))
         strategy = self.number_of_strategy(place)
         if place.strategy is not None and strategy is not None:
             facade = place.strategy.facade
@@ -140,7 +140,7 @@ class ProcessLink:
         for number, thing in self.names.items():
             if not isinstance(number, int) or number == strategy:
                 continue
-            value = self.reader.value(number, thing.publication(self.place))
+            value = self.reader.value(number, thing._publication(self.place))
             if value is not None:
                 values.append(value)
 

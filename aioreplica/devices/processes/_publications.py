@@ -32,10 +32,10 @@ Array = npt.NDArray[Any]
 class Published(Protocol):
     """Something that ops read by name, such as a variable."""
 
-    def stand_in(self) -> Reduced:
+    def _stand_in(self) -> Reduced:
         """Return what stands for it in a device process: a call, and its arguments."""
 
-    def publication(self, place: Place) -> Publication:
+    def _publication(self, place: Place) -> Publication:
         """Return the value that is read at a place; its key begins with the number of a write."""
 
 

@@ -22,7 +22,7 @@ from ...optimizers import (
     checked_pairs,
     finish_gradients,
 )
-from ...values import Done, Variable, Weighted
+from ...values import Done, Variable, Weighted, local_value
 from ._messages import Array, Count, Gradient, Item, Key, Pull, Stamp, Write
 from ._pickles import Packed, Reduced, obstacle, pack, unpack
 from ._variables import ServedVariable, fitting_push, split_value
@@ -158,7 +158,7 @@ class ClosureContext:
     def rows(self, variable: Variable, indices: Array) -> Array:
         """Return some rows of a variable; those of a value that was pulled are taken from it."""
         if not isinstance(variable, ServedVariable):
-            return variable.local_value()[indices]
+            return local_value(variable)[indices]
         spec = variable.spec
         with self._lock:
             whole = self._values.get(spec.variable_id)

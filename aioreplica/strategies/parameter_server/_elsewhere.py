@@ -91,20 +91,20 @@ class Elsewhere:
         restored = [
             v
             for v in variables
-            if isinstance(v, ServedVariable) and v.spec.slot is None and v.cell.number > 0
+            if isinstance(v, ServedVariable) and v.spec.slot is None and v._cell.number > 0
         ]
         async with self._servers.lock:
             self._servers.epoch += 1
             await self._servers.revive()
             anew = [v for v in restored if v.spec.variable_id in self._servers.missing]
             for variable in anew:
-                variable.come_home(variable.cell.components[0])
+                variable.come_home(variable._cell.components[0])
             values: dict[int, dict[Key, Array]] = {s: {} for s in range(self._servers.num_servers)}
             for variable in restored:
                 if variable.spec.variable_id in self._servers.pending:
                     continue
                 spec = variable.spec
-                for i, part in split_value(spec, variable.cell.components[0]):
+                for i, part in split_value(spec, variable._cell.components[0]):
                     values[spec.shards[i].server][spec.variable_id, i] = part
             slots = self._restored_slots(composites)
             await self._servers.place([*anew, *self._servers.pending.values()])
@@ -129,9 +129,9 @@ class Elsewhere:
             self._servers.settings[number] = settings
             values: dict[ServedVariable, dict[str, Array]] = {}
             for owner, slots in table.made.items():
-                if all(slot.cell.number > 0 for slot in slots):
+                if all(slot._cell.number > 0 for slot in slots):
                     values[owner] = {
-                        name: slot.cell.components[0]
+                        name: slot._cell.components[0]
                         for name, slot in zip(table.names_of(owner), slots, strict=True)
                     }
             values.update(table.restored.items())

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...optimizers import Optimizer, OptimizerRecipe, merge_gradients, take_step
 from ...typing import VariableAggregation
-from ...values import PlainVariable, VariableOptions
+from ...values import PlainVariable, VariableOptions, combined, fitting
 from ._messages import (
     FROM_COORDINATOR,
     Array,
@@ -185,8 +185,8 @@ class ParameterServer:
             self._apply_gradient(item, shard, counts)
             return
         verb, value = ("assign_add", 1) if isinstance(item, Count) else (item.verb, item.value)
-        fitting = shard.fitting(value)
-        shard.commit((shard.combined(verb, shard.components[0], fitting),))
+        new = combined(shard, verb, shard.components[0], fitting(shard, value))
+        shard.store.write({shard: (new,)})
         self._totals.pushes += 1
         if isinstance(item, Count):
             counts[item.key] = int(shard.components[0])
@@ -217,7 +217,8 @@ class ParameterServer:
         divisor: float,
     ) -> None:
         optimizer = self._optimizers[number]
-        optimizer.settings.iterations.commit((_frozen(np.int64(iteration)),))
+        iterations = optimizer.settings.iterations
+        iterations.store.write({iterations: (_frozen(np.int64(iteration)),)})
         merged = merge_gradients([shard], [gradients], is_mean=False)
         merged[0].divisor *= divisor
         pending = take_step(optimizer, merged, None, None, is_blocking=True)
@@ -291,7 +292,7 @@ class ParameterServer:
         """
         for key, value in values.items():
             shard = self._shards[key]
-            shard.commit((_frozen(value),))
+            shard.store.write({shard: (_frozen(value),)})
             for optimizer in self._optimizers.values():
                 optimizer.settings.slots.made.pop(shard)
             for waiting in self._restored.values():

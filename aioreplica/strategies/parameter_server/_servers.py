@@ -145,7 +145,7 @@ class Servers:
         batch = [*variables]
         new: dict[int, list[NewShard]] = {}
         for variable in batch:
-            spec, value = variable.spec, variable.cell.components[0]
+            spec, value = variable.spec, variable._cell.components[0]
             for i, part in split_value(spec, value):
                 constraint = variable.constraint
                 shard = NewShard((spec.variable_id, i), part, spec.name, spec.trainable, constraint)

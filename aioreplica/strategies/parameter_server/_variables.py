@@ -14,7 +14,7 @@ import numpy as np
 
 from ...context import CLOSURE, PLACE, Place
 from ...errors import ContextError
-from ...values import IndexedSlices, Variable, VariableOptions, VariableStore
+from ...values import IndexedSlices, Variable, VariableOptions, VariableStore, fitting
 from ._messages import Array, Spec
 from ._partition import Shard
 
@@ -135,14 +135,10 @@ class ServedVariable(Variable):
         found: Array = self._closure("rows(indices)", "read(indices)").rows(self, indices)
         return found
 
-    def local_value(self) -> Array:
-        """Pull the value, in a closure."""
+    def _value_at(self, place: Place) -> Array:
+        """Pull the value, in a closure; another place has none."""
         found: Array = self._closure("value", "read()").value(self)
         return found
-
-    def value_at(self, place: Place) -> Array:
-        """Pull the value, in a closure; another place has none."""
-        return self.local_value()
 
     @property
     def components(self) -> tuple[Array, ...]:
@@ -153,26 +149,28 @@ class ServedVariable(Variable):
         """
         if self._servers is not None:
             raise self._not_here("value", "read()")
-        return self.cell.components
+        return self._cell.components
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else len(self.value)
 
     # ---- writing ---------------------------------------------------------------------------
 
-    def write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
+    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
         """Push a write in a closure; outside closures return the coroutine of one."""
         closure = CLOSURE.get()
         if closure is not None:
             pushed: Awaitable[Array] = closure.write(self, verb, value)
             return pushed
-        self.require_owner_in_charge(PLACE.get())
+        self._require_owner_in_charge(PLACE.get())
         return self._write_from_home(verb, value)
 
     def _write_from_home(self, verb: str, value: Any) -> Coroutine[Any, Any, Array]:
         return self._home().write(self, verb, fitting_push(self, verb, value))
 
-    def write_in_replica(self, verb: str, array: Array, replica: Any, frame: FrameType) -> NoReturn:
+    def _write_in_replica(
+        self, verb: str, array: Array, replica: Any, frame: FrameType
+    ) -> NoReturn:
         """Refuse: replicas of other strategies do not write it.
 
         Raises:
@@ -197,8 +195,8 @@ class ServedVariable(Variable):
 
     def _hold(self, value: Array, *, is_home: bool) -> None:
         value.flags.writeable = False
-        old = self.cell
-        self.cell = old._replace(
+        old = self._cell
+        self._cell = old._replace(
             number=0, components=(value,), previous_number=0, previous=(value,)
         )
         self._is_home = is_home
@@ -300,14 +298,14 @@ def fitting_push(variable: ServedVariable, verb: str, value: Any) -> Any:
     Raises:
         ValueError: If it does not fit, or a whole is assigned by rows.
     """
-    fitting = variable.fitting(value)
-    if verb == "assign" and isinstance(fitting, IndexedSlices):
+    fitted = fitting(variable, value)
+    if verb == "assign" and isinstance(fitted, IndexedSlices):
         raise ValueError(
             f"Variable {variable.name!r} cannot be assigned IndexedSlices, which say nothing about "
             "the other rows. Use assign_add, assign_sub or scatter_update, or assign "
             "slices.to_dense()."
         )
-    return fitting
+    return fitted
 
 
 def split_value(spec: Spec, value: Any) -> list[tuple[int, Any]]:
