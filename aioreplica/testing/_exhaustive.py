@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Final, final
 
 from ._execute import Main, Outcome, check_main
-from ._explain import explain, with_ordered_sets
+from ._explain import explain, with_same_runs
 from ._explore import MIN_LENGTH
 from ._leaks import Ignored
 from ._participants import CLOCK, Participant
@@ -139,7 +139,7 @@ def exhaustive(
     check_no_loop("art.exhaustive")
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        report = with_ordered_sets(runner, lambda: _Search(runner, max_preemptions, limit).run())
+        report = with_same_runs(runner, lambda: _Search(runner, max_preemptions, limit).run())
     return handed_out(report, "exhaustive", sys._getframe(1))
 
 

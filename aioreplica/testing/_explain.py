@@ -19,20 +19,35 @@ from ._trace import RECENT, Trace
 
 ENDLESS_STEPS: Final = 2_500
 """How much of an endless schedule is base_trace, at least."""
+FOLLOWS_UUIDS: Final = (
+    "Behaviour follows uuids, or state that outlives a schedule: runs of one schedule differed, "
+    "and no longer with the same uuids. So the seed of a schedule decides them here."
+)
 SEARCH: Final = 600
 """How many schedules to search for one that fits into a token."""
 
 
-def with_ordered_sets(runner: Runner, attempt: Callable[[], Report]) -> Report:
-    """Explore; again where sets of plain objects made runs differ, with an order for those."""
+def with_same_runs(runner: Runner, attempt: Callable[[], Report]) -> Report:
+    """Explore; again where runs of one schedule differ for what can be made to repeat.
+
+    That are uuids, which every run has of its own unless behaviour follows them, and the order of
+    sets of plain objects.
+    """
+    runner.freshen_uuids(is_on=True)
     report = attempt()
-    while (
-        report.failure is not None
-        and isinstance(report.failure.error, NondeterminismError)
-        and runner.order_sets()
-    ):
+    if _differs(report) and runner.freshen_uuids(is_on=False):
+        seeded = attempt()
+        if not _differs(seeded):
+            return replace(seeded, warnings=(*seeded.warnings, FOLLOWS_UUIDS, *runner.notes))
+        runner.freshen_uuids(is_on=True)
+    while _differs(report) and runner.order_sets():
         report = attempt()
     return replace(report, warnings=(*report.warnings, *runner.warnings, *runner.notes))
+
+
+def _differs(report: Report) -> bool:
+    """Tell whether runs of one schedule differed."""
+    return report.failure is not None and isinstance(report.failure.error, NondeterminismError)
 
 
 def explain(

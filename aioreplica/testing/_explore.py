@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
-from ._explain import ENDLESS_STEPS, checked_token, explain, with_ordered_sets
+from ._explain import ENDLESS_STEPS, checked_token, explain, with_same_runs
 from ._faults import Faults
 from ._leaks import Ignored
 from ._report import Failure, Report, handed_out, text_timeline
@@ -83,7 +83,7 @@ def explore(
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, max_steps, leaks)
-        report = with_ordered_sets(runner, lambda: _sample(runner, base, schedules, seed, strategy))
+        report = with_same_runs(runner, lambda: _sample(runner, base, schedules, seed, strategy))
     return handed_out(report, "explore", sys._getframe(1))
 
 
@@ -228,6 +228,10 @@ def _run_one(runner: Runner, schedule: Schedule) -> tuple[Outcome, BaseException
     limit = ENDLESS_STEPS if outcome.kind == "endless" else None
     again, trace = runner.trace(schedule, limit)
     error = again.error
+    if not same_end(outcome, again) and runner.freshen_uuids(is_on=True):
+        again, trace = runner.trace(schedule, limit)  # the first run may have left something behind
+        runner.freshen_uuids(is_on=False)
+        error = again.error
     if not same_end(outcome, again):
         _, third = runner.trace(schedule, limit)
         error = runner.nondeterminism(schedule, trace, third, (outcome, again))
@@ -284,7 +288,7 @@ def cancel_everywhere(
     check_no_loop("art.cancel_everywhere")
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
-        report = with_ordered_sets(runner, lambda: _cancel_in_orders(runner, task, orders))
+        report = with_same_runs(runner, lambda: _cancel_in_orders(runner, task, orders))
     return handed_out(report, "cancel_everywhere", sys._getframe(1))
 
 

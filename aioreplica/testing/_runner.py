@@ -164,6 +164,11 @@ class Runner:
         self._plain_sets = tuple(self._with_threads_if_needed(attempt).found.values())
         return self._plain_sets
 
+    def freshen_uuids(self, *, is_on: bool) -> bool:
+        """Give every run uuids of its own, or those of its schedule; tell if any are drawn."""
+        self._sandbox.has_fresh_uuids = is_on
+        return self._sandbox.draws_uuids
+
     def order_sets(self) -> bool:
         """Give the sets that were found last an order; tell whether that may change anything."""
         plain, self._plain_sets = self._plain_sets, ()

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from importlib import import_module
+from itertools import count
 from random import Random
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -35,6 +36,7 @@ from ._participants import SimTask
 from ._sets import numbered
 from ._simulation import Simulation
 from ._started import thread_patches
+from ._strategies import mix
 from ._watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -85,6 +87,10 @@ class Sandbox:
     Attributes:
         simulation: The schedule that runs, for what takes the place of the real doors.
         watchdog: Interrupts steps that do not end.
+        has_fresh_uuids: Whether every run has uuids of its own, as every process has: a registry of
+            the process that is keyed by them is then as empty in a second run as in the first.
+            Otherwise the seed of the schedule decides them.
+        draws_uuids: Whether a run has drawn one.
     """
 
     def __init__(self) -> None:
@@ -92,7 +98,9 @@ class Sandbox:
         self.watchdog = Watchdog(self.simulation)
         self._gate = REGISTRY.once("testing_gate", threading.RLock)
         self._undo: list[tuple[Any, str, Any]] = []
+        self.has_fresh_uuids = self.draws_uuids = False
         self._bytes: Random | None = None
+        self._uuids: Random | None = None
         self._seed = 0
         self._num_runs = 0
         self._collects = False
@@ -152,7 +160,7 @@ class Sandbox:
         if self._num_runs % COLLECT_EVERY == 0:
             gc.collect(1)
         self._seed = seed = schedule.seed
-        self._bytes = None
+        self._bytes = self._uuids = None
         random.seed(seed)
         if schedule.faults is not None:
             pools.faults = schedule.faults.for_run(seed)
@@ -204,7 +212,8 @@ class Sandbox:
         self._patch(threading, "Lock", lock)
         self._patch(threading, "_allocate_lock", lock)  # of conditions
         self._patch(threading, "RLock", rlock_class(here))
-        self._patch(uuid, "uuid1", self._uuid1(uuid.uuid1))
+        self._patch(uuid, "uuid1", self._uuid(uuid.uuid1, 1))
+        self._patch(uuid, "uuid4", self._uuid(uuid.uuid4, 4))
         self._patch(_faults, "visit", self._visit)
         for module in (asyncio, asyncio.tasks):
             self._patch(module, "Task", SimTask)
@@ -297,13 +306,18 @@ class Sandbox:
 
         return seed
 
-    def _uuid1(self, real: Callable[..., uuid.UUID]) -> Callable[..., uuid.UUID]:
-        def uuid1(node: int | None = None, clock_seq: int | None = None) -> uuid.UUID:
+    def _uuid(self, real: Callable[..., uuid.UUID], version: int) -> Callable[..., uuid.UUID]:
+        def make(*args: Any, **kwargs: Any) -> uuid.UUID:
             if not self.simulation.is_here():
-                return real(node, clock_seq)
-            return uuid.UUID(bytes=os.urandom(16), version=1)
+                return real(*args, **kwargs)
+            if self._uuids is None:
+                self.draws_uuids = True
+                runs = REGISTRY.once("testing_uuids", count)
+                salt = 1 + next(runs) if self.has_fresh_uuids else 0
+                self._uuids = Random(mix(self._seed, salt))
+            return uuid.UUID(bytes=self._uuids.randbytes(16), version=version)
 
-        return uuid1
+        return make
 
 
 def _rules_in_numpy() -> object:

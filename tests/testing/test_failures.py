@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -198,6 +199,62 @@ def test_state_that_shows_only_in_the_end_is_noticed() -> None:
         assert len(runs) < 5
 
     assert isinstance(failure_of(main).error, art.NondeterminismError)
+
+
+def test_a_registry_keyed_by_uuids_is_as_empty_in_every_run() -> None:
+    servers: dict[uuid.UUID, list[str]] = {}  # of the process, as in packages that fake a server
+
+    async def main() -> None:
+        data = servers.setdefault(uuid.uuid4(), [])
+        assert not data, "another program's"
+        data.append("mine")
+        await asyncio.gather(step(2), step(2))
+        assert not fails
+
+    fails = False
+    for explored in (art.explore(main, schedules=50), art.exhaustive(main)):
+        explored.check()
+        assert explored.warnings == ()
+    art.cancel_everywhere(main).check()
+
+    fails = True
+    failure = failure_of(main)
+    with pytest.raises(AssertionError) as caught:
+        art.replay(main, failure.token)
+    assert str(caught.value) == str(failure.error)
+
+
+def test_uuids_that_behaviour_follows_are_those_of_the_schedule() -> None:
+    async def main() -> None:
+        ids = [uuid.uuid4() for _ in range(30)]
+        for smaller in map(uuid.UUID.__lt__, ids, ids[1:]):
+            await step(int(smaller))
+        assert not fails, f"{ids[0]}"
+
+    fails = False
+    report = art.explore(main, schedules=50)
+    report.check()
+    assert len(report.warnings) == 1
+    assert report.warnings[0].startswith("Behaviour follows uuids, or state that outlives")
+
+    fails = True
+    failure = failure_of(main)
+    with pytest.raises(AssertionError) as caught:
+        art.replay(main, failure.token)
+    assert str(caught.value) == str(failure.error)
+
+
+def test_state_that_outlives_schedules_beside_uuids_is_still_named() -> None:
+    runs: list[int] = []
+
+    async def main() -> None:
+        uuid.uuid4()
+        runs.append(1)
+        await step(len(runs))
+
+    failure = failure_of(main)
+
+    assert isinstance(failure.error, art.NondeterminismError)
 
 
 class Job:
