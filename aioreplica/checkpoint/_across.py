@@ -21,26 +21,27 @@ from ..errors import CheckpointNotCommittedError
 from ..typing import VariableSynchronization
 from ..values import Variable, workers_of
 from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
-from ._state import Cut, frozen, read_state, take_cut
+from ._state import Cut, Entry, frozen, read_state, take_cut
 
 Array = npt.NDArray[Any]
 
 
-async def take_common_cut(state: Any, step: int) -> tuple[Cut, bool]:
+async def take_common_cut(state: Any, step: int) -> tuple[Cut, Any]:
     """Take a cut, with the components that on-read variables have on all workers.
 
     Returns:
-        The cut, and whether this worker is the one that writes.
+        The cut, and the workers of its strategy; None if there is one.
 
     Raises:
         MergeMismatchError: If workers save different states, or another step.
     """
-    cut, workers = await take_cut(state), _workers_of(state)
+    cut = await take_cut(state)
+    workers = _workers_of(cut.entries)
     if workers is None:
-        return cut, True
+        return cut, None
     keys = [
         key
-        for key, entry in read_state(state).entries.items()
+        for key, entry in cut.entries.items()
         if isinstance(entry.thing, Variable) and not entry.thing.is_mirrored
     ]
     async with workers.operation("CheckpointManager.save", f"step {step}: {keys}") as turn:
@@ -50,17 +51,16 @@ async def take_common_cut(state: Any, step: int) -> tuple[Cut, bool]:
             stacked = [np.stack(cut.arrays[key]) for key in keys]
             for key, parts in zip(keys, await gather_across(turn, stacked, 0), strict=True):
                 cut.arrays[key] = [frozen(component) for part in parts for component in part]
-    return cut, workers.rank == 0
+    return cut, workers
 
 
-async def write_once(state: Any, step: int, write: Callable[[], Awaitable[None]]) -> None:
+async def write_once(workers: Any, step: int, write: Callable[[], Awaitable[None]]) -> None:
     """Let the first worker write; return on all when it has, or raise on all.
 
     Raises:
         CheckpointNotCommittedError: On the other workers, if the first one could not write.
         Exception: On the first worker, what went wrong.
     """
-    workers = _workers_of(state)
     if workers is None:
         await write()
         return
@@ -80,13 +80,12 @@ async def write_once(state: Any, step: int, write: Callable[[], Awaitable[None]]
         raise CheckpointNotCommittedError(f"Worker 0 could not save step {step}: {cause}")
 
 
-async def agree_on_restored(state: Any, step: int) -> None:
+async def agree_on_restored(workers: Any, step: int) -> None:
     """Check that all workers have restored the same step.
 
     Raises:
         MergeMismatchError: If they have not; names the steps.
     """
-    workers = _workers_of(state)
     if workers is not None:
         async with workers.operation("CheckpointManager.restore", f"step {step}") as turn:
             await turn.exchange(b"", no_data)
@@ -145,9 +144,8 @@ async def exchange_newest(
     return found
 
 
-def is_first(state: Any) -> bool:
+def is_first(workers: Any) -> bool:
     """Tell whether this worker is the one that writes."""
-    workers = _workers_of(state)
     return workers is None or workers.rank == 0
 
 
@@ -155,9 +153,18 @@ async def write_nothing(_step: int, _cut: Cut) -> None:
     """Leave it to the first worker."""
 
 
-def _workers_of(state: Any) -> Any:
-    """Return the workers of the strategy whose variables are in a state, None if it has none."""
-    for entry in read_state(state).entries.values():
+def workers_of_state(state: Any) -> Any:
+    """Return the workers of the strategy whose variables are in a state, None if it has none.
+
+    Raises:
+        TypeError: As `read_state`.
+        ValueError: As `read_state`.
+    """
+    return _workers_of(read_state(state).entries)
+
+
+def _workers_of(entries: Mapping[str, Entry]) -> Any:
+    for entry in entries.values():
         workers = workers_of(entry.thing) if isinstance(entry.thing, Variable) else None
         if workers is not None:
             return workers

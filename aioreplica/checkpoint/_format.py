@@ -30,7 +30,7 @@ MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_DIMENSIONS = 32
 MAX_TENSORS = 100_000
 
-STEP_FOLDER = re.compile(r"step-([0-9]{10,18})")
+STEP_FOLDER = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})")
 DATA_FILE = re.compile(r"data-([0-9]{4,9})-[0-9]{3,9}\.safetensors")
 
 _PREFIX = b'{"crc32":"'
@@ -230,11 +230,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "next_steps": manifest.next_steps,
         "files": [asdict(file) for file in manifest.files],
     }
-    entries = ",".join(
+    entries = [
         f"{_JSON.encode(key)}:{_JSON.encode(_lean(entry))}"
         for key, entry in manifest.entries.items()
-    )
-    body = f'{_JSON.encode(head)[:-1]},"entries":{{{entries}}}}}'.encode()
+    ]
+    body = f'{_JSON.encode(head)[:-1]},"entries":{{{",".join(entries)}}}}}'.encode()
     return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
 
 

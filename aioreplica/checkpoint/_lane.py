@@ -21,14 +21,15 @@ class StoppedError(Exception):
 
 @final
 class Stop:
-    """Tells threads that their work is not wanted any more."""
+    """Tells threads that their work is not wanted any more: it is set, or the loop was closed."""
 
     def __init__(self) -> None:
         self.is_set = False
+        self._loop = asyncio.get_running_loop()
 
     def check(self) -> None:
         """Raise StoppedError if it is so."""
-        if self.is_set:
+        if self.is_set or self._loop.is_closed():
             raise StoppedError
 
 

@@ -6,7 +6,7 @@ import asyncio
 import operator
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
@@ -19,12 +19,13 @@ from ._across import (
     agree_on_restored,
     is_first,
     take_common_cut,
+    workers_of_state,
     write_nothing,
     write_once,
 )
 from ._description import StepDescription, description_of
 from ._fsspec import FsspecStorage
-from ._lane import Stop, run_all
+from ._lane import Stop
 from ._preemption import run_and_save
 from ._reading import (
     by_age,
@@ -37,9 +38,9 @@ from ._reading import (
 )
 from ._restoring import Restored, restore_step
 from ._retention import steps_to_remove
-from ._state import Cut, read_state, require_outside_steps
+from ._state import Cut, require_outside_steps
 from ._storage import LocalStorage, Storage
-from ._writing import not_committed, reason, removal, write_cut
+from ._writing import not_committed, reason, remove_step, write_cut
 
 T = TypeVar("T")
 
@@ -164,13 +165,13 @@ class CheckpointManager:
         await self._turn.acquire()
         try:
             self._raise_failure()
-            cut, is_writer = await take_common_cut(state, number)
+            cut, workers = await take_common_cut(state, number)
             if wait:
-                await write_once(state, number, bound(self._write, number, cut))
+                await write_once(workers, number, bound(self._write, number, cut))
         except BaseException:
             self._turn.release()
             raise
-        if wait or not is_writer:
+        if wait or not is_first(workers):
             self._turn.release()
         else:
             self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
@@ -214,7 +215,7 @@ class CheckpointManager:
         """
         require_outside_steps("CheckpointManager.save_on_cancel")
         _require_step_function(step)
-        write = self._write_in_turn if is_first(state) else write_nothing
+        write = self._write_in_turn if is_first(workers_of_state(state)) else write_nothing
         return await run_and_save(work, state, step, write, grace_s, on_sigterm=exit_on_sigterm)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
@@ -250,19 +251,27 @@ class CheckpointManager:
             self._turn.release()
 
     async def _write(self, step: int, cut: Cut) -> None:
-        try:
-            [found] = await run_all([bound(_begin, self)], Stop())
-        except (OSError, MemoryError) as error:
-            raise not_committed(self._storage, step, error) from error
-        sequence = 1 + max(found.values(), default=0)
-        self._sequences = {}  # until the save is known to be there
-        await write_cut(self._storage, step, sequence, cut)
+        saved = {step: 0}  # the sequences of all steps once this one is there, newest first
+
+        def begin() -> int:
+            try:
+                found = _begin(self)
+            except (OSError, MemoryError) as error:
+                raise not_committed(self._storage, step, error) from error
+            self._sequences = {}  # until the save is known to be there
+            sequence = 1 + max(found.values(), default=0)
+            saved.update({**found, step: sequence})
+            return sequence
+
+        failures = await write_cut(self._storage, step, cut, begin, bound(_remove, self, saved))
         self._num_saved += 1
-        self._sequences = {step: sequence, **{each: found[each] for each in found if each != step}}
-        doomed = steps_to_remove(
-            [*self._sequences], max_to_keep=self._max_to_keep, keep_every=self._keep_every
-        )
-        await _remove(self._storage, doomed)
+        self._sequences = saved
+        for each, error in failures:
+            warnings.warn(
+                f"Step {each} could not be removed from {self._storage}: {reason(error)}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -300,9 +309,9 @@ class CheckpointManager:
         number = None if step is None else _checked_step(step)
         require_outside_steps("CheckpointManager.restore")
         await self.wait()
-        read_state(state)  # what cannot be restored is said first
+        workers = workers_of_state(state)  # what cannot be restored is said first
         self._restored = await restore_step(self._storage, state, number, partial=partial)
-        await agree_on_restored(state, self._restored.step)
+        await agree_on_restored(workers, self._restored.step)
         damaged = self._restored.damaged
         if damaged:
             listed = "; ".join(f"step {one} ({what})" for one, what in damaged)
@@ -444,16 +453,21 @@ def _end_cut_off(manager: CheckpointManager) -> None:
     )
 
 
-async def _remove(storage: Storage, steps: Sequence[int]) -> None:
-    for step in steps:
+def _remove(
+    manager: CheckpointManager, saved: Iterable[int], stop: Stop
+) -> list[tuple[int, Exception]]:
+    """Remove the steps that are not to be kept, until told to stop; return which cannot be."""
+    failures: list[tuple[int, Exception]] = []
+    for step in steps_to_remove(
+        [*saved], max_to_keep=manager._max_to_keep, keep_every=manager._keep_every
+    ):
+        if stop.is_set:
+            break
         try:
-            await run_all([removal(storage, step)], Stop())
+            remove_step(manager._storage, step)
         except (OSError, MemoryError) as error:
-            warnings.warn(
-                f"Step {step} could not be removed from {storage}: {reason(error)}.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            failures.append((step, error))
+    return failures
 
 
 def _storage_of(directory: Any) -> Storage:

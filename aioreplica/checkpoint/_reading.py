@@ -67,9 +67,8 @@ def find_steps(storage: Storage) -> list[int]:
     before = None
     for _ in range(NUM_LOOKS):
         try:
-            found = [STEP_FOLDER.fullmatch(name) for name in storage.list("")]
-            folders = [int(m[1]) for m in found if m and folder_of(int(m[1])) == m[0]]
-            steps = sorted(step for step in folders if MANIFEST in storage.list(folder_of(step)))
+            folders = [m for name in storage.list("") if (m := STEP_FOLDER.fullmatch(name))]
+            steps = sorted([int(m[1]) for m in folders if MANIFEST in storage.list(m[0])])
         except (OSError, MemoryError) as error:
             raise CheckpointError(
                 f"The steps in {storage} cannot be listed: {reason(error)}. Try again when it can "

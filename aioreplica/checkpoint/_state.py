@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
 
@@ -116,7 +116,7 @@ class State:
                 "keys of dicts must differ as text."
             )
         self.entries[key] = entry
-        if is_variable(entry.thing):
+        if Variable in type(entry.thing).__mro__:  # as in is_variable, once per entry
             self.variables[key] = entry.thing
             self.gates[entry.thing.store.gate] = None
 
@@ -251,7 +251,7 @@ class Cut:
             TypeError: If an array has another dtype than those.
             ValueError: If there are too many.
         """
-        num_tensors = sum(1 + len(arrays) for arrays in self.arrays.values())
+        num_tensors = len(self.arrays) + sum(map(len, self.arrays.values()))
         if num_tensors > MAX_TENSORS:
             raise ValueError(
                 f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
@@ -268,17 +268,17 @@ class Cut:
         """Describe an entry whose tensors were written."""
         entry = self.entries[key]
         names = (entry.owner_key, entry.object, entry.part)
-        stored = [tensors[number] for number in range(len(tensors))]
-        records = tuple(each.record for each in stored)
+        stored = map(tensors.__getitem__, range(len(tensors)))
+        columns: Any = zip(*stored, strict=True) if tensors else ((), ())  # Any: mypy loses them
+        records, forms = columns
         if key in self.values:
-            forms = tuple(each.form for each in stored)
             value = self.values[key]
             return EntryRecord("value", *names, value=value, tensors=records, forms=forms)
-        form, thing = stored[0].form, entry.thing
+        (shape, dtype), thing = forms[0], entry.thing
         if not isinstance(thing, Variable):
-            return EntryRecord("array", *names, *form, tensors=records)
+            return EntryRecord("array", *names, shape, dtype, tensors=records)
         kinds = (thing.synchronization.value, thing.aggregation.value)
-        return EntryRecord("variable", *names, *form, *kinds, tensors=records)
+        return EntryRecord("variable", *names, shape, dtype, *kinds, tensors=records)
 
 
 class StoredTensor(NamedTuple):
@@ -324,7 +324,7 @@ async def take_cut(state: Any) -> Cut:
         async with between_steps(gates):
             if is_new:  # steps may have made slots meanwhile
                 found = read_state(state)
-            if all(gate in gates for gate in found.gates):
+            if found.gates.keys() <= gates.keys():
                 cut = await _look_at_home(found, state)
     cut.check()
     return cut
@@ -363,7 +363,8 @@ def look(found: State) -> Cut:
         else:
             arrays[key] = []
             values[key] = encode(_plain_state(entry.thing), key, arrays[key])
-    return Cut(tuple(gate.next_step for gate in found.gates), found.entries, arrays, values)
+    next_steps = tuple([gate.next_step for gate in found.gates])
+    return Cut(next_steps, found.entries, arrays, values)
 
 
 def frozen(array: Any) -> Array:
@@ -436,10 +437,3 @@ def decode(value: Any, arrays: Sequence[Array]) -> Any:
         if tag == "$items":
             return {decode(name, arrays): decode(child, arrays) for name, child in content}
     return {name: decode(child, arrays) for name, child in value.items()}
-
-
-def walk_arrays(cut: Cut) -> Iterator[tuple[str, int, Array]]:
-    """Yield key, number and array of each tensor of a cut."""
-    for key, arrays in cut.arrays.items():
-        for number, array in enumerate(arrays):
-            yield key, number, array

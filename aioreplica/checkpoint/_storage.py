@@ -122,9 +122,11 @@ class LocalStorage:
     def make_folder(self, folder: str) -> None:
         """Make a folder and those above it, and sync the folders that they are in."""
         path = self._path(folder)
-        missing = [path, *path.parents]
-        while missing and self._is_folder(missing[-1]):
-            missing.pop()
+        missing: list[Path] = []
+        for each in (path, *path.parents):
+            if self._is_folder(each):
+                break
+            missing.append(each)
         for each in reversed(missing):
             with suppress(FileExistsError):
                 self._os.mkdir(each)
@@ -135,7 +137,7 @@ class LocalStorage:
     def create(self, path: str) -> Sink:
         """Begin a new file; one of that name must not exist."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
-        return _LocalSink(self._os, self._os.open(self._path(path), flags, 0o644), path)
+        return _LocalSink(self._os, self._os.open(self._directory / path, flags, 0o644), path)
 
     def open(self, path: str) -> Source:
         """Open a regular file for reading.
@@ -143,10 +145,11 @@ class LocalStorage:
         Raises:
             FileNotFoundError: If there is none; a link, a folder or a pipe is none.
         """
-        none = FileNotFoundError(errno.ENOENT, "Not a regular file", str(self._path(path)))
+        name = self._directory / path
+        none = FileNotFoundError(errno.ENOENT, "Not a regular file", str(name))
         try:
             flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS
-            fd = self._os.open(self._path(path), flags)
+            fd = self._os.open(name, flags)
         except OSError as error:
             if error.errno in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
                 raise none from error
@@ -168,7 +171,7 @@ class LocalStorage:
         try:
             sink.write(memoryview(data))
             sink.finish()
-            self._os.replace(self._path(temporary), self._path(path))
+            self._os.replace(self._directory / temporary, self._directory / path)
         except BaseException:
             sink.discard()
             with suppress(OSError):
@@ -182,7 +185,7 @@ class LocalStorage:
     def remove(self, path: str) -> None:
         """Remove a file."""
         with suppress(FileNotFoundError):
-            self._os.unlink(self._path(path))
+            self._os.unlink(self._directory / path)
 
     def remove_folder(self, folder: str) -> None:
         """Remove an empty folder."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import errno
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,11 @@ from ._format import (
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
-from ._state import Cut, StoredTensor, walk_arrays
-from ._storage import BLOCK_BYTES, Storage, opened, read_all
+from ._state import Cut, StoredTensor
+from ._storage import BLOCK_BYTES, Storage, read_all
 
 Array = npt.NDArray[Any]
+T = TypeVar("T")
 Tensor = tuple[str, int]
 """Key of an entry, and the number of the tensor in it."""
 
@@ -53,40 +54,71 @@ def folder_of(step: int) -> str:
     return f"step-{step:010d}"
 
 
-async def write_cut(storage: Storage, step: int, sequence: int, cut: Cut) -> Manifest:
-    """Write a cut as a step, durably.
+async def write_cut(
+    storage: Storage,
+    step: int,
+    cut: Cut,
+    begin: Callable[[], int],
+    end: Callable[[Stop], T],
+) -> T:
+    """Write a cut as a step, durably; on one thread unless it has several files.
+
+    Args:
+        storage: Where to.
+        step: Its number.
+        cut: What to write.
+        begin: Called first, on the thread; returns the sequence of the step.
+        end: Called there once the step is saved.
+
+    Returns:
+        What `end` returns.
 
     Raises:
         CheckpointNotCommittedError: If it was not written; what was there before still is.
         CheckpointUncertainError: If it was, but could not be made durable; or if it cannot be
             told whether it was.
+        Exception: What `begin` or `end` raises.
 
     Cancellation:
         Before the manifest takes its name nothing is saved, and files are removed again.
     """
     stop = Stop()
-    write = _StepWriter(storage, step, sequence, cut, stop)
+    write = _StepWriter(storage, step, cut, stop)
+    results: list[T] = []
+
+    def start() -> list[Callable[[], FileRecord]]:
+        files = write.begin(begin())
+        if len(files) > 1:
+            return files
+        commit([file() for file in files])
+        return []
+
+    def commit(records: Sequence[FileRecord]) -> None:
+        stop.check()
+        write.commit(records)
+        results.append(end(stop))
+
     try:
-        [names] = await run_all([write.begin], stop)
-        files = [partial(write.write_file, number, name) for number, name in enumerate(names)]
-        records = await run_all(files, stop)
-        [manifest] = await run_all([partial(write.commit, records)], stop)
+        [files] = await run_all([start], stop)
+        if files:
+            records = await run_all(files, stop)
+            await run_all([partial(commit, records)], stop)
     except BaseException as error:
         await run_all([write.clean_up], Stop(), shielded=True)
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, CheckpointError):
             raise not_committed(storage, step, error) from error
         raise
-    return manifest
+    return results[0]
 
 
 @final
 class _StepWriter:
     """Writes the files of one step; every method blocks."""
 
-    def __init__(self, storage: Storage, step: int, sequence: int, cut: Cut, stop: Stop) -> None:
+    def __init__(self, storage: Storage, step: int, cut: Cut, stop: Stop) -> None:
         self._storage = storage
         self._step = step
-        self._sequence = sequence
+        self._sequence = -1  # until it has begun: before, nothing in the folder is its own
         self._cut = cut
         self._stop = stop
         self._folder = folder_of(step)
@@ -95,8 +127,9 @@ class _StepWriter:
         self._names: list[str] = []
         self._may_be_saved = False  # once a manifest may name the files, they are not removed
 
-    def begin(self) -> list[str]:
-        """Make the folder, and names of files that it does not have yet."""
+    def begin(self, sequence: int) -> list[Callable[[], FileRecord]]:
+        """Make the folder; return what writes each file, under a name that is not there yet."""
+        self._sequence = sequence
         self._groups = _in_files(self._cut)
         storage, folder = self._storage, self._folder
         storage.make_folder(folder)
@@ -104,14 +137,17 @@ class _StepWriter:
         attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
         count = len(self._groups)
         self._names = [f"data-{attempt:04d}-{i:03d}.safetensors" for i in range(count)]
-        return self._names
+        return [partial(self._write_file, *each) for each in enumerate(self._names)]
 
-    def write_file(self, number: int, name: str) -> FileRecord:
+    def _write_file(self, number: int, name: str) -> FileRecord:
         """Write one file of tensors and make it durable."""
         arrays, tensors = self._cut.arrays, self._groups[number]
-        forms = [_form_of(arrays[key][index], key) for key, index in tensors]
+        forms = [
+            (arrays[key][index].shape, dtype_name(arrays[key][index].dtype, key))
+            for key, index in tensors
+        ]
         header = tensors_header([
-            (_label(key, index), *form, arrays[key][index].nbytes)
+            (f"{key}#{index}" if index else key, *form, arrays[key][index].nbytes)
             for (key, index), form in zip(tensors, forms, strict=True)
         ])  # fmt: skip
         header_crc = crc = zlib.crc32(header)
@@ -136,12 +172,16 @@ class _StepWriter:
             sink.finish()
         finally:
             sink.discard()
-        with opened(self._storage, path) as source:
-            if source.size != size:
-                raise OSError(errno.EIO, f"{source.size} bytes instead of {size}", path)
+        source = self._storage.open(path)
+        try:
+            found = source.size
+        finally:
+            source.close()
+        if found != size:
+            raise OSError(errno.EIO, f"{found} bytes instead of {size}", path)
         return FileRecord(name, size, crc, len(header), header_crc)
 
-    def commit(self, files: Sequence[FileRecord]) -> Manifest:
+    def commit(self, files: Sequence[FileRecord]) -> None:
         """Give the manifest its name, then make that durable, then remove what it replaced.
 
         Raises:
@@ -177,11 +217,10 @@ class _StepWriter:
             ) from error
         with suppress(Exception):  # the step is saved; the next save of it removes the rest
             _remove_others(self._storage, self._folder, {MANIFEST, *self._names})
-        return manifest
 
     def clean_up(self) -> None:
         """Remove what was written, as far as that is possible, unless it may be saved."""
-        if self._may_be_saved:
+        if self._sequence < 0 or self._may_be_saved:
             return
         for name in self._names:
             with suppress(Exception):  # what stopped the save is raised, and nothing else
@@ -234,17 +273,13 @@ def reason(error: Exception) -> str:
     return str(error).rstrip(".") or type(error).__name__
 
 
-def _form_of(array: Array, key: str) -> tuple[tuple[int, ...], str]:
-    return array.shape, dtype_name(array.dtype, key)
-
-
-def _label(key: str, index: int) -> str:
-    return key if index == 0 else f"{key}#{index}"
-
-
 def _in_files(cut: Cut) -> list[list[Tensor]]:
     """Divide the tensors over files of about the same size, in order."""
-    sizes = {(key, number): array.nbytes for key, number, array in walk_arrays(cut)}
+    sizes = {
+        (key, number): array.nbytes
+        for key, arrays in cut.arrays.items()
+        for number, array in enumerate(arrays)
+    }
     total = sum(sizes.values())
     count = max(1, min(NUM_THREADS, total // FILE_BYTES)) if sizes else 0
     groups: list[list[Tensor]] = [[] for _ in range(count)]
@@ -256,12 +291,19 @@ def _in_files(cut: Cut) -> list[list[Tensor]]:
     return groups
 
 
-def blocks(array: Array) -> Iterator[memoryview]:
-    """Yield the bytes of an array in C order, little-endian, without a copy of the whole.
+def blocks(array: Array) -> Iterable[memoryview]:
+    """Return the bytes of an array in C order, little-endian, without a copy of the whole.
 
     Only an array with another layout is copied, block by block.
     """
-    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and _IS_BIG):
+    is_swapped = array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and _IS_BIG)
+    if array.flags.c_contiguous and not is_swapped and 0 < array.nbytes <= BLOCK_BYTES:
+        return (_bytes_of(array),)
+    return _many_blocks(array, is_swapped=is_swapped)
+
+
+def _many_blocks(array: Array, *, is_swapped: bool) -> Iterator[memoryview]:
+    if is_swapped:
         for part in _parts(array):
             yield _bytes_of(part.astype(part.dtype.newbyteorder("<")))
     elif array.flags.c_contiguous:
@@ -302,14 +344,10 @@ def _remove_others(storage: Storage, folder: str, kept: set[str]) -> None:
             storage.remove(f"{folder}/{name}")
 
 
-def removal(storage: Storage, step: int) -> Callable[[], None]:
-    """Return what removes a step: its name first, so that it is never there by half."""
-
-    def remove() -> None:
-        folder = folder_of(step)
-        storage.remove(f"{folder}/{MANIFEST}")
-        storage.sync(folder)
-        _remove_others(storage, folder, set())
-        storage.remove_folder(folder)
-
-    return remove
+def remove_step(storage: Storage, step: int) -> None:
+    """Remove a step: its name first, so that it is never there by half; blocks."""
+    folder = folder_of(step)
+    storage.remove(f"{folder}/{MANIFEST}")
+    storage.sync(folder)
+    _remove_others(storage, folder, set())
+    storage.remove_folder(folder)

@@ -153,7 +153,7 @@ class LaneTable:
         return _host_streams() if name == HOST else self.num_streams
 
     def _budget(self) -> None:
-        self._blas.set_num_lanes(sum(name.startswith("cpu:") for name in self._users))
+        self._blas.set_num_lanes(len([name for name in self._users if name.startswith("cpu:")]))
 
     def _after_fork(self) -> None:
         """Start afresh in the child: the parent's threads do not exist here."""

@@ -53,8 +53,11 @@ class WeakVariableDict(Generic[T]):
 
     def items(self) -> list[tuple[Variable, T]]:
         """Return the variables that live with their entries, in the order they were added."""
-        alive = [(reference(), thing) for reference, thing in tuple(self._entries.values())]
-        return [(variable, thing) for variable, thing in alive if variable is not None]
+        return [
+            (variable, thing)
+            for reference, thing in tuple(self._entries.values())
+            if (variable := reference()) is not None
+        ]
 
     def __len__(self) -> int:
         return len(self._entries)

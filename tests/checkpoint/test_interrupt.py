@@ -197,12 +197,15 @@ def test_a_save_in_the_background_that_nobody_waits_for_is_warned_of_if_it_fails
     """The end of `asyncio.run` cancels it."""
 
     async def save_and_cancel() -> None:
-        loop, is_writing = asyncio.get_running_loop(), asyncio.Event()
-        calls = FirstSync(lambda: on_loop(loop, is_writing.set))
+        loop = asyncio.get_running_loop()
+
+        def cancel() -> None:
+            on_loop(loop, lambda: saving.cancel())
+            on_loop(loop)  # it knows by now
+
+        calls = FirstSync(cancel)
         await CheckpointManager(LocalStorage(tmp_path, calls=calls)).save(1, {"x": 1}, wait=False)
         [saving] = [t for t in asyncio.all_tasks() if t.get_name() == "checkpoint 1"]
-        await is_writing.wait()
-        saving.cancel()
         await asyncio.wait([saving])
 
     async def main() -> None:

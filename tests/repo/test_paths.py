@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.optimizers import SGD
+from aioreplica.checkpoint import CheckpointManager, _state
+from aioreplica.optimizers import SGD, Adam
 
 Passed = set[tuple[str, str]]
 PACKAGE = str(Path(ar.__file__).parent)
@@ -84,3 +86,39 @@ async def test_a_step_of_sgd(pair: ar.MirroredStrategy) -> None:
     assert "ApplyGradients.perform" in {name for _, name in passed}
     assert len(passed) <= 50, sorted(passed)
     assert len({file for file, _ in passed}) <= 19
+
+
+@pytest.mark.asyncio
+async def test_a_save_of_a_variable_with_adam(
+    pair: ar.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread is asked once, and the state is walked once."""
+    with pair.scope():
+        weights, optimizer = ar.Variable(np.zeros(4)), Adam(0.1)
+    await pair.run(lambda: optimizer.blocking.apply_gradients([(np.ones(4), weights)]))
+    calls: list[str] = []
+    walks: list[object] = []
+    read_state = _state.read_state
+    monkeypatch.setattr(
+        _state, "read_state", lambda state: [walks.append(state), read_state(state)][1]
+    )
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_qualname)
+
+    async with CheckpointManager(tmp_path, max_to_keep=2) as manager:
+        for step in range(3):  # makes what is made once, and what is removed
+            await manager.save(step, {"weights": weights, "optimizer": optimizer})
+        walks.clear()
+        threading.setprofile(note)  # of the thread that is started for the save
+        sys.setprofile(note)
+        try:
+            await manager.save(3, {"weights": weights, "optimizer": optimizer})
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    assert "LocalStorage.remove_folder" in calls
+    assert len(calls) <= 310, sorted(calls)
+    assert len(walks) == 1
