@@ -202,7 +202,7 @@ class CheckpointManager:
             What `work` returns.
 
         Raises:
-            TypeError: If `step` is not a plain function.
+            TypeError: If `step` is not a plain function; `grace_s` has to be a number from 0.
             ContextError: If called in a step, or another call waits for SIGTERM already.
             CheckpointError: If the state could not be saved.
             SystemExit: After SIGTERM, once the state is saved.

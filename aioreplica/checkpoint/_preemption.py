@@ -7,6 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any, TypeVar
 
 from ..context import REGISTRY
@@ -52,12 +53,16 @@ async def run_and_save(
         wake()
 
     with ExitStack() as stack:
-        if on_sigterm:
-            try:
+        try:
+            if not isinstance(grace_s, Real):
+                raise TypeError(f"grace_s must be seconds as a number, got {grace_s!r}.")
+            if not grace_s >= 0:  # nor NaN
+                raise ValueError(f"grace_s must be at least 0, got {grace_s!r}.")
+            if on_sigterm:
                 stack.enter_context(_called_on_sigterm(loop, sigterm))
-            except BaseException:  # not the main thread, or Windows: nothing has begun
-                work.close()
-                raise
+        except BaseException:  # not the main thread, or Windows: nothing has begun
+            work.close()
+            raise
         training = OwnedTask(work, "training")
         training.when_done(wake)
         stop = partial(_save_and_stop, training, state, step, write, grace_s)

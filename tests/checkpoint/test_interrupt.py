@@ -465,6 +465,25 @@ async def test_a_save_that_fails_is_said_although_it_is_cancelled_meanwhile(
         await task
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grace_s", [None, "30", float("nan"), -1])
+async def test_a_grace_that_is_no_time_is_refused_before_the_work_begins(
+    grace_s: Any, tmp_path: Path
+) -> None:
+    """It was found out at the stop: nothing was saved then, and the work went on."""
+    begun = []
+
+    async def train() -> None:
+        begun.append(True)
+
+    with pytest.raises((TypeError, ValueError), match="grace_s must be"):
+        await CheckpointManager(tmp_path).save_on_cancel(
+            train(), {"x": 1}, lambda: 1, grace_s=grace_s
+        )
+    await asyncio.sleep(0)
+    assert begun == []
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="asks for a signal handler")
 def test_sigterm_outside_the_main_thread_is_refused_before_the_work_begins(tmp_path: Path) -> None:
     begun, errors = [], []
