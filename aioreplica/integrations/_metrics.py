@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, Self, final
+from weakref import WeakKeyDictionary
 
+from ..context import REGISTRY
 from ..devices import ProcessStatistics
 from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
 from ..telemetry import Totals, printable, usage
@@ -188,6 +190,23 @@ class Export:
 
     def __repr__(self) -> str:
         return f"<Export of {self._name}>"
+
+
+def metered_of(
+    exporter: str, target: object, connect: Callable[[MeteredStrategies], object]
+) -> MeteredStrategies:
+    """Return the strategies that go to a registry or provider; connect them to it the first time.
+
+    A registry that is no longer used is forgotten.
+    """
+    targets = REGISTRY.once(exporter, WeakKeyDictionary[object, MeteredStrategies])
+    with REGISTRY.once("metered", Lock):
+        metered = targets.get(target)
+        if metered is None:
+            metered = MeteredStrategies()
+            connect(metered)
+            targets[target] = metered
+        return metered
 
 
 def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:

@@ -14,14 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from threading import Lock
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
-from weakref import WeakKeyDictionary
 
-from ..context import REGISTRY
 from ..strategies import Strategy
 from ..telemetry import ObservedMerge, ObservedOp, ObservedRun, Observer, printable, source_line
-from ._metrics import METRICS, Export, MeteredStrategies, MetricFamily, missing
+from ._metrics import METRICS, Export, MeteredStrategies, MetricFamily, metered_of, missing
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
@@ -82,7 +80,8 @@ def export_metrics(
     except ImportError as error:
         raise missing("opentelemetry-api", error) from error
     chosen = metrics.get_meter_provider() if meter_provider is None else meter_provider
-    return REGISTRY.once("opentelemetry", _Meters).of(chosen).add(strategy, name)
+    metered = metered_of("opentelemetry", chosen, partial(_make_instruments, chosen))
+    return metered.add(strategy, name)
 
 
 @final
@@ -214,29 +213,12 @@ def _fail(span: Span, error: BaseException) -> None:
     span.set_status(Status(StatusCode.ERROR, type(error).__name__))
 
 
-@final
-class _Meters:
-    """The one set of instruments of each meter provider."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._of: WeakKeyDictionary[MeterProvider, MeteredStrategies] = WeakKeyDictionary()
-
-    def of(self, provider: MeterProvider) -> MeteredStrategies:
-        with self._lock:
-            metered = self._of.get(provider)
-            if metered is None:
-                metered = self._of[provider] = MeteredStrategies()
-                meter = provider.get_meter(SCOPE)
-                for metric in METRICS:
-                    make = (
-                        meter.create_observable_counter
-                        if metric.is_counter
-                        else meter.create_observable_gauge
-                    )
-                    read = [_reader(metered, metric)]
-                    make(f"aioreplica.{metric.name}", read, description=metric.help)
-            return metered
+def _make_instruments(provider: MeterProvider, metered: MeteredStrategies) -> None:
+    meter = provider.get_meter(SCOPE)
+    counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
+    for metric in METRICS:
+        make = counter if metric.is_counter else gauge
+        make(f"aioreplica.{metric.name}", [_reader(metered, metric)], description=metric.help)
 
 
 def _reader(

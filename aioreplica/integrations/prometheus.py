@@ -19,13 +19,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from threading import Lock
 from typing import TYPE_CHECKING, final
-from weakref import WeakKeyDictionary
 
-from ..context import REGISTRY
 from ..strategies import Strategy
-from ._metrics import METRICS, Export, Measurement, MeteredStrategies, missing
+from ._metrics import METRICS, Export, Measurement, MeteredStrategies, metered_of, missing
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -56,7 +53,8 @@ def export(
     except ImportError as error:
         raise missing("prometheus-client", error) from error
     chosen = prometheus_client.REGISTRY if registry is None else registry
-    return REGISTRY.once("prometheus", _Collectors).of(chosen).metered.add(strategy, name)
+    metered = metered_of("prometheus", chosen, lambda made: chosen.register(_Collector(made)))
+    return metered.add(strategy, name)
 
 
 @contextmanager
@@ -98,29 +96,11 @@ def serve(
 
 
 @final
-class _Collectors:
-    """The one collector of each registry."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._of: WeakKeyDictionary[CollectorRegistry, _Collector] = WeakKeyDictionary()
-
-    def of(self, registry: CollectorRegistry) -> _Collector:
-        with self._lock:
-            collector = self._of.get(registry)
-            if collector is None:
-                collector = _Collector()
-                registry.register(collector)
-                self._of[registry] = collector
-            return collector
-
-
-@final
 class _Collector:
     """Gives a registry the metrics of the strategies that are exported to it."""
 
-    def __init__(self) -> None:
-        self.metered = MeteredStrategies()
+    def __init__(self, metered: MeteredStrategies) -> None:
+        self._metered = metered
 
     def collect(self) -> Iterable[Family]:
         """Return all metrics with their values; those without one too, so that names are known."""
@@ -132,7 +112,7 @@ class _Collector:
             )
             for metric in METRICS
         }
-        found: Iterable[Measurement] = self.metered.measure()
+        found: Iterable[Measurement] = self._metered.measure()
         for metric, labels, value in found:
             families[metric].add_metric(labels, value)
         return families.values()
