@@ -2,7 +2,6 @@
 
 from .._export import export_public
 from ._adapter import Adapter as Adapter
-from ._adapter import OutsideAdapter as OutsideAdapter
 from ._adapter import Watch as Watch
 from ._collectives import all_gather as all_gather
 from ._collectives import all_reduce as all_reduce
@@ -14,7 +13,7 @@ from ._models import jax_variables as jax_variables
 from ._models import torch_generator as torch_generator
 from ._models import torch_module as torch_module
 from ._value_and_grad import find_adapter as find_adapter
-from ._value_and_grad import find_outside_adapter as find_outside_adapter
+from ._value_and_grad import run_outside as run_outside
 from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables

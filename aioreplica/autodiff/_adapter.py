@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
@@ -19,6 +19,12 @@ from ._linear import LinearCollective
 
 Watch: TypeAlias = Callable[[Array], Array]
 """Takes an array and gives the stand-in that the library traces."""
+
+RunOutside: TypeAlias = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+"""Runs a function on the host, in the cluster of that name, and waits; an async one is awaited."""
+
+NameGradient: TypeAlias = Callable[[str, object], str]
+"""Names the gradient of the call in a cluster, in one pass backwards."""
 
 
 class Adapter(ABC):
@@ -67,43 +73,6 @@ class Adapter(ABC):
     @abstractmethod
     def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a traced array through a collective, so that gradients go back through it."""
-
-
-class RunOutside(Protocol):
-    """Runs a function on the host for a device program, and waits for it."""
-
-    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run `fn(*args)` in the cluster `name`; an async function is awaited there."""
-
-
-class NameGradients(Protocol):
-    """Names the gradients of outside calls."""
-
-    def gradient_of(self, name: str, gradient_call: object) -> str:
-        """Name the gradient of the call `name` in one pass backwards."""
-
-
-class OutsideAdapter(ABC):
-    """Makes outside calls part of what one library differentiates."""
-
-    @abstractmethod
-    def call(
-        self,
-        run: RunOutside,
-        names: NameGradients,
-        name: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> Any:
-        """Run `fn(*args)` outside in the cluster `name`; its gradient will run outside too.
-
-        Args:
-            run: Does the call.
-            names: Names the clusters of gradients.
-            name: Cluster of the call.
-            fn: A plain or async function.
-            args: Its arguments; some leaf of them is traced.
-        """
 
 
 def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:

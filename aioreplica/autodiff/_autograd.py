@@ -35,8 +35,7 @@ from ..tree import flatten, map_leaves, unflatten
 from ..values import Weighted
 from ._adapter import (
     Adapter,
-    NameGradients,
-    OutsideAdapter,
+    NameGradient,
     RunOutside,
     Watch,
     finished,
@@ -156,38 +155,12 @@ def is_traced(leaf: Any) -> bool:
 
 
 @final
-class AutogradOutside(OutsideAdapter):
-    """Makes outside calls primitives of autograd."""
-
-    def call(
-        self,
-        run: RunOutside,
-        names: NameGradients,
-        name: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> Any:
-        """Run the call and return its result, traced where it depends on the arguments."""
-        leaves, spec = flatten(list(args))
-        positions = [i for i, leaf in enumerate(leaves) if isbox(leaf)]
-
-        def of_traced(*values: Any) -> Any:
-            whole = list(leaves)
-            for position, value in zip(positions, values, strict=True):
-                whole[position] = value
-            return fn(*unflatten(spec, whole))
-
-        outside = _AutogradCall(run, names, name, of_traced)
-        return outside.at([leaves[i] for i in positions])
-
-
-@final
-class _AutogradCall:
+class AutogradCall:
     """One call: its result, and its pullback once it was traced.
 
     Args:
         run: Does the call.
-        names: Names the gradients.
+        gradient_of: Names the gradients.
         name: The cluster.
         fn: The function, of traced values only.
         known: Gives the value without running `fn`: the kept pullback of another call.
@@ -196,14 +169,14 @@ class _AutogradCall:
     def __init__(
         self,
         run: RunOutside,
-        names: NameGradients,
+        gradient_of: NameGradient,
         name: str,
         fn: Callable[..., Any],
         *,
         known: Callable[[Any], Any] | None = None,
     ) -> None:
         self._run = run
-        self._names = names
+        self._gradient_of = gradient_of
         self._name = name
         self._fn = fn
         self._known = known
@@ -222,9 +195,9 @@ class _AutogradCall:
 
     def gradient(self, cotangent: Any, args: Sequence[Any]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
-        name = self._names.gradient_of(self._name, _backward_frame())
-        outside = _AutogradCall(
-            self._run, self._names, name, _vjp_of(self._fn), known=self._pullback
+        name = self._gradient_of(self._name, _backward_frame())
+        outside = AutogradCall(
+            self._run, self._gradient_of, name, _vjp_of(self._fn), known=self._pullback
         )
         return outside.at([cotangent, *args])
 
@@ -255,7 +228,7 @@ class _Traced:
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _result(outside: _AutogradCall, *_args: Any) -> Any:
+def _result(outside: AutogradCall, *_args: Any) -> Any:
     return outside.value
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
@@ -21,7 +20,7 @@ from ..errors import ContextError
 from ..replica import CallSite, ProcessContext, RunningReplica
 from ..tree import Tree, map_leaves
 from ..typing import ReduceOp
-from ._linear import Caller, FromSource, Joined, LinearCollective, Scattered, Total
+from ._linear import Caller, LinearCollective, LinearMap, from_source, joined, scattered, total
 from ._value_and_grad import find_adapter
 
 
@@ -55,7 +54,7 @@ def all_reduce(op: ReduceOp | str, value: Tree) -> Tree:
         9.0 [array(6.)]
     """
     parsed = _linear_op(op, "all_reduce")
-    return _send(value, "all_reduce", sys._getframe(1), lambda caller: Total(caller, parsed))
+    return _send(value, "all_reduce", sys._getframe(1), total(parsed))
 
 
 def all_gather(value: Tree, axis: int) -> Tree:
@@ -70,7 +69,7 @@ def all_gather(value: Tree, axis: int) -> Tree:
         TypeError: As `all_reduce`.
         ContextError: As `all_reduce`.
     """
-    return _send(value, "all_gather", sys._getframe(1), lambda caller: Joined(caller, axis))
+    return _send(value, "all_gather", sys._getframe(1), joined(axis))
 
 
 def reduce_scatter(op: ReduceOp | str, value: Tree, axis: int = 0) -> Tree:
@@ -87,9 +86,7 @@ def reduce_scatter(op: ReduceOp | str, value: Tree, axis: int = 0) -> Tree:
         ContextError: As `all_reduce`.
     """
     parsed = _linear_op(op, "reduce_scatter")
-    return _send(
-        value, "reduce_scatter", sys._getframe(1), lambda caller: Scattered(caller, parsed, axis)
-    )
+    return _send(value, "reduce_scatter", sys._getframe(1), scattered(parsed, axis))
 
 
 def broadcast(value: Tree, source: int = 0) -> Tree:
@@ -110,7 +107,7 @@ def broadcast(value: Tree, source: int = 0) -> Tree:
     count = 1 if replica is None else replica.context.num_replicas_in_sync
     if not 0 <= index < count:
         raise ValueError(f"broadcast got source={source!r}, but replicas are 0 to {count - 1}.")
-    return _send(value, "broadcast", sys._getframe(1), lambda caller: FromSource(caller, index))
+    return _send(value, "broadcast", sys._getframe(1), from_source(index))
 
 
 def _linear_op(op: ReduceOp | str, name: str) -> ReduceOp:
@@ -138,9 +135,7 @@ def _current_replica(name: str) -> RunningReplica | None:
     return None
 
 
-def _send(
-    value: Tree, name: str, frame: FrameType, new_call: Callable[[Caller], LinearCollective]
-) -> Tree:
+def _send(value: Tree, name: str, frame: FrameType, apply: LinearMap) -> Tree:
     """Send each leaf through a collective of its own."""
     caller = Caller(_current_replica(name), CallSite.of(frame), f"autodiff.{name}")
 
@@ -148,8 +143,8 @@ def _send(
         require_dense(leaf, f"ar.autodiff.{name}")
         backend = _backend_of(leaf)
         if backend is None:
-            return new_call(caller).perform(np.asarray(leaf))
-        return find_adapter(backend).perform(new_call(caller), leaf)
+            return apply(caller, np.asarray(leaf))[0]
+        return find_adapter(backend).perform(LinearCollective(caller, apply), leaf)
 
     return map_leaves(send_leaf, value)
 

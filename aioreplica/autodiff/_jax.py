@@ -164,7 +164,7 @@ _enter.defvjp(_enter_forward, _enter_backward)
 def _perform(collective: LinearCollective, value: jax.Array) -> jax.Array:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{collective.title} was reached by jax.jit, jax.vmap or the like, which run a "
+            f"{collective.caller.name} was reached by jax.jit, jax.vmap or the like, which run a "
             "function once to record it, before there are numbers to send. Compile the parts "
             "before and after the collective, and call it between them."
         )

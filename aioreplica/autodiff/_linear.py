@@ -9,14 +9,13 @@ back performs the transposed one; gradients of gradients follow by themselves.
     reduce_scatter            all_gather, divided by the replicas for MEAN
     broadcast                 sum over replicas for the source, zeros for the others
 
-Each object is one call: what it learned from the replicas' sizes belongs to its transpose.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -98,180 +97,111 @@ class Caller:
         )
 
 
-class LinearCollective(ABC):
+LinearMap: TypeAlias = Callable[[Caller, Array], tuple[Array, "LinearMap"]]
+"""Meets the other replicas with an array; returns a new one of the same library, and its transpose.
+
+The transpose knows what was learned from the replicas' sizes.
+"""
+
+
+@final
+class LinearCollective:
     """One call of a linear collective.
 
     Args:
         caller: Who called it.
+        apply: Does it.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    __slots__ = ("_apply", "_back", "caller")
+
+    def __init__(self, caller: Caller, apply: LinearMap) -> None:
         self.caller = caller
+        self._apply = apply
+        self._back: LinearMap | None = None
 
-    @property
-    def title(self) -> str:
-        """Name for messages."""
-        return self.caller.name
-
-    @abstractmethod
     def perform(self, value: Array) -> Array:
         """Meet the other replicas with an array; return a new one, of the same library."""
+        result, self._back = self._apply(self.caller, value)
+        return result
 
-    @abstractmethod
     def transposed(self) -> LinearCollective:
         """Return a call of the transposed map, once this one was performed."""
+        assert self._back is not None  # it was performed
+        return LinearCollective(self.caller.back(), self._back)
 
-    @abstractmethod
     def again(self) -> LinearCollective:
         """Return another call of the same map."""
+        return LinearCollective(self.caller, self._apply)
 
 
-@final
-class Total(LinearCollective):
-    """The sum or mean over replicas, for all of them: its own transpose."""
+def total(op: ReduceOp) -> LinearMap:
+    """Return the sum or mean over replicas, for all of them: its own transpose."""
 
-    def __init__(self, caller: Caller, op: ReduceOp) -> None:
-        super().__init__(caller)
-        self._op = op
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        return caller.sum(op, value), apply
 
-    def perform(self, value: Array) -> Array:
-        """Combine."""
-        return self.caller.sum(self._op, value)
-
-    def transposed(self) -> LinearCollective:
-        """The gradient of an all-sum is an all-sum."""
-        return Total(self.caller.back(), self._op)
-
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return Total(self.caller, self._op)
+    return apply
 
 
-@final
-class Joined(LinearCollective):
-    """The values of all replicas joined along an axis, divided by a number."""
+def joined(axis: int, divisor: int = 1) -> LinearMap:
+    """Return the values of all replicas joined along an axis, divided by a number.
 
-    def __init__(self, caller: Caller, axis: int, divisor: int = 1) -> None:
-        super().__init__(caller)
-        self._axis = axis
-        self._divisor = divisor
-        self._begin = self._size = 0
-
-    def perform(self, value: Array) -> Array:
-        """Join; sizes along the axis may differ."""
-        joined, self._begin = self.caller.gather(value, self._axis)
-        self._size = value.shape[self._axis]
-        return joined if self._divisor == 1 else joined / self._divisor
-
-    def transposed(self) -> LinearCollective:
-        """Sum over replicas, and take the part that was brought."""
-        part = slice(self._begin, self._begin + self._size)
-        return OwnPart(self.caller.back(), self._axis, self._divisor, part)
-
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return Joined(self.caller, self._axis, self._divisor)
-
-
-@final
-class OwnPart(LinearCollective):
-    """A part of the sum over replicas, divided by a number: the transpose of `Joined`."""
-
-    def __init__(self, caller: Caller, axis: int, divisor: int, part: slice) -> None:
-        super().__init__(caller)
-        self._axis = axis
-        self._divisor = divisor
-        self._part = part
-
-    def perform(self, value: Array) -> Array:
-        """Sum and cut."""
-        total = self.caller.sum(ReduceOp.SUM, value)
-        part = total[(slice(None),) * (self._axis % total.ndim) + (self._part,)]
-        return part if self._divisor == 1 else part / self._divisor
-
-    def transposed(self) -> LinearCollective:
-        """Join again."""
-        return Joined(self.caller.back(), self._axis, self._divisor)
-
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return OwnPart(self.caller, self._axis, self._divisor, self._part)
-
-
-@final
-class Scattered(LinearCollective):
-    """A balanced part of the sum or mean over replicas, along an axis."""
-
-    def __init__(self, caller: Caller, op: ReduceOp, axis: int) -> None:
-        super().__init__(caller)
-        self._op = op
-        self._axis = axis
-
-    def perform(self, value: Array) -> Array:
-        """Combine and cut."""
-        return self.caller.scatter(self._op, value, self._axis)
-
-    def transposed(self) -> LinearCollective:
-        """Join the parts."""
-        replica = self.caller.replica
-        count = 1 if replica is None else replica.context.num_replicas_in_sync
-        return Joined(self.caller.back(), self._axis, count if self._op is ReduceOp.MEAN else 1)
-
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return Scattered(self.caller, self._op, self._axis)
-
-
-@final
-class FromSource(LinearCollective):
-    """The value of one replica, for all of them."""
-
-    def __init__(self, caller: Caller, source: int) -> None:
-        super().__init__(caller)
-        self._source = source
-        self._shape: tuple[int, ...] = ()
-
-    def perform(self, value: Array) -> Array:
-        """Take the source's value."""
-        self._shape = tuple(value.shape)
-        return self.caller.broadcast(value, self._source)
-
-    def transposed(self) -> LinearCollective:
-        """Sum over replicas, for the source."""
-        return ToSource(self.caller.back(), self._source, self._shape)
-
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return FromSource(self.caller, self._source)
-
-
-@final
-class ToSource(LinearCollective):
-    """The sum over replicas for one of them, zeros for the others: the transpose of `FromSource`.
-
-    The zeros have the shape that the replica had brought to be ignored.
+    Sizes along the axis may differ. The transpose sums over replicas, and takes the part that was
+    brought.
     """
 
-    def __init__(self, caller: Caller, source: int, shape: tuple[int, ...]) -> None:
-        super().__init__(caller)
-        self._source = source
-        self._shape = shape
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        whole, begin = caller.gather(value, axis)
+        part = slice(begin, begin + value.shape[axis])
+        return whole if divisor == 1 else whole / divisor, _own_part(axis, divisor, part)
 
-    def perform(self, value: Array) -> Array:
-        """Sum, and keep it or not."""
-        total = self.caller.sum(ReduceOp.SUM, value)
-        replica = self.caller.replica
-        if replica is None or replica.replica_id_in_sync_group == self._source:
-            return total
-        return array_namespace(total).zeros(self._shape, dtype=total.dtype)
+    return apply
 
-    def transposed(self) -> LinearCollective:
-        """Hand out again."""
-        return FromSource(self.caller.back(), self._source)
 
-    def again(self) -> LinearCollective:
-        """Another one."""
-        return ToSource(self.caller, self._source, self._shape)
+def _own_part(axis: int, divisor: int, part: slice) -> LinearMap:
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        whole = caller.sum(ReduceOp.SUM, value)
+        own = whole[(slice(None),) * (axis % whole.ndim) + (part,)]
+        return own if divisor == 1 else own / divisor, joined(axis, divisor)
+
+    return apply
+
+
+def scattered(op: ReduceOp, axis: int) -> LinearMap:
+    """Return a balanced part of the sum or mean over replicas, along an axis."""
+
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        replica = caller.replica
+        count = 1 if replica is None else replica.context.num_replicas_in_sync
+        back = joined(axis, count if op is ReduceOp.MEAN else 1)
+        return caller.scatter(op, value, axis), back
+
+    return apply
+
+
+def from_source(source: int) -> LinearMap:
+    """Return the value of one replica, for all of them.
+
+    The transpose is the sum over replicas for the source, zeros for the others: of the shape that
+    they had brought to be ignored.
+    """
+
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        return caller.broadcast(value, source), _to_source(source, tuple(value.shape))
+
+    return apply
+
+
+def _to_source(source: int, shape: tuple[int, ...]) -> LinearMap:
+    def apply(caller: Caller, value: Array) -> tuple[Array, LinearMap]:
+        whole = caller.sum(ReduceOp.SUM, value)
+        replica = caller.replica
+        if replica is not None and replica.replica_id_in_sync_group != source:
+            whole = array_namespace(whole).zeros(shape, dtype=whole.dtype)
+        return whole, from_source(source)
+
+    return apply
 
 
 def _copy(value: Array) -> Array:

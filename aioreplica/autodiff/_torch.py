@@ -20,8 +20,7 @@ from ..tree import leaves as leaves_of
 from ..values import IndexedSlices, Weighted
 from ._adapter import (
     Adapter,
-    NameGradients,
-    OutsideAdapter,
+    NameGradient,
     RunOutside,
     Watch,
     finished,
@@ -164,40 +163,14 @@ def needs_gradient(leaf: object) -> bool:
 
 
 @final
-class TorchOutside(OutsideAdapter):
-    """Makes outside calls functions of torch.autograd."""
-
-    def call(
-        self,
-        run: RunOutside,
-        names: NameGradients,
-        name: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> Any:
-        """Run the call and return its result, tracked where it depends on the arguments."""
-        leaves, spec = flatten(list(args))
-        positions = [i for i, leaf in enumerate(leaves) if needs_gradient(leaf)]
-
-        def of_tracked(*values: torch.Tensor) -> Any:
-            whole = list(leaves)
-            for position, value in zip(positions, values, strict=True):
-                whole[position] = value
-            return fn(*unflatten(spec, whole))
-
-        outside = _TorchCall(run, names, name, of_tracked)
-        return outside.at([leaves[i] for i in positions])
-
-
-@final
-class _TorchCall:
+class TorchCall:
     """One call: its result, and the inputs that it was made from, on the host."""
 
     def __init__(
-        self, run: RunOutside, names: NameGradients, name: str, fn: Callable[..., Any]
+        self, run: RunOutside, gradient_of: NameGradient, name: str, fn: Callable[..., Any]
     ) -> None:
         self._run = run
-        self._names = names
+        self._gradient_of = gradient_of
         self._name = name
         self._fn = fn
         self._inputs: list[torch.Tensor] = []
@@ -220,7 +193,7 @@ class _TorchCall:
 
     def gradient(self, cotangents: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Any:
         """Return the cotangents of all arguments; runs outside."""
-        name = self._names.gradient_of(self._name, torch._C._current_graph_task_id())
+        name = self._gradient_of(self._name, torch._C._current_graph_task_id())
         if not torch.is_grad_enabled():  # no gradient of the gradient is wanted
             return self._run(name, self._pull_back_kept, (cotangents,))
         count = len(cotangents)
@@ -237,7 +210,7 @@ class _TorchCall:
 
             return finished(self._fn(*inputs), back)
 
-        return _TorchCall(self._run, self._names, name, pull_back).at([*cotangents, *args])
+        return TorchCall(self._run, self._gradient_of, name, pull_back).at([*cotangents, *args])
 
     def _forward(self, *inputs: torch.Tensor) -> Any:
         with torch.enable_grad():
@@ -262,7 +235,7 @@ def _function() -> Any:
 
     class OutsideFunction(torch.autograd.Function):  # type: ignore[misc]  # torch may be missing
         @staticmethod
-        def forward(ctx: Any, outside: _TorchCall, *args: torch.Tensor) -> Any:
+        def forward(ctx: Any, outside: TorchCall, *args: torch.Tensor) -> Any:
             ctx.outside = outside
             ctx.save_for_backward(*args)
             return outside.value

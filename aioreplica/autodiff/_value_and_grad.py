@@ -6,12 +6,13 @@ The library of an adapter is imported when the adapter is found.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..devices.backends import Array
-from ..tree import leaves
-from ._adapter import Adapter, OutsideAdapter
+from ..tree import flatten, unflatten
+from ._adapter import Adapter, NameGradient, RunOutside
 
 BACKENDS = ("autograd", "torch", "jax")
 
@@ -103,22 +104,54 @@ def _new_adapter(backend: str) -> Adapter:
     return AutogradAdapter()
 
 
-def find_outside_adapter(args: Any) -> OutsideAdapter | None:
-    """Return the adapter of the library that traces a leaf of `args`; None if none does.
+def run_outside(
+    run: RunOutside,
+    gradient_of: NameGradient,
+    name: str,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a function on the host for a device program, as part of what a library differentiates.
+
+    If a library traces a leaf of the arguments, the gradient of the call will run outside too.
+
+    Args:
+        run: Does the call.
+        gradient_of: Names the clusters of gradients.
+        name: Cluster of the call.
+        fn: A plain or async function.
+        args: Its arguments.
+        kwargs: Those by name.
+    """
+    leaves, spec = flatten([args, dict(kwargs)])
+    positions, new_call = _traced(leaves)
+    if new_call is None:
+        return run(name, partial(fn, **kwargs) if kwargs else fn, args)
+
+    def of_traced(*values: Any) -> Any:
+        whole = list(leaves)
+        for position, value in zip(positions, values, strict=True):
+            whole[position] = value
+        given, named = unflatten(spec, whole)
+        return fn(*given, **named)
+
+    return new_call(run, gradient_of, name, of_traced).at([leaves[i] for i in positions])
+
+
+def _traced(leaves: Sequence[Any]) -> tuple[list[int], Any]:  # Any: a class of either library
+    """Return which leaves a library traces, and the class of its outside calls.
 
     A library that was not imported traces nothing, so nothing is imported here.
     """
-    if "autograd" not in sys.modules and "torch" not in sys.modules:
-        return None
-    found = leaves(args)
     if "autograd" in sys.modules:
-        from ._autograd import AutogradOutside, is_traced
+        from ._autograd import AutogradCall, is_traced
 
-        if any(map(is_traced, found)):
-            return AutogradOutside()
+        if found := [i for i, leaf in enumerate(leaves) if is_traced(leaf)]:
+            return found, AutogradCall
     if "torch" in sys.modules:
-        from ._torch import TorchOutside, needs_gradient
+        from ._torch import TorchCall, needs_gradient
 
-        if any(map(needs_gradient, found)):
-            return TorchOutside()
-    return None
+        if found := [i for i, leaf in enumerate(leaves) if needs_gradient(leaf)]:
+            return found, TorchCall
+    return [], None

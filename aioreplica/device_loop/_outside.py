@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any, TypeVar, final
 
 from .._functions import require_finished, require_no_yield
-from ..autodiff import find_outside_adapter
+from ..autodiff import run_outside
 from ..context import CLUSTER, LOOP, PLACE, Place
 from ..errors import ContextError
 from ..replica import RunningReplica, add_note_once
@@ -63,15 +63,8 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         return fn(*args, **kwargs)
     replica.blocking.require_here("outside_compilation")
     leave = _Leave(replica, sys._getframe(1))
-    name = replica.blocking.clusters.new_root()
-    adapter = find_outside_adapter((args, kwargs))
-    if adapter is None:
-        return leave(name, partial(fn, **kwargs) if kwargs else fn, args)
-    if not kwargs:
-        return adapter.call(leave, replica.blocking.clusters, name, fn, args)
-    return adapter.call(
-        leave, replica.blocking.clusters, name, lambda a, k: fn(*a, **k), (args, kwargs)
-    )
+    clusters = replica.blocking.clusters
+    return run_outside(leave, clusters.gradient_of, clusters.new_root(), fn, args, kwargs)
 
 
 def current_cluster() -> str | None:
