@@ -3,7 +3,10 @@
 from .._export import export_public
 from ._description import EntryDescription as EntryDescription
 from ._description import StepDescription as StepDescription
+from ._format import DTYPES as DTYPES
+from ._format import tensors_header as tensors_header
 from ._fsspec import FsspecStorage as FsspecStorage
+from ._lock import FileLock as FileLock
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._preemption import EXIT_CODE as EXIT_CODE

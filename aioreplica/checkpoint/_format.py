@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple, final
@@ -41,7 +41,7 @@ _NUM_DIGITS = 8
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 """Called for one entry after the other: a call keeps all other threads waiting."""
 
-_DTYPES = {
+DTYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
     "float16": "F16", "float32": "F32", "float64": "F64",
@@ -161,10 +161,10 @@ def dtype_name(dtype: np.dtype[Any], key: str) -> str:
         TypeError: If it cannot.
     """
     name = _name_of(dtype)
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise TypeError(
             f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
-            f"{', '.join(_DTYPES)}."
+            f"{', '.join(DTYPES)}."
         )
     return name
 
@@ -181,7 +181,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         DamagedError: If a checkpoint cannot hold it.
         CheckpointError: If the package that defines it is missing.
     """
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise DamagedError(f"dtype {name!r} is unknown")
     if name == "bfloat16":
         try:
@@ -196,24 +196,27 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def tensors_header(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> bytes:
+def tensors_header(
+    tensors: Iterable[tuple[str, Sequence[int], str, int]],
+    metadata: Mapping[str, str],
+    alignment: int = 8,
+) -> bytes:
     """Return the first bytes of a safetensors file.
 
     Args:
-        tensors: Label, shape, dtype and number of bytes of each, in the order they follow.
+        tensors: Label, shape, dtype as the format calls it, and number of bytes of each, in the
+            order they follow.
+        metadata: Text for readers.
+        alignment: The length is a multiple of it.
     """
-    metadata = {"format": FORMAT, "version": str(VERSION)}
     members = [f'"__metadata__":{_JSON.encode(metadata)}']
     offset = 0
     for label, shape, dtype, size in tensors:
-        stored = [*shape, 2] if dtype.startswith("complex") else list(shape)
-        entry = {
-            "dtype": _DTYPES[dtype], "shape": stored, "data_offsets": [offset, offset + size]
-        }  # fmt: skip
+        entry = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         members.append(f"{_JSON.encode(label)}:{_JSON.encode(entry)}")
         offset += size
     text = f"{{{','.join(members)}}}".encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % alignment)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -314,7 +317,7 @@ def _file_record(found: Mapping[str, Any]) -> FileRecord:
 
 
 def _form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in _DTYPES:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in DTYPES:
         raise ValueError(f"there is no array of shape {shape!r} and dtype {dtype!r}")
     return tuple(map(_natural, shape)), dtype
 

@@ -126,7 +126,7 @@ class CheckpointManager:
         self._turn = asyncio.Lock()  # of the save that is going on
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
-        self._lock: Any = None  # Any: whatever the storage gives
+        self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
         self._sequences: dict[int, int] = {}  # of the steps that are there, newest first
         self._num_saved = 0
         self._restored: Restored | None = None
@@ -263,15 +263,11 @@ class CheckpointManager:
             saved.update({**found, step: sequence})
             return sequence
 
-        failures = await write_cut(self._storage, step, cut, begin, bound(_remove, self, saved))
+        left = await write_cut(self._storage, step, cut, begin, bound(_remove, self, saved))
         self._num_saved += 1
         self._sequences = saved
-        for each, error in failures:
-            warnings.warn(
-                f"Step {each} could not be removed from {self._storage}: {reason(error)}.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        for text in left:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -402,7 +398,7 @@ class CheckpointManager:
         finally:
             lock, self._lock = self._lock, None
             if lock is not None:
-                lock.close()
+                lock[0].close()
             self._raise_failure()  # of more weight than a cancellation
 
     __del__ = _warn_of_failure
@@ -426,10 +422,10 @@ class CheckpointManager:
 
 def _begin(manager: CheckpointManager) -> dict[int, int]:
     """Take the lock, unless it is taken; return the sequence of each step, newest first."""
-    if manager._lock is None:
+    if manager._lock is None or manager._lock[1] != os.getpid():  # or in the child of a fork
         manager._sequences = {}  # another manager may have saved
         manager._storage.make_folder("")
-        manager._lock = manager._storage.lock()
+        manager._lock = manager._storage.lock(), os.getpid()
     return by_age(manager._storage, manager._sequences)
 
 
@@ -453,11 +449,9 @@ def _end_cut_off(manager: CheckpointManager) -> None:
     )
 
 
-def _remove(
-    manager: CheckpointManager, saved: Iterable[int], stop: Stop
-) -> list[tuple[int, Exception]]:
-    """Remove the steps that are not to be kept, until told to stop; return which cannot be."""
-    failures: list[tuple[int, Exception]] = []
+def _remove(manager: CheckpointManager, saved: Iterable[int], stop: Stop) -> list[str]:
+    """Remove the steps that are not to be kept, until told to stop; say which cannot be."""
+    left: list[str] = []
     for step in steps_to_remove(
         [*saved], max_to_keep=manager._max_to_keep, keep_every=manager._keep_every
     ):
@@ -466,8 +460,9 @@ def _remove(
         try:
             remove_step(manager._storage, step)
         except (OSError, MemoryError) as error:
-            failures.append((step, error))
-    return failures
+            why = reason(error)
+            left.append(f"Step {step} could not be removed from {manager._storage}: {why}.")
+    return left
 
 
 def _storage_of(directory: Any) -> Storage:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from ..errors import CheckpointError
 from ._format import DamagedError
+from ._lock import FileLock
 
 LOCK = ".lock"
 BLOCK_BYTES = 256 * 1024
@@ -198,7 +199,13 @@ class LocalStorage:
         Raises:
             CheckpointError: If another manager has it, of this process or another one.
         """
-        return _Lock(self._path(LOCK), self._directory)
+        try:
+            return FileLock(self._path(LOCK))
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{self._directory} is in use: a checkpoint manager of {error.strerror} saves "
+                "there. Close it, or give each one a directory of its own."
+            ) from None
 
     def __str__(self) -> str:
         return str(self._directory)
@@ -304,41 +311,6 @@ def _read_into(calls: Any, fd: int | None, offset: int, buffer: memoryview) -> i
             break
         done += count
     return done
-
-
-@final
-class _Lock:
-    """A lock that the kernel takes back when the process ends."""
-
-    def __init__(self, path: Path, directory: Path) -> None:
-        self._fd: int | None = None
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
-        try:
-            try:
-                import fcntl
-            except ModuleNotFoundError:  # no POSIX system: the file alone says who writes
-                return
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-                raise CheckpointError(
-                    f"{directory} is in use: a checkpoint manager of process {holder} saves "
-                    "there. Close it, or give each one a directory of its own."
-                ) from None
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
-
-    def __del__(self) -> None:  # a manager that was dropped saves no more
-        self.close()
 
 
 @contextmanager

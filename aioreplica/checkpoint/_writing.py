@@ -20,8 +20,11 @@ import numpy.typing as npt
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ._format import (
     DATA_FILE,
+    DTYPES,
+    FORMAT,
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    VERSION,
     FileRecord,
     Manifest,
     TensorRecord,
@@ -146,10 +149,16 @@ class _StepWriter:
             (arrays[key][index].shape, dtype_name(arrays[key][index].dtype, key))
             for key, index in tensors
         ]
-        header = tensors_header([
-            (f"{key}#{index}" if index else key, *form, arrays[key][index].nbytes)
-            for (key, index), form in zip(tensors, forms, strict=True)
-        ])  # fmt: skip
+        stored = [
+            (
+                f"{key}#{index}" if index else key,
+                (*shape, 2) if dtype.startswith("complex") else shape,
+                DTYPES[dtype],
+                arrays[key][index].nbytes,
+            )
+            for (key, index), (shape, dtype) in zip(tensors, forms, strict=True)
+        ]
+        header = tensors_header(stored, {"format": FORMAT, "version": str(VERSION)})
         header_crc = crc = zlib.crc32(header)
         size = len(header)
         path = f"{self._folder}/{name}"

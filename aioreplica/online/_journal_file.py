@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from ..checkpoint import FileLock
 from ..errors import JournalError, KeyReusedError
 from ._example import pack_example, unpack_example
 from ._records import DeadLetter
@@ -121,7 +122,7 @@ class JournalFile:
         self._busy_timeout_s = busy_timeout_s
         self._connect = connect
         self._connection: Any = None  # Any: a sqlite3.Connection, or what stands for one
-        self._lock: _Lock | None = None
+        self._lock: FileLock | None = None
         self._last = 0
         self._num_commits = 0
 
@@ -134,7 +135,7 @@ class JournalFile:
             JournalError: If it is in use, damaged, no journal, or cannot be made.
         """
         try:
-            self._lock = _Lock(self._path)
+            self._lock = _locked(self._path)
             with self._told("opened"):
                 self._connection = self._connected()
                 found = self._run("PRAGMA quick_check(1)")
@@ -475,40 +476,21 @@ def _advice(name: str) -> str:
     return "Look at the path and its permissions."
 
 
-@final
-class _Lock:
-    """A lock beside the journal, which the kernel takes back when the process ends."""
+def _locked(path: Path) -> FileLock:
+    """Return a lock beside the journal.
 
-    def __init__(self, path: Path) -> None:
-        lock = path.with_name(f"{path.name}.lock")
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-        try:
-            self._fd = os.open(lock, flags, 0o644)
-        except OSError as error:
-            raise JournalError(
-                f"The journal {path} cannot be opened: {error}. Make its folder, or let the "
-                "process write there."
-            ) from error
-        try:
-            import fcntl
-        except ModuleNotFoundError:  # no POSIX system: SQLite alone keeps writers apart
-            return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            raise JournalError(
-                f"The journal {path} is in use: a learner of process {holder} has it open. Close "
-                "it, or give each learner a journal of its own."
-            ) from None
-        except OSError as error:
-            os.close(self._fd)
-            raise JournalError(
-                f"The journal {path} cannot be locked: {error}. Put it on a local disk with room."
-            ) from error
-
-    def close(self) -> None:
-        os.close(self._fd)
+    Raises:
+        JournalError: If a learner has it, or it cannot be made.
+    """
+    try:
+        return FileLock(path.with_name(f"{path.name}.lock"))
+    except BlockingIOError as error:
+        raise JournalError(
+            f"The journal {path} is in use: a learner of {error.strerror} has it open. Close it, "
+            "or give each learner a journal of its own."
+        ) from None
+    except OSError as error:
+        raise JournalError(
+            f"The journal {path} cannot be opened: {error}. Make its folder, let the process write "
+            "there, or put it on a local disk with room."
+        ) from error

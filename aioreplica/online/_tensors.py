@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..checkpoint import DTYPES, tensors_header
+
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
 MAX_HEADER_BYTES = 64 * 1024 * 1024
-_NAMES = {
-    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
-    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
-    "float16": "F16", "float32": "F32", "float64": "F64", "complex64": "C64",
-}  # fmt: skip
+_NAMES = {name: code for name, code in DTYPES.items() if not name.startswith("complex")}
+_NAMES["complex64"] = "C64"
 _DTYPES = {label: name for name, label in _NAMES.items()}
 
 
@@ -49,21 +48,13 @@ def dump_tensors(
         if not can_store(array.dtype):
             raise TypeError(f"{name!r} has dtype {array.dtype}, stored are {', '.join(_NAMES)}.")
     ordered = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
+    rows: list[tuple[str, Sequence[int], str, int]] = []
     parts: list[bytes | memoryview] = []
     for name in ordered:
         array = np.ascontiguousarray(arrays[name])
-        entries[name] = {
-            "dtype": _NAMES[array.dtype.name],
-            "shape": arrays[name].shape,
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
+        rows.append((name, arrays[name].shape, _NAMES[array.dtype.name], array.nbytes))
         parts.append(array.reshape(-1).view(np.uint8).data)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    return [len(text).to_bytes(8, "little") + text, *parts]
+    return [tensors_header(rows, metadata, ALIGNMENT), *parts]
 
 
 def load_tensors(data: memoryview) -> tuple[dict[str, str], dict[str, Array], int]:

@@ -1,0 +1,74 @@
+"""Locks on files: one holder, and what a fork does with them."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aioreplica.checkpoint import CheckpointManager, FileLock
+from aioreplica.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OUTLIVED = """
+import asyncio, os, sys
+from aioreplica.checkpoint import CheckpointManager
+
+manager = CheckpointManager(sys.argv[1])
+asyncio.run(manager.save(1, {"x": 1}))
+if os.fork() == 0:
+    try:
+        asyncio.run(manager.save(2, {"x": 2}))
+    except OSError as error:
+        print(error, flush=True)
+    os.write(1, b"child\\n")
+    os.read(0, 1)
+    os._exit(0)
+os.wait3(os.WNOHANG)
+os.read(0, 1)
+os._exit(0)
+"""
+
+
+def test_a_second_lock_names_the_process_that_has_the_first(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+
+    with pytest.raises(BlockingIOError, match=f"process {os.getpid()}"):
+        FileLock(tmp_path / "lock")
+    lock.close()
+    lock.close()
+    FileLock(tmp_path / "lock").close()
+
+
+def test_a_lock_in_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        FileLock(tmp_path / "missing" / "lock")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    """It would hold the directory for as long as it lives, and save there beside its parent."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", OUTLIVED, str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        said = parent.stdout.readline()
+        assert "is in use" in said, said
+        assert parent.stdout.readline() == "child\n"
+        manager = CheckpointManager(tmp_path)
+        with pytest.raises(CheckpointError, match=f"process {parent.pid} saves there"):
+            asyncio.run(manager.save(2, {"x": 2}))
+        parent.kill()
+        parent.wait()
+        asyncio.run(manager.save(2, {"x": 2}))  # the child lives, and waits for its input
+        asyncio.run(manager.aclose())
+        parent.stdin.close()
