@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, final
 
 from .._functions import is_async, require_no_yield
 from ..devices import OwnedTask, require_loop
-from ..errors import CheckpointError, CheckpointNotCommittedError
+from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ._across import (
     agree_on_restored,
     is_first,
@@ -443,9 +443,9 @@ def _end_cut_off(manager: CheckpointManager) -> None:
         require_loop(loop, manager)
         return
     manager._background, manager._turn = None, asyncio.Lock()
-    manager._failure = CheckpointNotCommittedError(
-        f"A step was not saved in {manager._storage}: the event loop of its save was closed before "
-        "it had ended. Leave `async with manager` before."
+    manager._failure = CheckpointUncertainError(
+        f"A step may not have been saved in {manager._storage}: the event loop of its save was "
+        "closed before it had ended. Leave `async with manager` before."
     )
 
 
