@@ -13,9 +13,16 @@ from ..devices import run_together
 from ..devices.backends import reduce_arrays
 from ..typing import ReduceOp
 from ._compression import Compressed
-from ._layout import Layout
 from ._options import CommunicationOptions
-from ._plan import POOLED_BYTES, BufferPool, Leaves, ReductionPlan, num_threads, run_on_threads
+from ._plan import (
+    POOLED_BYTES,
+    BufferPool,
+    Layout,
+    Leaves,
+    ReductionPlan,
+    num_threads,
+    run_on_threads,
+)
 from ._reduce import leaf_bytes, reduce_leaves
 
 DEFAULT_OPTIONS = CommunicationOptions()

@@ -109,8 +109,7 @@ class ArrayDataset:
             epoch: Its number, from 0.
             start: Examples at its beginning to leave out.
         """
-        cut = _Cut(self, Start(epoch, start))
-        while (picked := cut.next_rows()) is not None:
+        for picked, _ in _cuts(self, Start(epoch, start)):
             yield self._rows.read(picked)
 
     @property
@@ -137,12 +136,12 @@ def array_source(dataset: ArrayDataset) -> Source:
     rows, label = dataset._rows, repr(dataset)
     is_inline = rows.is_inline(dataset._batch_size, shuffled=dataset._shuffle)
 
-    async def rest(cut: _Cut) -> AsyncGenerator[Item, None]:
-        while (picked := cut.next_rows()) is not None:
+    async def rest(start: Start) -> AsyncGenerator[Item, None]:
+        for picked, offset in _cuts(dataset, start):
             if is_inline:
-                yield Item(rows.read(picked), cut.offset)
+                yield Item(rows.read(picked), offset)
             else:
-                yield Item(await run_on_host(rows.read, picked), cut.offset)
+                yield Item(await run_on_host(rows.read, picked), offset)
 
     def read(start: Start) -> Pass:
         if start.offset > dataset.num_examples:
@@ -150,7 +149,7 @@ def array_source(dataset: ArrayDataset) -> Source:
                 f"{label} cannot go on after example {start.offset}: it has only "
                 f"{dataset.num_examples}. Load the state of this dataset."
             )
-        return rest(_Cut(dataset, start))
+        return rest(start)
 
     def identity() -> tuple[Any, ...]:
         order = dataset._order_name
@@ -168,39 +167,20 @@ def array_source(dataset: ArrayDataset) -> Source:
     )
 
 
-@final
-class _Cut:
-    """Rows of each batch of an epoch.
-
-    Attributes:
-        offset: Examples in the batches cut so far.
-    """
-
-    __slots__ = ("_batch_size", "_end", "_order", "offset")
-
-    def __init__(self, dataset: ArrayDataset, start: Start) -> None:
-        self.offset = start.offset
-        self._batch_size = dataset._batch_size
-        self._end = dataset.num_examples
-        if dataset._drop_remainder:
-            self._end -= (self._end - start.offset) % self._batch_size
-        self._order = (
-            KeyedPermutation(
-                dataset.num_examples,
-                seed=dataset._seed,
-                epoch=start.epoch if dataset._reshuffles else 0,
-                version=start.version,
-            )
-            if dataset._shuffle
-            else None
+def _cuts(dataset: ArrayDataset, start: Start) -> Iterator[tuple[Picked, int]]:
+    """Yield the rows of each batch of an epoch, and the offset behind them."""
+    size, end = dataset._batch_size, dataset.num_examples
+    if dataset._drop_remainder:
+        end -= (end - start.offset) % size
+    order = None
+    if dataset._shuffle:
+        epoch = start.epoch if dataset._reshuffles else 0
+        order = KeyedPermutation(
+            dataset.num_examples, seed=dataset._seed, epoch=epoch, version=start.version
         )
-
-    def next_rows(self) -> Picked | None:
-        start, end = self.offset, min(self.offset + self._batch_size, self._end)
-        if start >= end:
-            return None
-        self.offset = end
-        return slice(start, end) if self._order is None else self._order(np.arange(start, end))
+    for first in range(start.offset, end, size):
+        last = min(first + size, end)
+        yield slice(first, last) if order is None else order(np.arange(first, last)), last
 
 
 @runtime_checkable

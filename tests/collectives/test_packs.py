@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from aioreplica.collectives import BufferPool, deal
-from aioreplica.collectives._layout import Layout
-from aioreplica.collectives._plan import ReductionPlan
+from aioreplica.collectives._plan import Layout, ReductionPlan
 from aioreplica.typing import ReduceOp
 from aioreplica.values import IndexedSlices
 from tests.collectives.folds import DTYPES, all_bits, bits, fold, mixed_row, numbers
