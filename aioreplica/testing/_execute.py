@@ -14,11 +14,10 @@ from typing import Any, Final, Protocol, TypeAlias, final
 from ._errors import LeakError, StarvationError
 from ._leaks import Leaks, describe_task
 from ._loop import Budget, LoopObserver, SimLoop
-from ._participants import Choose, SimTask
+from ._participants import Choose, SimTask, fifo
 from ._pools import PoolTable
 from ._sandbox import Sandbox
 from ._schedule import Schedule
-from ._strategies import fifo
 from ._threads import NeedsThreads
 from ._watchdog import StuckStepError, Watchdog
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import refuse
-from ._strategies import fifo
+from ._participants import fifo
 
 if TYPE_CHECKING:
     from ._participants import Participant

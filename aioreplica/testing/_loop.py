@@ -46,6 +46,7 @@ from ._participants import (
     SimTask,
     SimTimer,
     TaskList,
+    fifo,
     name_of_task,
 )
 from ._streams import NetworkLoop
@@ -57,6 +58,7 @@ UNEXPLORED: Final = (
 )
 MAX_STEPS: Final = 100_000
 SPIN_STEPS: Final = 10_000
+MIN_SPIN_STEPS: Final = 100
 SAME_INSTANT_S: Final = 1e-9
 
 
@@ -312,6 +314,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
                 end = self.budget.check(self)
                 if not end:
                     return "endless"
+                choose = self.choose
 
     def _with_clock(self) -> list[Participant]:
         """Return all options, the clock among them if it may move on."""
@@ -469,18 +472,22 @@ class Budget:
 
     Virtual time does not pass while anything can run, so a program that spins until some time has
     passed would spin for ever. After `SPIN_STEPS` steps at one instant the clock moves on, to the
-    next timer or by a doubling number of seconds.
+    next timer or by a doubling number of seconds; and again after half as many as long as it is a
+    timer that is reached, since a program may poll until many of them have fired. From then on the
+    run keeps asyncio's own order, in which whatever is due or ready has its turn: a schedule that
+    favours what spins would starve a program that ends on every real loop.
 
     Args:
         max_steps: Steps after which a run is endless.
     """
 
-    __slots__ = ("_jump_s", "_last_now", "max_steps")
+    __slots__ = ("_jump_s", "_last_now", "_spin", "max_steps")
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self.max_steps = max_steps
-        self._last_now = 0.0
+        self._last_now = START_S
         self._jump_s = 1.0
+        self._spin = SPIN_STEPS
 
     @property
     def first_check(self) -> int:
@@ -493,10 +500,13 @@ class Budget:
         if steps >= self.max_steps:
             return 0
         if loop.now == self._last_now:
+            loop.choose = fifo
             when = loop.next_when()
             if when is None:
                 when = loop.now + self._jump_s
                 self._jump_s *= 2
+            else:
+                self._spin = max(self._spin // 2, MIN_SPIN_STEPS)
             loop.jump(when)
         self._last_now = loop.now
-        return min(steps + SPIN_STEPS, self.max_steps)
+        return min(steps + self._spin, self.max_steps)

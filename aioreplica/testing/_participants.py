@@ -46,6 +46,40 @@ Choose = Callable[[list[Participant]], int]
 """Picks one of two or more options, given in the order in which asyncio would take them."""
 
 
+OVERDUE_STEPS = 100
+"""How many steps may overtake an op in asyncio's own order."""
+
+
+def fifo(options: list[Participant]) -> int:
+    """Take what asyncio would take; ops and the clock in the order of their times."""
+    first = options[0]
+    if not hasattr(first, "deadline"):  # not an op: something is ready
+        last = options[-1]
+        return _overdue(options) if last.index == CLOCK or hasattr(last, "deadline") else 0
+    at, soonest = 0, first.due  # type: ignore[attr-defined]
+    for i, option in enumerate(options):
+        if option.index == CLOCK:
+            due = option._loop.next_when()  # type: ignore[attr-defined]
+        else:
+            due = option.due  # type: ignore[attr-defined]
+        if due < soonest:
+            at, soonest = i, due
+    return at
+
+
+def _overdue(options: list[Participant]) -> int:
+    """Return the first op that others have overtaken for too long, or 0.
+
+    Time does not pass while something is ready, but a program that spins until an op is done, on a
+    real loop, sees it done sooner or later.
+    """
+    for i, option in enumerate(options):
+        if hasattr(option, "deadline"):
+            steps = len(option.pool.loop.order) - option.since_step  # type: ignore[attr-defined]
+            return i if steps > OVERDUE_STEPS else 0
+    return 0
+
+
 RealTask = asyncio.Task  # kept: `asyncio.Task` stands for `SimTask` while a program runs
 MAX_ENDED = 1000
 """How many that have ended are kept at most: a run that goes on for ever needs no more memory."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import PurePath
-from types import FrameType
+from types import FrameType, GetSetDescriptorType
 from typing import Any, Final
 
 from ._forbidden import is_foreign
@@ -134,10 +134,23 @@ def name_in(frame: FrameType, wanted: Any) -> str:
             if value is wanted:
                 return name
             continue
-        for attribute, held in getattr(value, "__dict__", {}).items():
+        for attribute, held in attributes_in(value).items():
             if held is wanted and value is not wanted:
                 return f"{type(value).__name__}.{attribute}"
     return ""
+
+
+def attributes_in(value: object) -> dict[str, Any]:
+    """Return an object's own `__dict__`, or {}, without calling code of its class.
+
+    A class may have a `__dict__`, `__class__` or `__getattr__` of its own, which raises: that of a
+    proxy whose context is not set.
+    """
+    for cls in type(value).__mro__:
+        own = vars(cls).get("__dict__")
+        if own is not None:
+            return dict(own.__get__(value)) if type(own) is GetSetDescriptorType else {}
+    return {}
 
 
 def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, final
 
-from ._participants import CLOCK, Choose, Participant
-from ._strategies import FIFO, MAKERS, fifo
+from ._participants import CLOCK, Choose, Participant, fifo
+from ._strategies import FIFO, MAKERS
 
 if TYPE_CHECKING:
     from ._faults import Faults

@@ -9,16 +9,17 @@ objects that are older than the run must keep the hash that they had.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._cancel import Canceller
 from ._forbidden import is_foreign
 from ._loop import SimLoop
 from ._participants import Participant, SimTask
-from ._points import frames_of
+from ._points import attributes_in, frames_of
 from ._pools import PoolTable
 
 if TYPE_CHECKING:
@@ -87,8 +88,10 @@ class SetFinder:
         """Nothing is left to do."""
 
     def _note(self, name: str, held: Any) -> None:
-        classes = {type(each): None for each in held if _hashes_by_address(type(each))}
-        if len(held) > 1 and classes:
+        base = set if issubclass(type(held), set) else frozenset  # whose methods cannot fail
+        members = tuple(base.__iter__(held))
+        classes = {type(each): None for each in members if _hashes_by_address(type(each))}
+        if len(members) > 1 and classes:
             self.found[name] = PlainSet(name, tuple(classes))
 
 
@@ -103,7 +106,7 @@ def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     while todo and len(seen) < MAX_LOOKED_AT:
         name, value, depth = todo.pop(0)
-        if isinstance(value, (set, frozenset)):
+        if issubclass(type(value), (set, frozenset)):
             yield name, value
         elif depth < DEPTH and id(value) not in seen:
             seen.add(id(value))
@@ -112,18 +115,17 @@ def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (ModuleType, FunctionType, type)):
+    if issubclass(type(value), (ModuleType, FunctionType, type)):
         return
-    yield from tuple(getattr(value, "__dict__", {}).items())
+    yield from attributes_in(value).items()
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             mangled = f"_{cls.__name__}{name}" if name[:2] == "__" != name[-2:] else name
             descriptor = vars(cls).get(mangled)
-            try:
-                yield mangled, descriptor.__get__(value, cls)  # type: ignore[union-attr]
-            except AttributeError:  # it was not set
-                continue
+            if type(descriptor) is MemberDescriptorType:  # one of another type runs code
+                with suppress(AttributeError):  # it was not set
+                    yield mangled, descriptor.__get__(value, cls)
 
 
 def numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Callable[..., Any]]]:

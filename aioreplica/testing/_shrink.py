@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from ._participants import Participant
+from ._participants import Participant, fifo
 from ._schedule import Hold, Key
-from ._strategies import fifo
 from ._trace import CALLBACKS_KEY, CLOCK_KEY, Keys, Step, Trace
 
 MAX_RUNS: Final = 200

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Final, final
 
-from ._participants import CLOCK, Choose, Participant, SimTask
+from ._participants import Choose, Participant, SimTask, fifo
 
 MASK: Final = (1 << 64) - 1
 SEED_BITS: Final = 40  # what a token carries
@@ -49,38 +49,6 @@ EXTRA_DECISIONS: Final = 200
 WAITS: Final = (1, 2, 3, 4, 6, 8)
 """For how many decisions participants are held."""
 SPEEDS: Final = (1.0, 1 / 4, 1 / 16, 1 / 64)
-OVERDUE_STEPS: Final = 100
-"""How many steps may overtake an op in asyncio's own order."""
-
-
-def fifo(options: list[Participant]) -> int:
-    """Take what asyncio would take; ops and the clock in the order of their times."""
-    first = options[0]
-    if not hasattr(first, "deadline"):  # not an op: something is ready
-        last = options[-1]
-        return _overdue(options) if last.index == CLOCK or hasattr(last, "deadline") else 0
-    at, soonest = 0, first.due  # type: ignore[attr-defined]
-    for i, option in enumerate(options):
-        if option.index == CLOCK:
-            due = option._loop.next_when()  # type: ignore[attr-defined]
-        else:
-            due = option.due  # type: ignore[attr-defined]
-        if due < soonest:
-            at, soonest = i, due
-    return at
-
-
-def _overdue(options: list[Participant]) -> int:
-    """Return the first op that others have overtaken for too long, or 0.
-
-    Time does not pass while something is ready, but a program that spins until an op is done, on a
-    real loop, sees it done sooner or later.
-    """
-    for i, option in enumerate(options):
-        if hasattr(option, "deadline"):
-            steps = len(option.pool.loop.order) - option.since_step  # type: ignore[attr-defined]
-            return i if steps > OVERDUE_STEPS else 0
-    return 0
 
 
 def make_fifo(seed: int, length: int) -> Choose:

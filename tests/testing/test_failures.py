@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -298,6 +298,44 @@ def test_a_set_of_plain_objects_has_one_order_in_every_schedule() -> None:
     with pytest.raises(KeyError) as caught:
         art.replay(main, failure.token)
     assert caught.value.args == failure.error.args
+
+
+class Proxy:
+    """Stands for an object of a context that is not set, as `werkzeug.local.LocalProxy`."""
+
+    __slots__ = ("__dict__", "kept")
+
+    @property
+    def __class__(self) -> type:
+        raise RuntimeError("outside of a context")
+
+    @__class__.setter
+    def __class__(self, value: object) -> None:
+        raise RuntimeError("outside of a context")
+
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError("outside of a context")
+
+    __len__ = __iter__ = __bool__ = __getattribute__  # type: ignore[assignment]
+
+
+class Greedy(set[object]):
+    """Refuses to be walked."""
+
+    def __iter__(self) -> Iterator[object]:
+        raise RuntimeError("walked")
+
+
+def test_a_replay_runs_no_code_of_what_the_program_holds() -> None:
+    async def main() -> None:
+        proxy, greedy, lock = Proxy(), Greedy([Job(), Job()]), asyncio.Lock()
+        async with lock:
+            await step()
+        raise KeyError("the failure", *(proxy is greedy for _ in ()))
+
+    failure = failure_of(main)
+    with pytest.raises(KeyError, match="the failure"):
+        art.replay(main, failure.token)
 
 
 def test_a_set_that_cannot_be_ordered_is_named() -> None:

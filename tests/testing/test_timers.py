@@ -201,3 +201,27 @@ def test_steps_take_no_more_than_a_moment_in_all() -> None:
         assert loop.time() - start <= 0.01
 
     art.explore(main, schedules=100).check()
+
+
+async def polls_until_timers_have_fired(num_timers: int) -> None:
+    is_set = False
+
+    async def set_it() -> None:
+        nonlocal is_set
+        for _ in range(num_timers):
+            await asyncio.sleep(0.001)
+        is_set = True
+
+    task = asyncio.create_task(set_it())
+    while not is_set:
+        await asyncio.sleep(0)
+    await task
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
+@pytest.mark.parametrize("num_timers", [3, 40])
+def test_what_is_polled_for_comes_in_every_schedule(fidelity: str, num_timers: int) -> None:
+    program = partial(polls_until_timers_have_fired, num_timers)
+
+    art.explore(program, schedules=15, fidelity=fidelity).check()
