@@ -295,7 +295,9 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
             entries={str(key): _entry(each) for key, each in found["entries"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise DamagedError(f"{MANIFEST} is no manifest: {type(error).__name__}: {error}") from None
+        raise DamagedError(
+            f"{MANIFEST} is not a manifest: {type(error).__name__}: {error}"
+        ) from None
     if manifest.step != step:
         raise DamagedError(f"{MANIFEST} is that of step {manifest.step}")
     _check_layout(manifest)
@@ -304,21 +306,21 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no natural number")
+        raise ValueError(f"{value!r} is not a natural number")
     return value
 
 
 def _file_record(found: Mapping[str, Any]) -> FileRecord:
     name = found["name"]
     if not isinstance(name, str) or DATA_FILE.fullmatch(name) is None:
-        raise ValueError(f"{name!r} is no name of a data file")
+        raise ValueError(f"{name!r} is not the name of a data file")
     numbers = (found["bytes"], found["crc32"], found["header_bytes"], found["header_crc32"])
     return FileRecord(name, *map(_natural, numbers))
 
 
 def _form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in DTYPES:
-        raise ValueError(f"there is no array of shape {shape!r} and dtype {dtype!r}")
+        raise ValueError(f"an array cannot have shape {shape!r} and dtype {dtype!r}")
     return tuple(map(_natural, shape)), dtype
 
 

@@ -11,7 +11,7 @@ from ._storage import Sink, Source
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise what a store raises as an OSError: those of botocore, aiohttp and others are none."""
+    """Raise what a store raises as an OSError: errors of botocore, aiohttp and others are not."""
     try:
         yield
     except (OSError, MemoryError):

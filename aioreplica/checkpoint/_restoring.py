@@ -326,7 +326,7 @@ def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
         try:
             return decode(record.value, [np.array(array) for array in saved])
         except Exception as error:
-            raise DamagedError(f"{key!r} is no plain data: {error!r}") from error
+            raise DamagedError(f"{key!r} is not plain data: {error!r}") from error
     return _aggregate(record, saved) if record.kind == "variable" else np.array(saved[0])
 
 
@@ -344,7 +344,9 @@ def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:
         try:
             generator.state = value
         except Exception as error:
-            raise DamagedError(f"{entry.key!r} is no state of a generator: {error!r}") from error
+            raise DamagedError(
+                f"{entry.key!r} is not the state of a generator: {error!r}"
+            ) from error
     elif isinstance(thing, np.ndarray) and thing.flags.writeable:
         undo(np.copyto, thing, thing.copy())
         np.copyto(thing, value)

@@ -411,7 +411,7 @@ def encode(value: Any, key: str, arrays: list[Array]) -> Any:
             return {name: encode(child, key, arrays) for name, child in value.items()}
         return {"$items": [[encode(each, key, arrays) for each in item] for item in value.items()]}
     raise TypeError(
-        f"{key!r} in the state holds {value!r} ({type(value).__name__}), which is no plain data: "
+        f"{key!r} in the state holds {value!r} ({type(value).__name__}), which is not plain data: "
         "numbers, text, bytes, arrays, and lists, tuples and dicts of these."
     )
 

@@ -144,7 +144,7 @@ class LocalStorage:
         """Open a regular file for reading.
 
         Raises:
-            FileNotFoundError: If there is none; a link, a folder or a pipe is none.
+            FileNotFoundError: If there is none; or if it is a link, a folder or a pipe.
         """
         name = self._directory / path
         none = FileNotFoundError(errno.ENOENT, "Not a regular file", str(name))

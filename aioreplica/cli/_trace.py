@@ -79,7 +79,7 @@ def read_trace(path: Path) -> Timeline:
         events = parsed["traceEvents"] if isinstance(parsed, dict) else parsed
         return _from_chrome([each for each in events if isinstance(each, dict)])
     except UNREADABLE as error:
-        raise ValueError(f"it is no trace in Chrome's format ({error!r:.200})") from None
+        raise ValueError(f"it is not a trace in Chrome's format ({error!r:.200})") from None
 
 
 def _from_chrome(events: list[dict[str, Any]]) -> Timeline:

@@ -453,7 +453,7 @@ class Communicator(ABC):
         for future in pending.values():
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(self._failure.error())
-                future.exception()  # an abandoned one is no news: every later call raises it
+                future.exception()  # already known: every later call raises it
 
 
 def require_timeout(timeout: Any) -> float | None:

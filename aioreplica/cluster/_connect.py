@@ -103,7 +103,7 @@ def _engine_for(resolver: ClusterResolver, engine: str | None) -> str:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)} or None, got {engine!r}.")
     if resolver.rank is None:
         raise ValueError(
-            f"A task of type {resolver.task_type!r} is no worker, so it has no communicator."
+            f"A task of type {resolver.task_type!r} is not a worker, so it has no communicator."
         )
     if engine is None:
         if resolver.source.startswith("mpirun"):

@@ -69,7 +69,7 @@ def _from_tf_config(text: str) -> ClusterResolver:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG is no JSON: {error}. It is {_short(text)}.") from None
+        raise ValueError(f"TF_CONFIG is not JSON: {error}. It is {_short(text)}.") from None
     if not isinstance(config, dict):
         raise ValueError(f"TF_CONFIG is a JSON object, got {_short(text)}.")
     cluster, task = config.get("cluster", {}), config.get("task", {})

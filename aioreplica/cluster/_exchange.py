@@ -210,7 +210,7 @@ def require_size(num_bytes: int) -> None:
     """
     if num_bytes > MAX_BYTES:
         raise ValueError(
-            f"A worker sends at most 2 GiB at once in all_gather and reduce_scatter, this are "
+            f"A worker sends at most 2 GiB at once in all_gather and reduce_scatter; this is "
             f"{num_bytes / 2**30:.1f} GiB. Cut the array, or use all_reduce, which does."
         )
 

@@ -77,7 +77,7 @@ class TorchCommunicator(EngineCommunicator):
         """
         timeout = require_timeout(timeout)
         if resolver.rank is None:
-            raise ValueError(f"A task of type {resolver.task_type!r} is no worker.")
+            raise ValueError(f"A task of type {resolver.task_type!r} is not a worker.")
         check_interfaces(resolver)
         lane = Lane("torch.distributed", nice=0)
         op: Op[TorchEngine] = Op(

@@ -83,8 +83,8 @@ def to_array(leaf: Any, path: str) -> Array:
         ) from error
     if array.dtype.hasobject and not isinstance(leaf, (list, tuple)):
         raise TypeError(
-            f"Leaf {path} is a {type(leaf).__name__}, which is no array. Batches are pytrees of "
-            "arrays; drop it, or convert it in the source."
+            f"Leaf {path} has type {type(leaf).__name__}, which is not an array. Batches are "
+            "pytrees of arrays; drop it, or convert it in the source."
         )
     return array
 
@@ -252,8 +252,8 @@ def find_array(leaf: Any, path: str) -> Array | None:
         )
     if array is None or array.dtype.hasobject:
         raise TypeError(
-            f"Leaf {path} is a {kind}, which is no array of numbers. Drop the column, or convert "
-            "it in the source."
+            f"Leaf {path} is a {kind}, which is not an array of numbers. Drop the column, or "
+            "convert it in the source."
         )
     return array
 

@@ -472,8 +472,8 @@ def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) 
         number = count_or_none(state.get(name))  # NumPy's too: a checkpoint may hold arrays
         if number is None:
             raise ValueError(
-                f"The state of {label} has {name}={state.get(name)!r}, which is no natural number. "
-                "Load what state_dict returned, unchanged."
+                f"The state of {label} has {name}={state.get(name)!r}, which is not a natural "
+                "number. Load what state_dict returned, unchanged."
             )
         found[name] = number
     if found["pipelines"] != num_pipelines:

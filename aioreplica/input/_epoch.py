@@ -112,7 +112,7 @@ class Epoch:
             return None
         if asyncio.get_running_loop() is not self._loop:
             raise LoopMismatchError(
-                f"{self.name} began on {self._loop!r} and cannot go on on another event loop. "
+                f"{self.name} began on {self._loop!r} and cannot continue on another event loop. "
                 "Begin a new loop there."
             )
         if self.is_waiting:

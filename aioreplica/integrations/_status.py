@@ -197,7 +197,9 @@ def read_status(path: Path, timeout_s: float = 2.0) -> Status:
         while piece := connection.recv(65_536):
             received += piece
             if len(received) > MAX_BYTES:
-                raise ValueError(f"{path} sends more than {MAX_BYTES} bytes; that is no status.")
+                raise ValueError(
+                    f"{path} sends more than {MAX_BYTES} bytes, which is too much for a status."
+                )
     if not received:
         raise ConnectionResetError(f"The process behind {path} hung up.")
     status = json.loads(received)
@@ -247,7 +249,7 @@ def _clear(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} is no socket. Give serve() another path.")
+        raise FileExistsError(f"{path} is not a socket. Give serve() another path.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(0.5)
         try:

@@ -262,7 +262,7 @@ def numbers(name: str, what: str, value: Any) -> Array:
     What is masked is 0.
 
     Raises:
-        TypeError: If they are none.
+        TypeError: If they are not numbers.
     """
     if is_array_api_obj(value) and not isinstance(value, (np.ndarray, np.generic)):
         value = backend_of(value).get(value)

@@ -89,8 +89,8 @@ class ExampleSpec:
             array = np.asarray(given)
         except (ValueError, TypeError, OverflowError, RecursionError):
             raise ValueError(
-                f"{_place(where)} is no array of shape {wanted.shape}: its rows differ in length "
-                "or it holds something else than numbers."
+                f"{_place(where)} is not an array of shape {wanted.shape}: its rows differ in "
+                "length, or it holds something other than numbers."
             ) from None
         if array.dtype.kind not in "biufc" and can_store(array.dtype) is False:
             raise ValueError(f"{_place(where)} holds something else than numbers.")
@@ -237,7 +237,7 @@ def unpack_example(data: bytes) -> Any:
     try:
         return _decode(json.loads(metadata["tree"]), arrays)
     except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"the row is none: {type(error).__name__}: {error}") from None
+        raise ValueError(f"the row cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _decode(node: Any, arrays: Mapping[str, Array]) -> Any:

@@ -175,7 +175,7 @@ class JournalFile:
             [[version]] = connection.execute("PRAGMA user_version")
             if application != APPLICATION_ID and tables:
                 raise JournalError(
-                    f"{self._path} is an SQLite file but no journal. Give the journal a path of "
+                    f"{self._path} is an SQLite file but not a journal. Give the journal a path of "
                     "its own."
                 )
             if tables and version != VERSION:

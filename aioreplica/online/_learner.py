@@ -263,7 +263,7 @@ class OnlineLearner:
         It is a setting of the program: no checkpoint has it.
 
         Raises:
-            ValueError: If there is no optimizer in `variables`, or the rate is none.
+            ValueError: If there is no optimizer in `variables`, or the rate is not finite.
         """
         return _optimizers(self._settings.variables)[0].learning_rate
 

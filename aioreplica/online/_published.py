@@ -160,7 +160,7 @@ def _load(file: int, size: int, path: Path) -> PublishedSnapshot:
         return PublishedSnapshot(int(metadata["snapshot"]), arrays)
     except (ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} is no published snapshot, or was damaged by a crash: {error}. Start the "
+            f"{path} is not a published snapshot, or was damaged by a crash: {error}. Start the "
             "learner that publishes it, or read another path."
         ) from None
 

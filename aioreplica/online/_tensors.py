@@ -72,7 +72,7 @@ def load_tensors(data: memoryview) -> tuple[dict[str, str], dict[str, Array], in
         metadata = {str(k): str(v) for k, v in entries.pop("__metadata__", {}).items()}
         arrays = {str(name): _view(data, begin, entry) for name, entry in entries.items()}
     except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-        raise ValueError(f"the header is none: {type(error).__name__}: {error}") from None
+        raise ValueError(f"the header cannot be read: {type(error).__name__}: {error}") from None
     return metadata, arrays, begin
 
 
@@ -87,7 +87,7 @@ def _view(data: memoryview, begin: int, entry: Mapping[str, Any]) -> Array:
         dtype = np.dtype(name)
     numbers = (*shape, start, end)
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"{numbers} are no sizes")
+        raise ValueError(f"{numbers} are not sizes")
     if math.prod(shape) * dtype.itemsize != end - start or begin + end > len(data):
         raise ValueError(f"an array of shape {shape} and {dtype} is not at {start} to {end}")
     found: Array = np.frombuffer(data[begin + start : begin + end], dtype).reshape(shape)

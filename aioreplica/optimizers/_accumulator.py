@@ -156,7 +156,7 @@ class _Sum:
         }
 
     def gather(self, state: dict[str, Any]) -> None:
-        """Add what `state` gave, of this replica or of one that there is no more."""
+        """Add what `state` gave, of this replica or of one that no longer exists."""
         count, weight, scale = state["count"], state["weight"], state["scale"]
         shape = self.variable.shape
         parts: list[Any] = [IndexedSlices(v, i, shape) for v, i in state["rows"]]
@@ -285,7 +285,7 @@ class GradientAccumulator:
         return owner is not None and name.startswith(SUM)
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
-        """Go on with sums of a checkpoint; those of replicas that are no more go to others."""
+        """Go on with sums of a checkpoint; those of replicas that no longer exist go to others."""
         self.discard()
         for (owner, name), state in entries.items():
             if owner is None:

@@ -383,7 +383,7 @@ def _doubtful(
 def _look(
     write: StagedWrite, groups: Sequence[Sequence[Variable]], found: list[NonFiniteError]
 ) -> None:
-    """Look for an element that was finite and is no more; append the error."""
+    """Look for an element that was finite and no longer is; append the error."""
     for group in groups:
         place = write.find_non_finite(group)
         if place is not None:

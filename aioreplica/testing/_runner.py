@@ -48,7 +48,7 @@ def check_integer(name: str, value: object) -> None:
     """Refuse what is not an integer.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not one.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")

@@ -59,7 +59,9 @@ real_wait = asyncio.wait
 real_as_completed = asyncio.as_completed
 real_all_tasks = asyncio.all_tasks
 if sys.version_info >= (3, 12):
-    eager_task_factory = asyncio.create_eager_task_factory(SimTask)  # its first step is no option
+    eager_task_factory = asyncio.create_eager_task_factory(
+        SimTask
+    )  # its first step is not a choice
 ONLY_ASYNCIO: Final = (
     "Only asyncio is simulated: run the program there, with anyio's backend 'asyncio' if it is "
     "written for both."

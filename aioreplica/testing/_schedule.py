@@ -17,7 +17,7 @@ SPIN: Final = 64
 CHOICES: Final = 30
 CANCELLED: Final = 29
 HELD: Final = 28
-"""Makers that are no strategy: explicit choices; asyncio's order, cancelled once or held."""
+"""Makers that are not strategies: explicit choices; asyncio's order, cancelled once or held."""
 
 
 Key = tuple[int, ...]

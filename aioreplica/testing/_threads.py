@@ -124,7 +124,7 @@ class OpThread:
                 self.is_lost = True
                 raise refusal(
                     "A device thread that blocked",
-                    "What blocks it was not made inside the program, or is no lock of "
+                    "What blocks it was not made inside the program, or is not a lock of "
                     "`threading`: make it there, and write threading.Lock(), not a name imported "
                     "before.",
                     frame,

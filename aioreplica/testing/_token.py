@@ -172,7 +172,7 @@ def _damaged(token: str) -> str:
             "version it is from."
         )
     return (
-        f"{shown!r} is no schedule token, or a damaged one: tokens begin with {PREFIX!r} and "
+        f"{shown!r} is not a schedule token, or it is damaged: tokens begin with {PREFIX!r} and "
         "carry a checksum. Nothing was run; copy it again from the report."
     )
 

@@ -96,22 +96,25 @@ def set_in(*way: Any) -> Callable[[dict[str, Any]], None]:
 
 
 FORGED = {
-    "name above": (set_in("files", 0, "name", f"../{OLD}/data-0001-000.safetensors"), "no name"),
-    "absolute name": (set_in("files", 0, "name", "/etc/passwd"), "no name of a data file"),
-    "device": (set_in("files", 0, "name", "/dev/zero"), "no name of a data file"),
+    "name above": (
+        set_in("files", 0, "name", f"../{OLD}/data-0001-000.safetensors"),
+        "not the name",
+    ),
+    "absolute name": (set_in("files", 0, "name", "/etc/passwd"), "not the name of a data file"),
+    "device": (set_in("files", 0, "name", "/dev/zero"), "not the name of a data file"),
     "other file": (set_in("files", 0, "name", "data-0009-000.safetensors"), "cannot be read"),
     "more bytes": (set_in("files", 0, "bytes", 2**50), "has [0-9]+ bytes, not"),
     "huge tensor": (set_in("entries", "w", "shape", [2**40, 2**40]), "where they cannot be"),
     "tensor outside": (set_in("entries", "w", "tensors", 0, 1, 2**40), "where they cannot be"),
     "tensor in the header": (set_in("entries", "w", "tensors", 0, 1, 0), "where they cannot be"),
     "no such file": (set_in("entries", "w", "tensors", 0, 0, 7), "where they cannot be"),
-    "negative size": (set_in("entries", "w", "shape", [-2]), "no natural number"),
-    "object dtype": (set_in("entries", "w", "dtype", "object"), "no array of shape"),
-    "many dimensions": (set_in("entries", "w", "shape", [1] * 100), "no array of shape"),
+    "negative size": (set_in("entries", "w", "shape", [-2]), "not a natural number"),
+    "object dtype": (set_in("entries", "w", "dtype", "object"), "an array cannot have shape"),
+    "many dimensions": (set_in("entries", "w", "shape", [1] * 100), "an array cannot have shape"),
     "kind": (set_in("entries", "w", "kind", "pickle"), "kind 'pickle' is unknown"),
-    "a list": (lambda manifest: [manifest], "is no manifest"),
+    "a list": (lambda manifest: [manifest], "is not a manifest"),
     "other step": (set_in("step", 9), "is that of step 9"),
-    "deep": (set_in("files", None), "is no manifest"),
+    "deep": (set_in("files", None), "is not a manifest"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`trace`: the file says what happened, the picture is drawn, and what is no trace is refused."""
+"""`trace`: the file says what happened, the picture is drawn, another file is refused."""
 
 import asyncio
 import json

@@ -244,7 +244,7 @@ async def test_bad_connections() -> None:
         await connect(ClusterResolver(), engine="smoke")
     with pytest.raises(ValueError, match='"local" is for one worker, but arguments tells of 2'):
         await connect(ClusterResolver(num_workers=2), engine="local")
-    with pytest.raises(ValueError, match="'ps' is no worker"):
+    with pytest.raises(ValueError, match="'ps' is not a worker"):
         await connect(ClusterResolver({"worker": ["a:1"], "ps": ["b:1"]}, "ps"))
     with pytest.raises(ValueError, match="needs an address where the workers meet"):
         await connect(ClusterResolver(num_workers=2), engine="torch")

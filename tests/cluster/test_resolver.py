@@ -107,7 +107,7 @@ def test_kubernetes_is_told_how_many_there_are() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ("{cluster: 1}", ValueError, "TF_CONFIG is no JSON"),
+        ("{cluster: 1}", ValueError, "TF_CONFIG is not JSON"),
         ("[1, 2]", ValueError, "TF_CONFIG is a JSON object"),
         ('{"cluster": ["a:1"]}', ValueError, 'has to have "type" and "index"'),
         ('{"cluster": ["a:1"], "task": {"type": "worker", "index": 0}}', TypeError, "mapping"),

@@ -285,7 +285,7 @@ async def test_bad_batches_are_told_at_the_loop(
 @pytest.mark.asyncio
 async def test_a_leaf_that_is_no_array_is_told(pair: ar.MirroredStrategy) -> None:
     async with pair.distribute_dataset([{"x": np.ones(2), "y": object()}]) as batches:
-        with pytest.raises(TypeError, match=r"Leaf \['y'\] is a object, which is no array"):
+        with pytest.raises(TypeError, match=r"Leaf \['y'\] has type object, which is not an array"):
             await anext(aiter(batches))
 
 

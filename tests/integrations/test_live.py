@@ -160,7 +160,7 @@ async def test_a_path_in_use_is_refused_and_a_dead_socket_replaced(
                 pass
         assert (await asyncio.to_thread(read_status, path))["pid"] == os.getpid()
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="is no socket"):
+    with pytest.raises(FileExistsError, match="is not a socket"):
         async with live.serve(solo, path=path):
             pass
     assert path.read_text() == "mine"

@@ -118,7 +118,7 @@ def test_nesting_is_bounded() -> None:
         ([], "The example is .* expected an object"),
         ({"x": [0.0, 1.0], "y": 1, "z": 1}, r"the keys \['x', 'y', 'z'\], expected \['x', 'y'\]"),
         ({"x": [0.0], "y": 1}, r"\['x'\] has shape \(1,\), expected \(2,\)"),
-        ({"x": [[0.0], [1.0, 2.0]], "y": 1}, r"\['x'\] is no array of shape \(2,\)"),
+        ({"x": [[0.0], [1.0, 2.0]], "y": 1}, r"\['x'\] is not an array of shape \(2,\)"),
         ({"x": ["a", "b"], "y": 1}, "something else than numbers"),
         ({"x": [None, 1.0], "y": 1}, "something else than numbers"),
         ({"x": "ab", "y": 1}, "something else than numbers|shape"),

@@ -215,7 +215,7 @@ async def test_a_journal_that_is_none_or_damaged_is_refused(folder: Path) -> Non
     other = sqlite3.connect(journal)
     other.execute("CREATE TABLE poems (line TEXT)")
     other.close()
-    await opening_fails(folder, "an SQLite file but no journal")
+    await opening_fails(folder, "an SQLite file but not a journal")
     journal.unlink()
     await opening_fails(folder, "cannot be opened", journal=folder / "missing" / "journal.db")
     async with Counting(folder, checkpoints=None) as program:

@@ -139,7 +139,7 @@ def test_a_damaged_file_is_refused_at_every_byte(folder: Path) -> None:
     whole = path.read_bytes()
     for damaged in (b"", b"x", whole[:-1], whole[:100], bytes(len(whole)), b"\xff" * 8 + whole[8:]):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="no published snapshot, or was damaged"):
+        with pytest.raises(CheckpointError, match="not a published snapshot, or was damaged"):
             SnapshotReader(path).read()
     begin = len(whole) - 35
     for place in range(begin, len(whole)):

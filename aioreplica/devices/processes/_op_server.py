@@ -69,7 +69,7 @@ def _op_server() -> _OpServer:
 
 
 def _no_server() -> _OpServer:
-    raise LookupError("This process is no process of a device.")
+    raise LookupError("This process does not run the ops of a device.")
 
 
 def _watch(parent_id: int) -> None:
