@@ -23,6 +23,31 @@ art.cancel_everywhere(main).check()
 print(*sys.modules)
 """
 
+FIRST_RUN = """
+import sys
+import asyncio
+import aioreplica as ar
+
+async def step():
+    await ar.get_replica_context().all_reduce("sum", 1.0)
+
+async def main():
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            ar.Variable(1.0)
+        await strategy.run(step)
+
+asyncio.run(main())
+print(*sys.modules)
+"""
+WHEN_USED = (  # packages and modules of the library, and what the standard library is slow to load
+    "aioreplica.autodiff", "aioreplica.checkpoint", "aioreplica.cluster", "aioreplica.device_loop",
+    "aioreplica.input", "aioreplica.metrics", "aioreplica.online", "aioreplica.optimizers",
+    "aioreplica.strategies._loop_watch", "aioreplica.strategies._multi_worker",
+    "aioreplica.strategies._run_steps", "aioreplica.strategies._tpu",
+    "aioreplica.strategies.parameter_server", "importlib.metadata",
+)  # fmt: skip
+
 
 def stubbed() -> dict[str, str]:
     """Return the names of the stub, and the package that each comes from."""
@@ -51,6 +76,23 @@ def test_the_stub_names_what_is_exported() -> None:
         found = getattr(aioreplica, name)
         assert found is (package if name == home else getattr(package, name)), name
     assert set(homes) <= set(dir(aioreplica))
+
+
+def test_the_stub_of_strategies_names_what_is_exported() -> None:
+    strategies = aioreplica.strategies
+    stub = ast.parse((PACKAGE / "strategies" / "__init__.pyi").read_text(encoding="utf-8"))
+    named = [a.name for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names]
+
+    assert sorted(named) == strategies.__all__
+    for name in named:
+        assert getattr(strategies, name) is getattr(aioreplica, name, getattr(strategies, name))
+
+
+def test_a_first_run_loads_what_it_uses() -> None:
+    loaded = modules_after(FIRST_RUN)
+
+    assert "aioreplica.strategies._mirrored" in loaded
+    assert [name for name in WHEN_USED if name in loaded] == []
 
 
 def test_a_name_that_is_not_there_is_named() -> None:

@@ -11,7 +11,7 @@ from typing import final
 from ..context import DEVICE, PLACE, REGISTRY
 from ..errors import DeviceError
 from ._spec import Device
-from .backends import find_backends
+from .backends import find_backends, numpy_backend
 
 KINDS = ("cpu", "cuda", "gpu", "tpu")
 
@@ -60,7 +60,8 @@ class LogicalDevices:
 
     def _count(self, kind: str) -> int:
         if kind not in self._counts:
-            self._counts[kind] = max(b.num_devices(kind) for b in find_backends())
+            backends = (numpy_backend(),) if kind == "cpu" else find_backends()
+            self._counts[kind] = max(each.num_devices(kind) for each in backends)
         return self._counts[kind]
 
 

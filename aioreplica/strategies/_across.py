@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cluster import Workers, WorkersRun
 from ..collectives import (
     broadcast_arrays,
     gather_across,
@@ -24,6 +23,9 @@ from ..tree import LEAF_SPEC, flatten
 from ..typing import ReduceOp, VariableAggregation
 from ..values import Variable, aggregate
 from ._runtime import Runtime, VariableTable
+
+if TYPE_CHECKING:
+    from ..cluster import Workers, WorkersRun
 
 BATCHES_BYTES = 4
 MAX_BATCHES = 2 ** (8 * BATCHES_BYTES) - 1

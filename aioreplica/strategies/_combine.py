@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cluster import Workers
 from ..collectives import (
     CommunicationOptions,
     concatenate,
@@ -34,6 +33,9 @@ from ..typing import ReduceOp
 from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
 from ._across import gather_leaves_across, reduce_axis_across, reduce_leaves_across
 from ._runtime import Replicas
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
 
 Axis = int | tuple[int, ...] | None
 

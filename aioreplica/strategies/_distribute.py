@@ -8,10 +8,7 @@ from functools import partial
 from typing import Any, final
 
 from .._functions import is_async, require_finished, require_no_yield
-from ..input import (
-    InputContext,
-    InputTarget,
-)
+from ..input import InputContext, InputTarget, OpenLoops
 from ..values import PerReplica
 from ._across import agreed_batches
 from ._runtime import Runtime
@@ -59,6 +56,8 @@ def values_from_function(runtime: Runtime, value_fn: Callable[[ValueContext], An
 
 def input_target(runtime: Runtime) -> InputTarget:
     """Return a strategy as its datasets see it."""
+    if runtime.lifecycle.open_loops is None:
+        runtime.lifecycle.open_loops = OpenLoops()
     workers = runtime.workers
 
     def context() -> InputContext:
@@ -70,7 +69,7 @@ def input_target(runtime: Runtime) -> InputTarget:
         runtime.device_names,
         runtime.has_plain_values,
         context,
-        runtime.open_loops,
+        runtime.lifecycle.open_loops,
         runtime.lifecycle.open,
         None if workers is None else partial(agreed_batches, workers),
     )

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ..cluster import Workers
 from ..collectives import gather_across
 from ..devices import INLINE_BYTES, run_on_host
 from ..errors import ContextError, OutOfSyncError
 from ..values import Variable, is_own
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
 
 Array: TypeAlias = Any  # arrays of every dtype
 Named: TypeAlias = tuple[str, tuple[Array, ...]]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from .._functions import UNFINISHED, is_async, require_no_yield, unfinished_error
-from ..cluster import WorkersRun
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
@@ -16,6 +15,9 @@ from ..values import regroup_results, split_per_replica
 from ._across import equalize, function_name
 from ._run_options import RunOptions
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..cluster import WorkersRun
 
 DEFAULT_OPTIONS = RunOptions()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from ..context import PLACE
 from ..devices import (
@@ -21,10 +21,12 @@ from ..devices import (
     wait_shielded,
 )
 from ..errors import ContextError, LoopMismatchError
-from ..input import OpenLoops
 from ..replica import QuietWatch, ReplicaGroup
 from ..telemetry import ReplicaSkew
 from ..values import StepGate, VariableStore
+
+if TYPE_CHECKING:
+    from ..input import OpenLoops
 
 
 @final
@@ -62,10 +64,10 @@ class Lifecycle:
         lane_names: Lanes it uses; none for the default strategy.
         is_bound: Whether it belongs to one loop; the default strategy does not.
         store: Where waits for its variables are.
-        open_loops: The loops over its datasets.
 
     Attributes:
         gate: What runs wait for while they are held back.
+        open_loops: The loops over its datasets; None before the first.
         numbers: Counts the steps; the gate itself, which checkpoints look at, except in default
             strategies that are not the one of the process.
     """
@@ -80,13 +82,13 @@ class Lifecycle:
         "_label",
         "_lane_names",
         "_loop",
-        "_open_loops",
         "_port",
         "_state",
         "_store",
         "_watch",
         "gate",
         "numbers",
+        "open_loops",
     )
 
     def __init__(
@@ -96,13 +98,12 @@ class Lifecycle:
         *,
         is_bound: bool,
         store: VariableStore,
-        open_loops: OpenLoops,
     ) -> None:
         self._label = label
         self._store = store
         self.gate: StepGate = store.gate
         self.numbers = store.gate if is_bound else StepGate()
-        self._open_loops = open_loops
+        self.open_loops: OpenLoops | None = None
         self._drains = 0
         self._lane_names = lane_names
         self._is_bound = is_bound
@@ -268,7 +269,9 @@ class Lifecycle:
         self._stop_watch()
         self._active.clear()
         self._idle.clear()
-        self._open_loops.leave(f"It was ended because the event loop of {self._label} was closed.")
+        if self.open_loops is not None:
+            reason = f"It was ended because the event loop of {self._label} was closed."
+            self.open_loops.leave(reason)
         self._store.end_waits(f"the event loop of {self._label} was closed.")
 
     def _close(self) -> None:

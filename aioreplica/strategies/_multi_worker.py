@@ -126,7 +126,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._resolver = ClusterResolver(
                 task_id=workers.rank, num_workers=workers.num_workers, source=SHRUNK
             )
-        await runtime.open_loops.end("The loop was ended because its strategy has lost a worker.")
+        if runtime.lifecycle.open_loops is not None:
+            reason = "The loop was ended because its strategy has lost a worker."
+            await runtime.lifecycle.open_loops.end(reason)
         if savepoint is not None:
             await savepoint.put_back_newest(workers)
         await agree_on_names(workers, runtime.variable_table)

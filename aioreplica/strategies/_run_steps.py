@@ -13,12 +13,14 @@ from ..context import LoopStep
 from ..device_loop import (
     Feeder,
     Infeed,
+    KeptIterators,
     MultiStepContext,
     combine_outputs,
     new_feeder,
     open_iterator,
     run_loop,
 )
+from ..errors import ContextError
 from ..values import split_per_replica
 from ._combine import reduce_tree
 from ._launch import Run
@@ -94,7 +96,12 @@ def checked_count(name: str, value: Any) -> int:
 
 async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     """Run a device loop and combine what it leaves behind."""
-    lifecycle, events = runtime.lifecycle, runtime.events
+    lifecycle, events, workers = runtime.lifecycle, runtime.events, runtime.workers
+    if workers is not None and workers.has_others:
+        raise ContextError(
+            f"run_steps does not go over several workers, which {runtime!r} has. Call run for each "
+            "step; plain functions may use ctx.blocking there."
+        )
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
@@ -112,6 +119,8 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     completed, published = [0] * count, [0] * count
     steps = [LoopStep(i, completed, published) for i in range(count)]
     is_given = iterator is plan.given
+    if runtime.iterators is None:
+        runtime.iterators = KeptIterators()
     kept = runtime.iterators if is_given else None
     feeder = new_feeder(iterator, kept, infeed, steps, num_steps)
     events.add("loop", "begin", step, value=num_steps)

@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 from weakref import WeakValueDictionary
 
-from ..cluster import Workers
 from ..collectives import CommunicationOptions, Reducer
 from ..context import PLACE, Place
-from ..device_loop import KeptIterators, Topology
 from ..devices import Device
 from ..errors import ContextError
-from ..input import OpenLoops
 from ..telemetry import EventLog, Observer, Observers, Recorder
 from ..values import Variable, VariableOptions, VariableStore, default_store, rename
 from ._lifecycle import Lifecycle
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
+    from ..device_loop import KeptIterators, Topology
 
 S = TypeVar("S")
 
@@ -55,8 +56,7 @@ class Runtime:
         store: Numbers and publishes the writes of the variables.
         variable_table: The variables made here, and their names.
         lifecycle: Binds to the event loop and the lanes; knows the runs in progress.
-        open_loops: The loops over datasets.
-        iterators: Those that device loops have read from.
+        iterators: Those that device loops have read from; None before the first.
         scope_place: Where code in the scope runs; None for the default strategy.
         merge_place: Where merge functions run.
         blocking_merge_place: The same for merge functions that device threads wait for.
@@ -95,14 +95,12 @@ class Runtime:
         self.blocking_merge_place = Place(self, in_merge=True, holds_devices=True)
         self.store = default_store() if is_default else VariableStore(self.observers, self)
         self.variable_table = VariableTable()
-        self.open_loops = OpenLoops()
-        self.iterators = KeptIterators()
+        self.iterators: KeptIterators | None = None
         self.lifecycle = Lifecycle(
             f"<{kind}>",
             () if is_default else self.device_names,
             is_bound=not is_default,
             store=self.store,
-            open_loops=self.open_loops,
         )
 
     @property
@@ -174,8 +172,10 @@ class Runtime:
         finally:
             if self.lifecycle.state == "closed":
                 self.reducer.clear()
-                self.iterators.close()
-                await self.open_loops.aclose(repr(self))
+                if self.iterators is not None:
+                    self.iterators.close()
+                if self.lifecycle.open_loops is not None:
+                    await self.lifecycle.open_loops.aclose(repr(self))
                 if self.workers is not None:
                     await self.workers.aclose()
 

@@ -6,35 +6,28 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from ..cluster import Workers
 from ..collectives import CommunicationOptions, require_options
-from ..device_loop import MultiStepContext, Topology
 from ..devices import Device
-from ..errors import ContextError
-from ..input import (
-    DistributedDataset,
-    InputContext,
-    InputOptions,
-    distribute_dataset,
-    distribute_from_function,
-)
 from ..telemetry import EventLog, Observers, Recorder, ReplicaWait, UsageCounters
 from ..typing import ReduceOp
 from ..values import Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
-from ._distribute import ValueContext, input_target, values_from_function
 from ._extended import Extended
 from ._group_view import GroupView
-from ._in_sync import check_in_sync
 from ._launch import DEFAULT_OPTIONS, launch, require_runnable
 from ._lifecycle import StrategyStatistics
-from ._loop_watch import LoopWatch
 from ._run_options import RunOptions
-from ._run_steps import checked_plan, run_steps
 from ._runtime import Replicas, Runtime, Scope
 from ._watching import Telemetry, Tracing
+
+if TYPE_CHECKING:  # these load when they are used
+    from ..cluster import Workers
+    from ..device_loop import MultiStepContext, Topology
+    from ..input import DistributedDataset, InputContext, InputOptions
+    from ._distribute import ValueContext
+    from ._loop_watch import LoopWatch
 
 
 class Strategy:
@@ -180,17 +173,13 @@ class Strategy:
         Source:
             tf.distribute's run_steps_on_iterator, and the host training loop of TPUStrategy.
         """
-        runtime = self._runtime
-        runtime.require_cross_replica("run_steps", None)
-        if runtime.workers is not None and runtime.workers.has_others:
-            raise ContextError(
-                f"run_steps does not go over several workers, which {self!r} has. Call run "
-                "for each step; plain functions may use ctx.blocking there."
-            )
+        from ._run_steps import checked_plan, run_steps
+
+        self._runtime.require_cross_replica("run_steps", None)
         plan = checked_plan(
             fn, iterator, iterations, initial_loop_values, options, self._steps_per_run
         )
-        return await run_steps(runtime, plan)
+        return await run_steps(self._runtime, plan)
 
     def scope(self) -> Scope[Self]:
         """Return a context manager that makes this strategy current.
@@ -266,6 +255,8 @@ class Strategy:
             TypeError: If something else than variables was given.
             ContextError: If called inside a replica, or for variables of another strategy.
         """
+        from ._in_sync import check_in_sync
+
         self._runtime.open()
         await check_in_sync(self._runtime, variables)
 
@@ -297,6 +288,9 @@ class Strategy:
         """
         self._runtime.require_cross_replica("distribute_dataset", None)
         UsageCounters.of_process().count_input("distribute_dataset")
+        from ..input import distribute_dataset
+        from ._distribute import input_target
+
         return distribute_dataset(input_target(self._runtime), dataset, options)
 
     def distribute_datasets_from_function(
@@ -326,6 +320,9 @@ class Strategy:
         """
         self._runtime.require_cross_replica("distribute_datasets_from_function", None)
         UsageCounters.of_process().count_input("distribute_datasets_from_function")
+        from ..input import distribute_from_function
+        from ._distribute import input_target
+
         return distribute_from_function(input_target(self._runtime), dataset_fn, options)
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
@@ -339,6 +336,8 @@ class Strategy:
         """
         self._runtime.require_cross_replica("distribute_values_from_function", None)
         UsageCounters.of_process().count_input("distribute_values_from_function")
+        from ._distribute import values_from_function
+
         return values_from_function(self._runtime, value_fn)
 
     # ---- variables -------------------------------------------------------------------------

@@ -7,14 +7,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import TYPE_CHECKING, Self, final
 
 from ..devices import run_on_host
 from ..replica import waits_of
 from ..telemetry import Observers, ReplicaWait, TraceRecorder, chrome_json, skew_of, straggler_text
 from ._lifecycle import StrategyStatistics
-from ._loop_watch import LoopWatch
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    from ._loop_watch import LoopWatch
 
 
 @final
@@ -110,6 +112,8 @@ class Telemetry:
         Raises:
             ValueError: If the threshold is not positive.
         """
+        from ._loop_watch import LoopWatch
+
         return LoopWatch(self.observers, threshold_s, logger)
 
     def __repr__(self) -> str:

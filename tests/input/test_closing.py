@@ -424,8 +424,8 @@ async def test_many_bare_loops_hold_nothing() -> None:
         async for _ in strategy.distribute_dataset([np.ones(2), np.ones(2)]):
             break
         await asyncio.sleep(0)
-    assert strategy._runtime.open_loops.num_open == 200
-    assert len(strategy._runtime.open_loops._epochs) <= 64
+    assert strategy._runtime.lifecycle.open_loops.num_open == 200
+    assert len(strategy._runtime.lifecycle.open_loops._epochs) <= 64
 
     with pytest.warns(ResourceWarning, match="200 loops"):
         await strategy.aclose()

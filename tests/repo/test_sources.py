@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 350
-FACADES = {"Strategy": 480}  # nearly all of it documents what it forwards; mixins hid the length
+FACADES = {"Strategy": 500}  # nearly all of it documents what it forwards; mixins hid the length
 FRONT_DOOR = (
     'pip install -e ".[examples]" && python examples/train_digits.py',
     'pip install -e ".[test]" && pytest',
@@ -126,7 +126,7 @@ def test_package_inits_are_tables_of_contents() -> None:
             case ast.Expr(value=ast.Call(func=ast.Name(id="export_public"))):
                 return True
             case ast.Assign(value=ast.Call(func=ast.Name(id="export_lazily"))):
-                return True  # the root package only: the kit loads nothing of the library
+                return True  # the kit loads no library, a first run little of it
         return False
 
     logic = [

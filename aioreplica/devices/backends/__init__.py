@@ -6,6 +6,7 @@ from ._backend import Backend as Backend
 from ._cupy import CupyBackend as CupyBackend
 from ._discover import backend_of as backend_of
 from ._discover import find_backends as find_backends
+from ._discover import numpy_backend as numpy_backend
 from ._handing import join_arrays as join_arrays
 from ._handing import share_array as share_array
 from ._handing import trace_of as trace_of

@@ -30,8 +30,16 @@ def _load_backends() -> tuple[Backend, ...]:
         except ImportError:
             continue
         found[backend.name] = backend
-    numpy = found.pop("numpy", None) or NumpyBackend()
-    return (numpy, *found.values())
+    found.pop("numpy", None)  # it is there without an entry point
+    return (numpy_backend(), *found.values())
+
+
+def numpy_backend() -> Backend:
+    """Return the backend of NumPy, without looking for others: that takes as long as a small run.
+
+    It counts the host's CPUs, and serves what belongs to no other library.
+    """
+    return REGISTRY.once("numpy_backend", NumpyBackend)
 
 
 def backend_of(value: object) -> Backend:
@@ -40,9 +48,9 @@ def backend_of(value: object) -> Backend:
     Raises:
         TypeError: If the array belongs to a library that no installed backend serves.
     """
-    backends = find_backends()
     if type(value) is np.ndarray:
-        return backends[0]
+        return numpy_backend()
+    backends = find_backends()
     for backend in backends:
         if backend.owns(value):
             return backend
