@@ -177,7 +177,7 @@ def run_blocks(rule: BlockRule, ranges: Sequence[Range], scratch: Scratch) -> No
                         continue
                     last = rows[count - 1] if count > 1 else part[:0]
                     numbers = rule.kernel_numbers(prepared, block)
-                    found = fused(part, last, gradient.how(part.dtype), *rows[count:], *numbers)
+                    found = fused(part, last, gradient.how(part.dtype), *rows[count:], numbers)
                     if not found & 1:
                         gradient.is_finite = False
                     if not found & 2:
@@ -427,13 +427,18 @@ def _compiled(kernel: Kernel, dtype: DType) -> Compiled | None:
     read = types.Array(number, 1, "C", readonly=True)
     written = types.Array(number, 1, "C")
     how = types.UniTuple(number, 5)
+    numbers = types.UniTuple(number, kernel.num_numbers)
     old, new = [read] * (kernel.num_slots + 1), [written] * (kernel.num_slots + 1)
-    signature = types.int64(read, read, how, *old, *new, *[number] * kernel.num_numbers)
     options = {"nogil": True, "error_model": "numpy"}
-    gathers = njit(types.boolean(written, types.intp, read, read, how), **options)(gather)
-    # The kernel finds it under the name of what it calls in plain Python.
-    names = {**kernel.function.__globals__, gather.__name__: gathers}
-    function = FunctionType(kernel.function.__code__, names)
+    # The loop finds them under the names of what it calls in plain Python.
+    inner = {
+        "gather": njit(types.boolean(written, types.intp, read, read, how), **options)(gather),
+        "rule": njit(**options)(kernel.rule),
+    }
+    loop = kernel.loop
+    function = FunctionType(loop.__code__, {**loop.__globals__, **inner})
+    function.__qualname__ = kernel.rule.__name__  # names the file on disk: rules share loops
+    signature = types.int64(read, read, how, *old, *new, numbers)
     try:
         made: Compiled = njit(signature, cache=True, **options)(function)
     except RuntimeError:  # neither this folder nor the user's cache can be written

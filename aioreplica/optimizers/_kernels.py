@@ -1,7 +1,7 @@
 """Update rules written element by element, for a compiler: one pass over memory instead of many.
 
-Each sums the gradient, divides it, looks whether it is finite, clips it and applies the rule, some
-elements at a time, so that what lies between these is never out of a core's nearest cache. They
+A loop sums the gradient, divides it, looks whether it is finite, clips it and applies a rule, some
+elements at a time, so that what lies between these is never out of a core's nearest cache. Rules
 compute what the NumPy calls compute, operation by operation, so the bits are the same.
 
 Plain Python that nobody calls as it is. Arrays are flat, of one length and dtype, numbers are of
@@ -25,17 +25,26 @@ class Kernel(NamedTuple):
     """A rule for a compiler.
 
     Attributes:
-        function: The rule. It takes two parts of a gradient, the second one of length 0 if there is
-            no more than one; how to make the gradient of their sum, as `gather` does; the value and
-            the slots; the new value and the new slots; and numbers. It returns 1 if all elements of
-            the gradient are finite, and 2 more if all that it wrote is.
+        rule: Takes an element of the gradient, of the value and of each slot, and numbers. It
+            returns the new element of the value, and of each slot.
         num_slots: How many slots there are.
         num_numbers: How many numbers it takes.
     """
 
-    function: Callable[..., int]
+    rule: Callable[..., Any]
     num_slots: int
     num_numbers: int
+
+    @property
+    def loop(self) -> Callable[..., int]:
+        """Loop over the elements of a block, which is compiled with the rule inside.
+
+        It takes two parts of a gradient, the second one of length 0 if there is no more than one;
+        how to make the gradient of their sum, as `gather` does; the value and the slots; the new
+        value and the new slots; and the numbers. It returns 1 if all elements of the gradient are
+        finite, and 2 more if all that it wrote is.
+        """
+        return (without_slots, with_slot, with_slots)[self.num_slots]
 
 
 def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
@@ -88,223 +97,124 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
     return is_finite
 
 
-def descend(first: Any, second: Any, how: Any, value: Any, new_value: Any, rate: Any) -> int:
+def without_slots(first: Any, second: Any, how: Any, value: Any, new: Any, numbers: Any) -> int:
+    """Run a rule that keeps nothing."""
+    room = np.empty(min(CHUNK, value.size), value.dtype)
+    is_finite, sound, largest = True, 0, how[4]
+    for begin in range(0, value.size, CHUNK):
+        slope = room[: min(CHUNK, value.size - begin)]
+        is_finite &= gather(slope, begin, first, second, how)
+        end = begin + slope.size
+        old, made = value[begin:end], new[begin:end]
+        for i in range(slope.size):
+            moved = rule(slope[i], old[i], numbers)
+            made[i] = moved
+            sound += abs(moved) <= largest
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
+
+
+def with_slot(
+    first: Any, second: Any, how: Any, value: Any, slot: Any, new: Any, new_slot: Any, numbers: Any
+) -> int:
+    """Run a rule that keeps one slot."""
+    room = np.empty(min(CHUNK, value.size), value.dtype)
+    is_finite, sound, largest = True, 0, how[4]
+    for begin in range(0, value.size, CHUNK):
+        slope = room[: min(CHUNK, value.size - begin)]
+        is_finite &= gather(slope, begin, first, second, how)
+        end = begin + slope.size
+        old, made = value[begin:end], new[begin:end]
+        was, kept = slot[begin:end], new_slot[begin:end]
+        for i in range(slope.size):
+            moved, kept[i] = rule(slope[i], old[i], was[i], numbers)
+            made[i] = moved
+            sound += (abs(moved) <= largest) & (abs(kept[i]) <= largest)
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
+
+
+def with_slots(
+    first: Any,
+    second: Any,
+    how: Any,
+    value: Any,
+    slot: Any,
+    other: Any,
+    new: Any,
+    new_slot: Any,
+    new_other: Any,
+    numbers: Any,
+) -> int:
+    """Run a rule that keeps two slots."""
+    room = np.empty(min(CHUNK, value.size), value.dtype)
+    is_finite, sound, largest = True, 0, how[4]
+    for begin in range(0, value.size, CHUNK):
+        slope = room[: min(CHUNK, value.size - begin)]
+        is_finite &= gather(slope, begin, first, second, how)
+        end = begin + slope.size
+        old, made = value[begin:end], new[begin:end]
+        was, kept = slot[begin:end], new_slot[begin:end]
+        was_other, kept_other = other[begin:end], new_other[begin:end]
+        for i in range(slope.size):
+            moved, one, two = rule(slope[i], old[i], was[i], was_other[i], numbers)
+            made[i], kept[i], kept_other[i] = moved, one, two
+            sound += (abs(moved) <= largest) & (abs(one) <= largest) & (abs(two) <= largest)
+    found: int = is_finite + 2 * (sound == value.size)
+    return found
+
+
+def descend(slope: Any, old: Any, numbers: Any) -> Any:
     """SGD without momentum."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        for i in range(slope.size):
-            moved = old[i] - slope[i] * rate
-            sound += abs(moved) <= largest
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    return old - slope * numbers[0]
 
 
-def descend_with_momentum(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    total: Any,
-    new_value: Any,
-    new_total: Any,
-    momentum: Any,
-    rate: Any,
-) -> int:
+def descend_with_momentum(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
     """SGD along a decaying sum of gradients."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_total, made = total[begin:end], new_total[begin:end]
-        for i in range(slope.size):
-            direction = old_total[i] * momentum + slope[i]
-            made[i] = direction
-            moved = old[i] - direction * rate
-            sound += abs(moved) <= largest
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    momentum, rate = numbers
+    direction = total * momentum + slope
+    return old - direction * rate, direction
 
 
-def descend_with_nesterov(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    total: Any,
-    new_value: Any,
-    new_total: Any,
-    momentum: Any,
-    rate: Any,
-) -> int:
+def descend_with_nesterov(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
     """SGD along the sum as it will be one step on."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_total, made = total[begin:end], new_total[begin:end]
-        for i in range(slope.size):
-            direction = old_total[i] * momentum + slope[i]
-            made[i] = direction
-            moved = old[i] - (direction * momentum + slope[i]) * rate
-            sound += abs(moved) <= largest
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    momentum, rate = numbers
+    direction = total * momentum + slope
+    return old - (direction * momentum + slope) * rate, direction
 
 
-def adapt(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    m: Any,
-    v: Any,
-    new_value: Any,
-    new_m: Any,
-    new_v: Any,
-    beta_1: Any,
-    share_1: Any,
-    beta_2: Any,
-    share_2: Any,
-    epsilon: Any,
-    size: Any,
-    kept: Any,
-) -> int:
+def adapt(slope: Any, old: Any, m: Any, v: Any, numbers: Any) -> Any:
     """Adam and AdamW."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slopes = room[: end - begin]
-        is_finite &= gather(slopes, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_m, made_m = m[begin:end], new_m[begin:end]
-        old_v, made_v = v[begin:end], new_v[begin:end]
-        for i in range(slopes.size):
-            slope = slopes[i]
-            mean = old_m[i] * beta_1 + slope * share_1
-            square = old_v[i] * beta_2 + slope * share_2 * slope
-            made_m[i] = mean
-            made_v[i] = square
-            moved = old[i] * kept - mean / (np.sqrt(square) + epsilon) * size
-            sound += (abs(moved) <= largest) & (square <= largest)
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    beta_1, share_1, beta_2, share_2, epsilon, size, kept = numbers
+    mean = m * beta_1 + slope * share_1
+    square = v * beta_2 + slope * share_2 * slope
+    return old * kept - mean / (np.sqrt(square) + epsilon) * size, mean, square
 
 
-def accumulate(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    total: Any,
-    new_value: Any,
-    new_total: Any,
-    epsilon: Any,
-    rate: Any,
-) -> int:
+def accumulate(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
     """Adagrad."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_total, made = total[begin:end], new_total[begin:end]
-        for i in range(slope.size):
-            square = old_total[i] + slope[i] * slope[i]
-            made[i] = square
-            moved = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
-            sound += (abs(moved) <= largest) & (square <= largest)
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    epsilon, rate = numbers
+    square = total + slope * slope
+    return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    rms: Any,
-    new_value: Any,
-    new_rms: Any,
-    rho: Any,
-    share: Any,
-    epsilon: Any,
-    rate: Any,
-) -> int:
+def divide_by_root(slope: Any, old: Any, rms: Any, numbers: Any) -> Any:
     """RMSprop, neither centered nor with momentum."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_rms, made = rms[begin:end], new_rms[begin:end]
-        for i in range(slope.size):
-            square = old_rms[i] * rho + slope[i] * share * slope[i]
-            made[i] = square
-            moved = old[i] - slope[i] / np.sqrt(square + epsilon) * rate
-            sound += (abs(moved) <= largest) & (square <= largest)
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    rho, share, epsilon, rate = numbers
+    square = rms * rho + slope * share * slope
+    return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root_with_momentum(
-    first: Any,
-    second: Any,
-    how: Any,
-    value: Any,
-    rms: Any,
-    total: Any,
-    new_value: Any,
-    new_rms: Any,
-    new_total: Any,
-    rho: Any,
-    share: Any,
-    epsilon: Any,
-    momentum: Any,
-    rate: Any,
-) -> int:
+def divide_by_root_with_momentum(slope: Any, old: Any, rms: Any, total: Any, numbers: Any) -> Any:
     """RMSprop with momentum, not centered."""
-    room = np.empty(min(CHUNK, value.size), value.dtype)
-    is_finite, sound, largest = True, 0, how[4]
-    for begin in range(0, value.size, CHUNK):
-        end = min(begin + CHUNK, value.size)
-        slope = room[: end - begin]
-        is_finite &= gather(slope, begin, first, second, how)
-        old, new = value[begin:end], new_value[begin:end]
-        old_rms, made_rms = rms[begin:end], new_rms[begin:end]
-        old_total, made_total = total[begin:end], new_total[begin:end]
-        for i in range(slope.size):
-            square = old_rms[i] * rho + slope[i] * share * slope[i]
-            made_rms[i] = square
-            direction = old_total[i] * momentum + slope[i] / np.sqrt(square + epsilon)
-            made_total[i] = direction
-            moved = old[i] - direction * rate
-            sound += (abs(moved) <= largest) & (square <= largest)
-            new[i] = moved
-    found: int = is_finite + 2 * (sound == value.size)
-    return found
+    rho, share, epsilon, momentum, rate = numbers
+    square = rms * rho + slope * share * slope
+    direction = total * momentum + slope / np.sqrt(square + epsilon)
+    return old - direction * rate, square, direction
 
+
+rule: Callable[..., Any] = descend
+"""Stands for the rule in the loops above; a compiler puts the one of the kernel there."""
 
 DESCEND = Kernel(descend, 0, 1)
 DESCEND_WITH_MOMENTUM = Kernel(descend_with_momentum, 1, 2)
