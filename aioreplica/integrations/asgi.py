@@ -41,10 +41,10 @@ try:
     import prometheus_client
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from starlette import routing
-    from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response, StreamingResponse
+    from starlette.websockets import WebSocketClose
 
     from ._request import (
         HEADERS,
@@ -206,10 +206,11 @@ class OnlineService:
         self._event_interval_s = event_interval_s
         self._streams: set[_Events] = set()
         self.routes = tuple(self._make_routes())
-        self._app = Starlette(
-            routes=[routing.Route(route.path, route) for route in self.routes],
+        self._router = routing.Router(
+            [routing.Route(route.path, route) for route in self.routes],
+            redirect_slashes=False,
+            default=_not_here,
             lifespan=self.lifespan,
-            exception_handlers={404: _not_here},
         )
 
     def _make_routes(self) -> Sequence[Route]:
@@ -253,9 +254,9 @@ class OnlineService:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or run for as long as the server does."""
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"].endswith("/"):
             scope = {**scope, "path": scope["path"].rstrip("/")}
-        await self._app(scope, receive, send)
+        await self._router(scope, receive, send)
 
     def _route(self, path: str, method: str, summary: str, handle: _Handler) -> Route:
         is_open = path in {"/healthz", "/readyz"}
@@ -445,8 +446,12 @@ class OnlineService:
 _Handler = Callable[[Request], Awaitable[Response]]
 
 
-async def _not_here(request: Request, _error: HTTPException) -> Response:
-    return answer({"error": f"There is no {request.url.path[:80]!r} here."}, 404)
+async def _not_here(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await WebSocketClose()(scope, receive, send)
+    else:
+        refused = answer({"error": f"There is no {scope['path'][:80]!r} here."}, 404)
+        await refused(scope, receive, send)
 
 
 @final
