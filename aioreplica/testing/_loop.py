@@ -159,6 +159,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._due_at = 0.0
         self.early_until = START_S + JITTER_S  # timers up to then may fire while tasks are ready
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
+        self.moved: Callable[[float], None] | None = None  # told of the clock
         self.num_indices = FIRST_INDEX
         self._callbacks = CallbackQueue(self)
         self._clock = Clock(self)
@@ -291,10 +292,12 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
                     options = self._with_clock()
             elif external:
                 options = self._with_clock() if timers else external
-            elif self._advance():
-                continue
             else:
-                return "deadlock"
+                when = self.next_when()
+                if when is None:
+                    return "deadlock"
+                self.jump(when)
+                continue
             at = choose(options) if len(options) > 1 else 0
             chosen = options[at]
             if observer is not None:
@@ -340,14 +343,6 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
             heappop(timers)
         return None
 
-    def _advance(self) -> bool:
-        """Move the clock to the next timer; False without timers."""
-        when = self.next_when()
-        if when is None:
-            return False
-        self.jump(when)
-        return True
-
     def jump(self, when: float, *, is_early: bool = False) -> None:
         """Move the clock, early where tasks are ready, and make what is due then an option.
 
@@ -355,6 +350,8 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         those of a later instant have to wait for those of an earlier one.
         """
         self.now = max(self.now, when)
+        if self.moved is not None:
+            self.moved(self.now)
         if not is_early:
             self.early_until = self.now + JITTER_S
         limit = self.now + SAME_INSTANT_S
@@ -407,7 +404,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._overdue.clear()
         self._closed = True
         self.sim_tasks = TaskList()  # these close cycles, which only the collector could free
-        self.executors = self.observer = self.make_network = None
+        self.executors = self.observer = self.make_network = self.moved = None
         self._callbacks = self._clock = None  # type: ignore[assignment]
 
     @property

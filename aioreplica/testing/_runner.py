@@ -125,7 +125,8 @@ class Runner:
         no other run.
         """
         num_modules = len(sys.modules)
-        traced = self.trace(schedule)
+        with self._sandbox.find_real_clocks():
+            traced = self.trace(schedule)
         return traced if len(sys.modules) == num_modules else self.trace(schedule)
 
     def run_holds(

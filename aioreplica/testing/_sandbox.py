@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import datetime as dt
 import gc
 import os
 import queue
@@ -19,17 +20,18 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import count
 from random import Random
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
 from . import _faults
 from ._doors import socket_patches
 from ._executors import executor_patches
-from ._forbidden import is_importing, refuse
+from ._forbidden import is_foreign, is_importing, refuse
 from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
@@ -76,6 +78,10 @@ CLOCK_NAMES: Final = (
     "perf_counter_ns",
     "sleep",
 )
+REAL_CLOCK: Final = (
+    "The program reads datetime.now(), which is real beside virtual time: what waits for it hardly "
+    "goes on. Install time-machine (`pip install time-machine`), and it shows virtual time."
+)
 EPOCH_S: Final = 1_700_000_000.0 - 1000.0
 """What `time.time()` shows when virtual time is 0."""
 
@@ -109,6 +115,7 @@ class Sandbox:
         self._random_state: Any = None
         self._lane_table: Any = None
         self._source_lanes: Any = None
+        self._wall: WallClock | None = None
 
     # ---- around all schedules ----------------------------------------------------------------
 
@@ -125,6 +132,7 @@ class Sandbox:
         self._fused_rules = REGISTRY.replace(FUSED_RULES, None, _rules_in_numpy)
         self.watchdog.start()
         try:
+            self._wall = WallClock.start()  # before its functions are replaced
             self._patch_all()
         except BaseException:
             self.__exit__(None, None, None)
@@ -144,6 +152,8 @@ class Sandbox:
             else:
                 setattr(owner, name, value)
         self._undo.clear()
+        if self._wall is not None:
+            self._wall.stop()
         REGISTRY.replace(LANE_TABLE, self._lane_table)
         REGISTRY.replace(SOURCE_LANES, self._source_lanes)
         REGISTRY.replace(FUSED_RULES, self._fused_rules)
@@ -171,6 +181,9 @@ class Sandbox:
         REGISTRY.replace(LANE_TABLE, None, self._simulated_lanes)
         REGISTRY.replace(SOURCE_LANES, None)
         self.simulation.begin(loop, pools)
+        if self._wall is not None:
+            loop.moved = self._wall.show
+            self._wall.show(loop.now)
 
     def _simulated_lanes(self) -> SimLaneTable:
         from ._devices import SimLaneTable  # the library, for programs that use it
@@ -181,6 +194,13 @@ class Sandbox:
     def end(self) -> None:
         """End a schedule."""
         self.simulation.end()
+        if self._wall is not None:
+            self._wall.go_on()
+
+    def find_real_clocks(self) -> AbstractContextManager[None]:
+        """Note, inside a `with` block, whether the program reads a clock that is real."""
+        is_needed = self._wall is None and sys.getprofile() is None
+        return _noting_clocks(self.simulation) if is_needed else nullcontext()
 
     def order_sets_of(self, cls: type) -> bool:
         """Let the objects of a class hash by number from now on; False if it cannot be changed."""
@@ -200,9 +220,9 @@ class Sandbox:
 
     def _patch_all(self) -> None:
         here = self.simulation
-        for name, value in clock_functions(
-            here, {name: getattr(time, name) for name in CLOCK_NAMES}
-        ).items():
+        real = {name: getattr(time, name) for name in CLOCK_NAMES}
+        real |= {} if self._wall is None else self._wall.real
+        for name, value in clock_functions(here, real).items():
             self._patch(time, name, value)
         for module in (threading, queue):  # they have a name of their own for the clock
             self._patch(module, CLOCK_ALIASES[module.__name__], time.monotonic)
@@ -334,6 +354,72 @@ def process_starters() -> list[tuple[Any, str]]:
     owners = [os, sys.modules.get("_posixsubprocess")]  # the latter serves multiprocessing
     names = ("fork", "forkpty", "system", "posix_spawn", "posix_spawnp", "fork_exec")
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+
+
+# ---- clocks of C ------------------------------------------------------------------------------
+
+
+@final
+class WallClock:
+    """Clocks that C code reads, such as `datetime.now`, moved by the package time-machine.
+
+    It changes what the functions read and leaves every class as it is, for all threads: they see
+    virtual time in `datetime` as long as a schedule runs.
+
+    Attributes:
+        real: What goes on showing real time, by the name in `time`.
+    """
+
+    __slots__ = ("_travel", "_traveller", "real")
+
+    def __init__(self, travel: Any, real: dict[str, Callable[..., Any]]) -> None:
+        self._travel = travel
+        self._traveller = travel.start()
+        self.real = real
+
+    @staticmethod
+    def start() -> WallClock | None:
+        """Begin to move the clocks; None without time-machine, or where a test has set them."""
+        try:
+            machine = import_module("time_machine")
+        except ImportError:
+            return None
+        if machine.escape_hatch.is_travelling() or dt.datetime.__name__ == "FakeDatetime":
+            return None
+        real = {name: getattr(machine.escape_hatch.time, name) for name in ("time", "time_ns")}
+        return WallClock(machine.travel(time.time()), real)
+
+    def show(self, now: float) -> None:
+        """Show a moment of virtual time, until told otherwise."""
+        self._traveller.move_to(EPOCH_S + now, tick=False)
+
+    def go_on(self) -> None:
+        """Show real time."""
+        self._traveller.move_to(self.real["time"](), tick=True)
+
+    def stop(self) -> None:
+        """Give the clocks back."""
+        self._travel.stop()
+
+
+@contextmanager
+def _noting_clocks(simulation: Simulation) -> Iterator[None]:
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and getattr(called, "__name__", "") in ("now", "utcnow"):
+            cls = called.__self__
+            if (
+                isinstance(cls, type)
+                and issubclass(cls, dt.datetime)
+                and simulation.is_here()
+                and not is_foreign(frame.f_code.co_filename)
+            ):
+                simulation.notes[REAL_CLOCK] = None
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 # ---- virtual time -----------------------------------------------------------------------------
