@@ -67,7 +67,7 @@ def modules_after(program: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_stub_names_what_is_exported() -> None:
+def test_the_stub_names_every_export() -> None:
     homes = stubbed()
 
     assert sorted(homes) == aioreplica.__all__

@@ -364,7 +364,7 @@ def test_extremes_are_not_linear(op: str) -> None:
         autodiff.all_reduce(op, np.ones(2))
 
 
-def test_there_is_no_such_source() -> None:
+def test_an_unknown_source_is_refused() -> None:
     with pytest.raises(ValueError, match="source=1, but replicas are 0 to 0"):
         autodiff.broadcast(np.ones(2), source=1)
 

@@ -53,7 +53,7 @@ def test_a_call_inside_a_call_is_a_higher_derivative(lib: Library) -> None:
     assert (float(value), float(gradient)) == (48.0, 48.0)
 
 
-def test_what_the_inner_call_reads_from_outside_counts(lib: Library) -> None:
+def test_values_that_the_inner_call_reads_from_outside_count(lib: Library) -> None:
     def outer(xs: Any) -> Any:
         value, (slope,) = value_and_grad(lambda ys: ys[0] * xs[0] ** 2, lib.name)([np.array(5.0)])
         return value * slope
@@ -158,7 +158,7 @@ def test_torch_gradients_go_on_to_a_graph_outside() -> None:
     assert float(x.grad) == 18.0
 
 
-def test_jax_may_compile_what_gets_variables_as_arguments() -> None:
+def test_jax_may_compile_functions_of_variable_values() -> None:
     jax = pytest.importorskip("jax")
     w = ar.Variable(np.float32(3.0))
     squared = jax.jit(lambda value: value**2)
@@ -168,7 +168,7 @@ def test_jax_may_compile_what_gets_variables_as_arguments() -> None:
     assert (value, gradient) == (9.0, 6.0)
 
 
-def test_jax_may_not_read_variables_in_what_it_compiles() -> None:
+def test_variables_cannot_be_read_inside_jax_jit() -> None:
     jax = pytest.importorskip("jax")
     w = ar.Variable(np.float32(3.0))
 
@@ -370,7 +370,7 @@ def test_a_lookup_differentiated_twice_is_refused(lib: Library) -> None:
         (np.ones(3), [0], TypeError, "takes a variable, got ndarray"),
     ],
 )
-def test_lookups_check_what_they_get(table: Any, indices: Any, error: Any, text: str) -> None:
+def test_lookups_check_their_arguments(table: Any, indices: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         ar.autodiff.embedding_lookup(table, indices)
 

@@ -84,7 +84,7 @@ def test_the_total_of_a_weighted_is_differentiated_and_its_weight_is_not() -> No
 
 
 @pytest.mark.parametrize("loss", [lambda _: 3.0, lambda arrays: anp.sum(arrays[0])])
-def test_what_the_result_does_not_depend_on_has_gradient_zero(loss: Any) -> None:
+def test_an_unused_argument_has_gradient_zero(loss: Any) -> None:
     _, gradients = value_and_grad(loss)([np.ones(2), np.ones((2, 3), np.float32)])
 
     np.testing.assert_array_equal(gradients[1], np.zeros((2, 3)))

@@ -103,7 +103,7 @@ def test_the_form_predicts_and_takes_a_correction_by_keyboard_alone(
         keep(driver, pictures, "form")
 
 
-def test_what_comes_from_the_service_is_shown_as_text(
+def test_text_of_the_service_is_never_shown_as_markup(
     driver: Any, until: Until, tmp_path: Path
 ) -> None:
     letter = '{number: 7, error: "<img src=x onerror=document.title=1>", example: {}}'

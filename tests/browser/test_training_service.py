@@ -90,7 +90,7 @@ def test_a_job_is_submitted_followed_and_drawn(
     page.driver.save_screenshot(str(tmp_path / f"done-{page.driver.size_name}.png"))
 
 
-def test_what_is_no_job_is_explained_and_a_long_one_is_cancelled(
+def test_an_invalid_job_is_explained_and_a_long_one_is_cancelled(
     page: Page, service: Service, tmp_path: Path
 ) -> None:
     page.open(service.url)

@@ -298,7 +298,7 @@ async def test_old_versions_are_let_go_of_tensor_by_tensor_while_training_goes_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_looped", [False, True], ids=["run", "run_steps"])
-def test_who_is_cancelled_saves_between_two_steps(is_looped: bool) -> None:
+def test_a_cancelled_run_saves_between_two_steps(is_looped: bool) -> None:
     async def main() -> None:
         files = SimulatedFiles()
         training = Training(SimulatedStorage(files), is_looped=is_looped)

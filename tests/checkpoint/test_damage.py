@@ -181,13 +181,13 @@ def pipe(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-async def test_what_is_planted_in_a_step_is_damage(name: str, folder: Path) -> None:
+async def test_a_planted_entry_of_a_step_is_damage(name: str, folder: Path) -> None:
     plant, said = PLANTED[name]
     plant(folder / NEW)
     await falls_back(folder, said)
 
 
-async def test_a_link_to_a_step_is_no_step(folder: Path) -> None:
+async def test_a_link_to_a_step_is_not_listed(folder: Path) -> None:
     (folder / NEW).rename(folder / "elsewhere")
     (folder / NEW).symlink_to(folder / "elsewhere")
     manager = ar.CheckpointManager(folder)

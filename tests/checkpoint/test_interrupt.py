@@ -357,7 +357,7 @@ async def test_a_step_that_is_cancelled_with_every_task_is_not_saved(
 
 
 @pytest.mark.asyncio
-async def test_what_is_cancelled_with_every_task_between_two_steps_is_saved(
+async def test_cancelling_all_tasks_between_two_steps_saves(
     tmp_path: Path, pair: ar.Strategy
 ) -> None:
     with pair.scope():
@@ -478,7 +478,7 @@ async def test_a_save_that_fails_is_said_although_it_is_cancelled_meanwhile(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("grace_s", [None, "30", float("nan"), -1])
-async def test_a_grace_that_is_no_time_is_refused_before_the_work_begins(
+async def test_an_invalid_grace_is_refused_before_the_work_begins(
     grace_s: Any, tmp_path: Path
 ) -> None:
     """It was found out at the stop: nothing was saved then, and the work went on."""

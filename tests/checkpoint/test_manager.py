@@ -260,7 +260,7 @@ async def test_an_accumulator_goes_on_with_other_replicas(tmp_path: Path) -> Non
 # --- what does not match ----------------------------------------------------------------------
 
 
-async def test_what_does_not_match_is_listed_on_both_sides(tmp_path: Path) -> None:
+async def test_mismatches_are_listed_on_both_sides(tmp_path: Path) -> None:
     a, b = ar.Variable(1.0), ar.Variable(2.0)
     manager = ar.CheckpointManager(tmp_path)
     await manager.save(5, {"a": a, "b": b})
@@ -284,7 +284,7 @@ async def test_what_does_not_match_is_listed_on_both_sides(tmp_path: Path) -> No
         (lambda: "text", "'w' is a value here and a variable there"),
     ],
 )
-async def test_what_does_not_fit_changes_nothing(
+async def test_a_checkpoint_that_does_not_fit_changes_nothing(
     other: Callable[[], Any], said: str, tmp_path: Path
 ) -> None:
     manager = ar.CheckpointManager(tmp_path)
@@ -336,7 +336,7 @@ async def test_an_object_that_refuses_its_state_leaves_everything_as_it_was(tmp_
         (lambda: {"x": np.array([object()])}, TypeError, "has dtype object"),
     ],
 )
-async def test_what_cannot_be_saved_is_refused(
+async def test_objects_that_cannot_be_saved_are_refused(
     state: Callable[[], Any], error: type[Exception], said: str, tmp_path: Path
 ) -> None:
     manager = ar.CheckpointManager(tmp_path / "new")

@@ -97,7 +97,7 @@ def test_a_reader_finds_a_whole_step_whatever_is_replaced_meanwhile(
     assert art.run(main) > 50
 
 
-def test_a_reader_that_is_always_too_late_is_told() -> None:
+def test_a_reader_that_is_always_too_late_raises() -> None:
     async def main() -> None:
         disks = [(await disks_of_a_save(1, 2))[0], (await disks_of_a_save(2, 1))[0]]
         storage, _ = changing_storage(lambda call: disks[call // 3 % 2])

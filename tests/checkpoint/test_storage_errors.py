@@ -257,7 +257,7 @@ def test_a_manifest_longer_than_a_reader_takes_is_refused(monkeypatch: pytest.Mo
 
 
 @pytest.mark.asyncio
-async def test_what_a_store_raises_of_its_own_is_no_damage(
+async def test_errors_of_a_store_are_not_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import fsspec

@@ -86,7 +86,7 @@ async def test_a_save_that_fails_is_raised_on_every_worker(tmp_path: Path) -> No
     assert "Worker 0 could not save step 1" in str(results[1])
 
 
-async def test_workers_that_save_or_restore_different_steps_are_told(tmp_path: Path) -> None:
+async def test_workers_that_save_or_restore_different_steps_raise(tmp_path: Path) -> None:
     async def program(strategy: ar.Strategy) -> None:
         made, rank = await make(strategy), strategy._runtime.workers.rank
         async with ar.CheckpointManager(tmp_path) as manager:

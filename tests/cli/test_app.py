@@ -142,7 +142,7 @@ def test_benchmarks_are_listed_and_run(capsys: pytest.CaptureFixture[str]) -> No
     assert (code, "--quick" in out) == (0, True)
 
 
-def test_without_the_repository_benchmarks_say_so(
+def test_benchmarks_outside_the_repository_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed = tmp_path / "lib" / "aioreplica" / "cli" / "_commands.py"

@@ -116,7 +116,9 @@ def test_show_lists_the_entries_of_the_latest_whole_step(folder: Path, run: Run)
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
-def test_what_is_not_there_is_said(tmp_path: Path, folder: Path, run: Run, command: str) -> None:
+def test_missing_checkpoints_and_steps_are_errors(
+    tmp_path: Path, folder: Path, run: Run, command: str
+) -> None:
     (tmp_path / "empty").mkdir()
 
     assert run(command, tmp_path / "nowhere")[0] == 2

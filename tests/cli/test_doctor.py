@@ -29,7 +29,7 @@ def answers(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, list[str]
     return found
 
 
-def test_it_tells_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
     found = answers(capsys)
 
     assert found["here"]["python"][0].startswith(".".join(map(str, sys.version_info[:2])))
@@ -43,7 +43,7 @@ def test_it_tells_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"), [("auto", "divided over"), (None, "left alone"), (3, "3 threads")]
 )
-def test_it_tells_what_open_strategies_do_to_blas(
+def test_doctor_shows_the_blas_threads_of_open_strategies(
     setting: Any,
     said: str,
     capsys: pytest.CaptureFixture[str],

@@ -56,7 +56,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def test_what_is_read_is_what_other_code_reads(folder: Path) -> None:
+def test_reading_agrees_with_other_readers(folder: Path) -> None:
     found, expected = read_trace(folder / "run.json"), read_chrome(folder / "run.json")
 
     assert (found.worker, found.pid) == expected.process
@@ -119,7 +119,7 @@ def test_a_damaged_trace_is_refused_at_every_length(folder: Path, tmp_path: Path
      b'[{"ph": "X"}]', b"[" * 100_000, b'[{"ph": "X", "name": "a", "ts": Infinity}]',
      b'[{"ph": "C", "name": "a", "ts": 0, "args": [1]}]'],
 )  # fmt: skip
-def test_what_is_no_trace_is_said(run: Run, tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
 
     code, out, err = run(tmp_path / "file")

@@ -102,7 +102,7 @@ async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in()
     await asyncio.gather(first.aclose(), third.aclose())
 
 
-async def test_a_stall_names_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stall_names_the_missing_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     now, wires = [0.0], Wires(3)
     monkeypatch.setattr(_engine, "monotonic", lambda: now[0])
     first, second, third = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)

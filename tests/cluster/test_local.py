@@ -97,7 +97,7 @@ async def until_it_ends(c: LocalCommunicator) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sizes", [(3, 3), (3, 4)])
-async def test_what_is_raised_between_frames_and_sums_ends_the_group(
+async def test_an_error_between_frames_and_sums_ends_the_group(
     sizes: tuple[int, int],
 ) -> None:
     async def worker(c: LocalCommunicator) -> None:
@@ -171,7 +171,7 @@ def test_an_error_in_a_worker_is_told_to_the_others() -> None:
 
 
 @pytest.mark.asyncio
-async def test_workers_that_make_different_calls_are_told() -> None:
+async def test_workers_that_make_different_calls_are_named() -> None:
     async def work(c: LocalCommunicator) -> None:
         await c.all_reduce(np.ones(2 + c.rank))
 

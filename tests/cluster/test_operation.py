@@ -92,7 +92,7 @@ async def test_an_exchange_that_was_cancelled_before_its_turn_is_not_sent() -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_what_carrying_raises_ends_the_group(is_async: bool) -> None:
+async def test_an_error_of_the_engine_ends_the_group(is_async: bool) -> None:
     all_workers, _ = both_workers()
 
     def carry(_wire: Any, _slots: list[bytes]) -> list[bytes]:

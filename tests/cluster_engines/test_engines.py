@@ -60,7 +60,7 @@ def test_waiting_costs_little(launch: Launcher, tmp_path: Path) -> None:
 
 
 @both
-def test_who_does_not_come_is_named_to_all(launch: Launcher, tmp_path: Path) -> None:
+def test_a_missing_worker_is_named_to_all(launch: Launcher, tmp_path: Path) -> None:
     early, late, third = results_of(launch(3, "absent", str(tmp_path), TEST_TIMEOUT="1.5"), 3)
     for each in (early, third, late):
         assert (each["error"], each["ranks"]) == ("StallError", [1]), each

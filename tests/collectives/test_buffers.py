@@ -47,7 +47,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_what_is_held_is_not_lent_again(holder: str) -> None:
+def test_a_held_buffer_is_not_lent_again(holder: str) -> None:
     pool = BufferPool()
     array = lend(pool)
     array[:] = 1.0
@@ -66,7 +66,7 @@ def test_what_is_held_is_not_lent_again(holder: str) -> None:
     assert where in {address(array) for array in [lend(pool) for _ in range(3)]}
 
 
-def test_what_is_free_is_lent_again() -> None:
+def test_a_free_buffer_is_lent_again() -> None:
     pool = BufferPool()
     array = lend(pool)
     where = address(array)
@@ -107,7 +107,7 @@ def test_small_ones_are_not_kept() -> None:
     assert repr(pool) == "<BufferPool | 0 buffers, 0 bytes>"
 
 
-def test_what_is_of_no_use_is_let_go() -> None:
+def test_an_unused_buffer_is_freed() -> None:
     pool = BufferPool()
     lend(pool)
     for _ in range(KEPT_CALLS):
@@ -119,7 +119,7 @@ def test_what_is_of_no_use_is_let_go() -> None:
     assert repr(pool) == "<BufferPool | 0 buffers, 0 bytes>"
 
 
-def test_what_is_lent_again_stays() -> None:
+def test_a_buffer_lent_again_is_kept() -> None:
     pool = BufferPool()
     for _ in range(5 * KEPT_CALLS):
         pool.next_call()

@@ -110,7 +110,7 @@ async def test_halves_are_rounded_at_both_ends_only(op: ReduceOp, dtype: str) ->
 @pytest.mark.asyncio
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-async def test_top_k_sums_what_was_sent(op: ReduceOp, dtype: str) -> None:
+async def test_top_k_sums_the_elements_that_were_sent(op: ReduceOp, dtype: str) -> None:
     parts = [np.random.default_rng(i).normal(size=(4, 5)).astype(dtype) for i in range(3)]
     sent = [np.where(np.abs(p) >= np.sort(np.abs(p), axis=None)[-6], p, 0) for p in parts]
 
@@ -137,7 +137,7 @@ async def test_top_k_cannot_be_compared(op: ReduceOp) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("code", CODES)
-async def test_what_is_no_float_array_passes(code: str) -> None:
+async def test_other_arrays_than_floats_are_not_compressed(code: str) -> None:
     def row(i: int) -> list[Any]:
         return [
             np.array([2**40 + i, 1]), i, 0.1 * i, 2**70, True, np.float32(0.1), np.zeros(0),
@@ -289,7 +289,7 @@ async def test_a_failed_reduction_remembers_nothing() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("is_here", [False, True], ids=["awaited", "on a device thread"])
-async def test_a_reduction_that_fails_puts_back_what_it_took(is_here: bool) -> None:
+async def test_a_failed_reduction_restores_the_residual(is_here: bool) -> None:
     """What was kept back before is sent later, by the next reduction that succeeds."""
     top = TopK(0.5)
     options = ar.CommunicationOptions(compression=top)
@@ -309,7 +309,7 @@ async def test_a_reduction_that_fails_puts_back_what_it_took(is_here: bool) -> N
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_reduction_puts_back_what_it_took() -> None:
+async def test_a_cancelled_reduction_restores_the_residual() -> None:
     top = TopK(0.5)
     await reduced(top, [[np.array([5.0, 1.0])]])
     options = ar.CommunicationOptions(compression=top)
@@ -545,7 +545,7 @@ async def test_one_bad_step_does_not_spoil_the_next_ones(code: str, bad: float) 
 
 
 @pytest.mark.asyncio
-async def test_two_in_flight_send_what_was_kept_back_once(pair: ar.MirroredStrategy) -> None:
+async def test_two_reductions_in_flight_send_a_residual_once(pair: ar.MirroredStrategy) -> None:
     options = ar.CommunicationOptions(compression=TopK(0.5))
 
     async def step() -> Any:
@@ -561,7 +561,7 @@ async def test_two_in_flight_send_what_was_kept_back_once(pair: ar.MirroredStrat
 
 
 @pytest.mark.asyncio
-async def test_what_it_remembers_is_let_go_with_it(pair: ar.MirroredStrategy) -> None:
+async def test_residuals_are_freed_with_the_compression(pair: ar.MirroredStrategy) -> None:
     """It holds arrays as large as the gradients; nothing of the process keeps them."""
     top = TopK(0.5)
     alive = weakref.ref(top)

@@ -35,7 +35,7 @@ def sparse(value: float = 1.0, shape: tuple[int, ...] = (2,), dtype: str = "f8")
 @pytest.mark.parametrize("op", [ar.ReduceOp.SUM, ar.ReduceOp.MEAN])
 @pytest.mark.parametrize("dtype", ["f8", "f4", "f2", "i8", "u1", "c16"])
 @pytest.mark.parametrize("num", [1, 2, 4])
-def test_it_is_what_the_dense_arrays_give(op: ar.ReduceOp, dtype: str, num: int) -> None:
+def test_sparse_and_dense_give_the_same(op: ar.ReduceOp, dtype: str, num: int) -> None:
     values = parts(num, dtype)
 
     result = reduce_leaves(op, values)
@@ -78,7 +78,7 @@ DIFFERENT = [
 ]
 
 
-def test_what_can_be_reduced_together() -> None:
+def test_values_that_can_be_reduced_together() -> None:
     first, other = parts(2)
 
     assert leaf_difference(first, other) is None
@@ -137,7 +137,7 @@ async def test_differences_are_mismatches(
 
 
 @pytest.mark.asyncio
-async def test_what_replicas_are_refused(gang: ar.MirroredStrategy) -> None:
+async def test_values_that_replicas_may_not_reduce(gang: ar.MirroredStrategy) -> None:
     async def step() -> None:
         context = ar.get_replica_context()
         for op in ("min", "max"):
@@ -189,7 +189,7 @@ async def test_differences_are_value_errors(
 
 
 @pytest.mark.asyncio
-async def test_what_strategies_refuse(pair: ar.MirroredStrategy) -> None:
+async def test_values_that_strategies_may_not_reduce(pair: ar.MirroredStrategy) -> None:
     value = ar.PerReplica([sparse(), sparse()])
 
     with pytest.raises(ValueError, match="reduce MIN takes no IndexedSlices"):

@@ -56,7 +56,9 @@ def test_the_usual_ones() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_chosen(fields: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_invalid_options_are_refused(
+    fields: dict[str, Any], error: type[Exception], text: str
+) -> None:
     [name] = fields
     with pytest.raises(error, match=name) as caught:
         Options(**fields)
@@ -64,7 +66,7 @@ def test_what_cannot_be_chosen(fields: dict[str, Any], error: type[Exception], t
 
 
 @pytest.mark.parametrize("fields", [{"bytes_per_pack": 2**40}, {"timeout_seconds": 5}], ids=str)
-def test_what_can_be_chosen(fields: dict[str, Any]) -> None:
+def test_valid_options_are_accepted(fields: dict[str, Any]) -> None:
     [(name, value)] = fields.items()
 
     assert getattr(Options(**fields), name) == value
@@ -75,7 +77,7 @@ def test_they_cannot_be_changed() -> None:
         Options().bytes_per_pack = 1
 
 
-def test_repr_shows_what_was_chosen() -> None:
+def test_repr_shows_the_options_that_were_set() -> None:
     assert repr(Options()) == "CommunicationOptions()"
     options = Options(64, 1.5, compression=Float16())
     assert repr(options) == (

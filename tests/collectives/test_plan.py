@@ -161,7 +161,7 @@ def test_shares_read_about_as_much() -> None:
     assert [len(share.args[0]) for share in shares] == [2] * 4
 
 
-def test_what_is_read_is_counted() -> None:
+def test_num_bytes_counts_the_arrays_that_are_read() -> None:
     rows = [[np.ones(10), np.ones((2, 2), "f4"), 3, np.ones(0)] for _ in range(3)]
 
     assert plan_of(ReduceOp.SUM, rows).num_bytes == 3 * (80 + 16)

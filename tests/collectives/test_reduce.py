@@ -352,7 +352,7 @@ def test_scalars_cannot_be_joined(leaf: Any) -> None:
         (np.zeros((2, 3)), np.zeros((1, 3)), -1, "outside axis -1"),
     ],
 )
-def test_differences_of_what_is_joined(first: Any, other: Any, axis: int, word: str) -> None:
+def test_differences_of_concatenated_parts(first: Any, other: Any, axis: int, word: str) -> None:
     assert word in (gather_difference(first, other, axis) or "")
 
 

@@ -105,7 +105,7 @@ async def test_layouts_may_differ_between_replicas() -> None:
 
 
 @pytest.mark.asyncio
-async def test_nothing_but_leaves_that_are_no_arrays() -> None:
+async def test_a_tree_without_arrays_is_reduced() -> None:
     assert await reduced([[1, 2.0, True], [3, 4.0, False]]) == [4, 6.0, 1]
 
 

@@ -130,7 +130,7 @@ def test_places_describe_themselves() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("is_plain", [False, True], ids=["async", "plain"])
-async def test_what_a_step_started_is_outside_after_the_run(
+async def test_tasks_started_by_a_step_are_outside_after_the_run(
     strategy: ar.Strategy, is_plain: bool
 ) -> None:
     go, variable = asyncio.Event(), ar.Variable(0.0)
@@ -164,7 +164,7 @@ async def test_what_a_step_started_is_outside_after_the_run(
 
 
 @pytest.mark.asyncio
-async def test_what_an_update_started_is_outside_after_it(pair: ar.MirroredStrategy) -> None:
+async def test_tasks_started_by_an_update_are_outside_after_it(pair: ar.MirroredStrategy) -> None:
     go = asyncio.Event()
     tasks: list[asyncio.Task[Any]] = []
     with pair.scope():

@@ -141,7 +141,7 @@ async def test_a_call_of_one_replica_that_is_not_awaited_warns(name: str) -> Non
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["minimize", "add"])
-async def test_what_is_given_up_before_it_begins_was_awaited(name: str) -> None:
+async def test_an_awaitable_cancelled_before_it_begins_counts_as_awaited(name: str) -> None:
     """Neither is a collective before it has begun, so nobody waits for it in vain."""
     async with mirrored(2) as strategy:
         parts = Parts(strategy)
@@ -215,7 +215,7 @@ AT_HOME_ANYWHERE = {"device_op"}  # it begins when it is awaited, on the loop th
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", sorted({*IN_REPLICA, *WARNED} - AT_HOME_ANYWHERE))
-async def test_what_a_replica_made_is_not_awaited_on_another_loop(name: str) -> None:
+async def test_awaitables_of_a_replica_are_refused_on_another_loop(name: str) -> None:
     """An op that has ended may be: its function has run, and its result is there."""
     async with mirrored(1) as strategy:
         parts = Parts(strategy)
@@ -358,7 +358,7 @@ ELSEWHERE: dict[str, tuple[Any, Callable[[Any], Awaitable[Any]]]] = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ELSEWHERE)
-async def test_what_belongs_to_a_loop_is_not_awaited_on_another(name: str) -> None:
+async def test_awaitables_bound_to_a_loop_are_refused_on_another(name: str) -> None:
     opened, call = ELSEWHERE[name]
     async with opened() as made:
         with pytest.raises((LoopMismatchError, ContextError)):
@@ -400,7 +400,7 @@ ON_A_THREAD: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ON_A_THREAD)
-async def test_what_begins_on_the_loop_is_not_called_on_a_thread(name: str) -> None:
+async def test_calls_that_begin_on_the_loop_are_refused_on_a_thread(name: str) -> None:
     opened, call = ON_A_THREAD[name]
     async with opened() as made:
         with pytest.raises(ContextError):

@@ -299,7 +299,7 @@ def test_observers_and_services_are_given_functions_that_run(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["async def", "async object"])
-def test_what_is_not_awaited_is_no_coroutine_function(kind: str) -> None:
+def test_callbacks_that_are_not_awaited_refuse_coroutine_functions(kind: str) -> None:
     class Called:
         async def __call__(self, *args: Any) -> None: ...
 

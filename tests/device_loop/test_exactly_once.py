@@ -197,7 +197,7 @@ def test_a_loop_that_fails_again_and_again_goes_on_exactly_once(kind: type[Train
     art.explore(lambda: fail(2, *again, kind=kind), schedules=20).check()
 
 
-def test_what_a_replica_adds_steps_ahead_of_another_is_taken_back() -> None:
+def test_sums_added_ahead_of_another_replica_are_undone() -> None:
     """Replica 0 is three steps ahead when replica 1 fails; one sum is of arrays, one of rows."""
 
     async def main() -> None:
@@ -235,7 +235,7 @@ def test_what_a_replica_adds_steps_ahead_of_another_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["metric", "on_read", "group"])
-def test_what_one_replica_writes_ahead_of_another_uses_up_nothing(kind: str) -> None:
+def test_writes_ahead_of_another_replica_consume_no_element(kind: str) -> None:
     """Replica 0 has written in later steps when replica 1 fails: these are run again."""
 
     async def main() -> None:

@@ -104,7 +104,9 @@ async def test_it_is_closed_if_a_step_fails(pair: ar.MirroredStrategy, kind: Any
 
 
 @pytest.mark.asyncio
-async def test_what_closing_it_raises_is_raised_after_the_loop(pair: ar.MirroredStrategy) -> None:
+async def test_an_error_while_closing_the_iterator_is_raised_after_the_loop(
+    pair: ar.MirroredStrategy,
+) -> None:
     ran: list[int] = []
 
     class Source:
@@ -341,7 +343,7 @@ async def test_a_cancelled_loop_loses_no_element(pair: ar.MirroredStrategy, kind
 
 
 @pytest.mark.asyncio
-async def test_what_the_iterator_raised_comes_behind_what_was_read(
+async def test_an_error_of_the_iterator_comes_after_its_elements(
     pair: ar.MirroredStrategy,
 ) -> None:
     """A step fails first: the error of the iterator, which has ended by it, is not lost."""
@@ -370,7 +372,7 @@ async def test_what_the_iterator_raised_comes_behind_what_was_read(
 
 
 @pytest.mark.asyncio
-async def test_what_a_dataset_raised_comes_behind_what_was_read(pair: ar.MirroredStrategy) -> None:
+async def test_an_error_of_a_dataset_comes_after_its_elements(pair: ar.MirroredStrategy) -> None:
     fails, failed = True, threading.Event()
 
     def source() -> Iterator[Any]:

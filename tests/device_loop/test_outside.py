@@ -141,7 +141,7 @@ class Odd(BaseException):
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError("mine"), GeneratorExit("mine"), Odd()])
-async def test_what_is_no_exception_is_the_device_programs_alone(
+async def test_a_base_exception_is_raised_by_the_run_alone(
     pair: ar.MirroredStrategy, error: BaseException
 ) -> None:
     reported: list[Any] = []
@@ -238,7 +238,7 @@ async def test_a_foreign_thread_is_refused(pair: ar.MirroredStrategy) -> None:
     assert all("ar.outside_compilation was called on another thread" in text for text in texts)
 
 
-async def test_cancelling_ends_what_the_host_awaits(pair: ar.MirroredStrategy) -> None:
+async def test_cancelling_ends_the_awaits_on_the_host(pair: ar.MirroredStrategy) -> None:
     both_began = asyncio.Barrier(3)
     order: list[str] = []
 
@@ -266,7 +266,7 @@ async def test_cancelling_ends_what_the_host_awaits(pair: ar.MirroredStrategy) -
     assert order[0] == "host"
 
 
-async def test_a_failing_replica_ends_what_the_host_awaits(pair: ar.MirroredStrategy) -> None:
+async def test_a_failing_replica_ends_the_awaits_on_the_host(pair: ar.MirroredStrategy) -> None:
     began = asyncio.Event()
     ended: list[int] = []
 
@@ -391,7 +391,7 @@ async def test_several_arguments_constants_and_trees(solo: ar.OneDeviceStrategy)
     np.testing.assert_array_equal(gradients[1][0], [2.0, 4.0])
 
 
-async def test_a_result_that_is_no_number_needs_no_gradient(solo: ar.OneDeviceStrategy) -> None:
+async def test_a_result_that_is_not_a_number_needs_no_gradient(solo: ar.OneDeviceStrategy) -> None:
     logged: list[float] = []
 
     def log(x: Any) -> None:

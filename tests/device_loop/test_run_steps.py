@@ -310,7 +310,7 @@ async def test_iterations_are_checked(solo: ar.Strategy, bad: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [3, None, {"x": 1}, np.ones(3), ar.PerReplica([1]), "abc"])
-async def test_what_yields_no_elements_is_refused(solo: ar.Strategy, bad: Any) -> None:
+async def test_an_argument_that_yields_no_elements_is_refused(solo: ar.Strategy, bad: Any) -> None:
     with pytest.raises(TypeError, match="run_steps takes an iterator"):
         await solo.run_steps(nothing, bad)
 
@@ -441,7 +441,7 @@ async def test_uneven_parts_are_fine_as_long_as_they_stay(pair: ar.MirroredStrat
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-async def test_what_the_iterator_raises_comes_after_the_steps_before(
+async def test_an_error_of_the_iterator_comes_after_the_steps_before_it(
     gang: ar.MirroredStrategy, is_async: bool
 ) -> None:
     ran: list[int] = []
@@ -497,7 +497,9 @@ async def test_an_error_of_all_replicas_is_noted_once(gang: ar.MirroredStrategy)
     assert len(set(caught.value.__notes__)) == len(caught.value.__notes__) == 3
 
 
-async def test_cancelling_wakes_whoever_waits_for_the_infeed(gang: ar.MirroredStrategy) -> None:
+async def test_cancelling_wakes_programs_that_wait_for_the_infeed(
+    gang: ar.MirroredStrategy,
+) -> None:
     waiting = asyncio.Event()
 
     async def source() -> AsyncIterator[int]:

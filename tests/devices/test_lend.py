@@ -102,7 +102,7 @@ async def test_ops_of_the_same_run_keep_their_order() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_lane_runs_what_was_held_back() -> None:
+async def test_a_stopped_lane_runs_the_ops_held_back() -> None:
     lane, op, own = Lane("test"), Waiting(), OpTracker()
     first, later = put(lane, op, run=own), put(lane, op.events.append, "own", run=own)
     assert op.started.wait(60)

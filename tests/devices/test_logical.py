@@ -39,7 +39,7 @@ def test_splitting_after_the_first_use_is_a_device_error() -> None:
     assert ar.list_devices() == before
 
 
-def test_saying_the_same_again_is_no_error() -> None:
+def test_setting_the_same_devices_again_is_allowed() -> None:
     """A cell of a notebook is run again."""
     ar.set_logical_devices("cpu", 8)
     ar.set_logical_devices("CPU", 8, processes=[False] * 8)
@@ -181,7 +181,7 @@ def test_a_device_of_a_kind_that_is_not_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "not a device", "cpu:x", "cpu:-1"])
-def test_what_is_no_device_name_is_a_value_error(name: str) -> None:
+def test_an_invalid_device_name_is_a_value_error(name: str) -> None:
     with pytest.raises(ValueError, match="device"), ar.device(name):
         pass
 

@@ -131,7 +131,7 @@ async def test_an_op_on_a_lane_runs_however_it_is_waited_for(lane: Lane, use: st
 
 
 @pytest.mark.asyncio
-async def test_an_op_that_is_never_awaited_does_not_run_and_says_so(lane: Lane) -> None:
+async def test_an_op_that_is_never_awaited_does_not_run_and_warns(lane: Lane) -> None:
     calls: list[int] = []
     op = Op(CompletionQueue.of_running_loop(), calls.append, (1,), {}, lane)
 

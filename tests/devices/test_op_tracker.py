@@ -83,7 +83,7 @@ async def test_a_withdrawn_op_is_told_as_queued_only(lane: Lane, gated_op: Any) 
 
 
 @pytest.mark.asyncio
-async def test_ops_of_another_run_are_not_told(lane: Lane) -> None:
+async def test_ops_of_another_run_are_not_observed(lane: Lane) -> None:
     observers, log = Observers(), OpLog()
     observers.add(log.observer())
 
@@ -94,7 +94,7 @@ async def test_ops_of_another_run_are_not_told(lane: Lane) -> None:
 
 
 @pytest.mark.asyncio
-async def test_ops_outside_every_run_are_told_to_those_who_observe_everything(lane: Lane) -> None:
+async def test_ops_outside_every_run_reach_observers_of_everything(lane: Lane) -> None:
     log = OpLog()
     remove = observe_everywhere(log.observer())
     try:

@@ -62,14 +62,14 @@ async def test_host_ops_run_side_by_side() -> None:
 
 
 @pytest.mark.asyncio
-async def test_run_on_host_raises_what_the_function_raises() -> None:
+async def test_run_on_host_raises_the_error_of_the_function() -> None:
     with pytest.raises(ZeroDivisionError):
         await ar.run_on_host(divmod, 1, 0)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("bad", [None, 3, "name"])
-async def test_run_on_host_refuses_what_is_no_plain_function(bad: Any) -> None:
+async def test_run_on_host_refuses_coroutine_functions_and_other_objects(bad: Any) -> None:
     with pytest.raises(TypeError, match="function"):
         await ar.run_on_host(bad)
 
@@ -164,7 +164,7 @@ async def test_device_op_works_for_methods_and_keywords() -> None:
 @pytest.mark.parametrize(
     "bad", [None, 3, coroutine_function, functools.partial(coroutine_function)]
 )
-def test_device_op_refuses_what_is_no_plain_function(bad: Any) -> None:
+def test_device_op_refuses_coroutine_functions_and_other_objects(bad: Any) -> None:
     with pytest.raises(TypeError, match="plain function"):
         ar.device_op(bad)
 
@@ -184,7 +184,7 @@ def test_ops_work_under_uvloop() -> None:
     assert uvloop.run(main()) == list(range(100))
 
 
-def test_ops_under_trio_say_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_under_trio_name_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trio drives a coroutine by itself; here the test does, in trio's name."""
     trio = SimpleNamespace(lowlevel=SimpleNamespace(in_trio_run=lambda: True))
     monkeypatch.setitem(sys.modules, "trio", trio)

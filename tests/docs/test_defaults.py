@@ -100,7 +100,7 @@ async def test_unweighted_gradients_are_added_up_unless_averaged(
 
 
 @pytest.mark.asyncio
-async def test_what_torch_does_with_half_precision_and_numbers_that_are_not_finite() -> None:
+async def test_defaults_of_torch_for_half_precision_and_non_finite_numbers() -> None:
     torch = pytest.importorskip("torch")
     parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     adam = torch.optim.Adam([parameter], lr=0.1)

@@ -95,7 +95,7 @@ async def test_the_page_says_how_to_cancel_it() -> None:
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_and_it_leaves_alone_what_is_waited_for() -> None:
+async def test_a_wait_in_progress_is_left_alone() -> None:
     entered, results = asyncio.Event(), []
 
     async def work() -> str:

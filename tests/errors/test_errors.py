@@ -48,7 +48,7 @@ def test_every_error_has_one_root_and_a_built_in_relative(name: str) -> None:
     assert error_type.__module__ == "aioreplica.errors"
 
 
-def test_the_root_is_no_built_in_error_of_a_kind() -> None:
+def test_the_root_error_derives_from_exception_only() -> None:
     assert errors.AioReplicaError.__mro__[1] is Exception
 
 

@@ -32,7 +32,7 @@ def test_two_runs_are_bitwise_equal_and_the_state_follows_the_images(example: An
     assert 0.2 < float(np.mean(first.state["mean"])) < 0.4
 
 
-def test_it_learns_and_says_so(
+def test_it_learns_and_prints_the_result(
     example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioreplica.set_logical_devices", lambda *_: None)

@@ -17,7 +17,7 @@ def test_one_and_four_replicas_agree() -> None:
 
 
 @pytest.mark.slow
-def test_it_learns_and_says_so(
+def test_it_learns_and_prints_the_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioreplica.set_logical_devices", lambda *_: None)

@@ -31,7 +31,7 @@ def test_two_runs_are_bitwise_equal_and_leave_the_values_in_the_module(example: 
     assert not first.module.training
 
 
-def test_it_learns_and_says_so(
+def test_it_learns_and_prints_the_result(
     example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("aioreplica.set_logical_devices", lambda *_: None)

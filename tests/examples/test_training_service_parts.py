@@ -53,7 +53,7 @@ async def test_jobs_get_equal_time_however_long_their_steps_are(steps: tuple[flo
 
 
 @pytest.mark.asyncio
-async def test_who_comes_later_or_was_away_gets_no_more_than_the_rest() -> None:
+async def test_late_and_returning_jobs_get_an_equal_share() -> None:
     clock = Clock()
     sharing = DeviceSharing(["cpu:0"], clock=clock)
     early = asyncio.create_task(keep_going(sharing, clock, 1, 1.0, 200))
@@ -128,7 +128,7 @@ async def test_a_turn_that_is_given_up_goes_to_the_next() -> None:
         ),
     ],
 )
-def test_what_is_no_job_is_said(body: bytes, where: list[str]) -> None:
+def test_an_invalid_job_is_explained(body: bytes, where: list[str]) -> None:
     with pytest.raises(RejectedError) as caught:
         read_submission(body, num_devices=4)
 
@@ -148,7 +148,7 @@ def test_settings_have_defaults() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_table_is_for_one_service_and_keeps_what_it_was_told(tmp_path: Path) -> None:
+async def test_a_table_belongs_to_one_service_and_keeps_its_jobs(tmp_path: Path) -> None:
     path = tmp_path / "new" / "jobs.sqlite"
     async with Store(path) as store:
         first = await store.add("digits", {"epochs": 3})

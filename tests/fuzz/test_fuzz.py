@@ -82,7 +82,7 @@ def test_half_a_write_is_seen() -> None:
     assert "no whole write" in str(problem(BOTH, outcome))
 
 
-def test_what_is_left_behind_is_seen() -> None:
+def test_leftovers_of_a_program_are_found() -> None:
     for change in ({"left": ["a task"]}, {"alarms": ["a warning"]}, {"probe": None}):
         outcome = play(BOTH)
         outcome.__dict__.update(change)

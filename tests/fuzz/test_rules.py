@@ -168,7 +168,7 @@ def test_an_exception_that_refuses_notes(size: int) -> None:
 # ---- cancellations that nobody sent ------------------------------------------------------------
 
 
-def test_a_replica_that_awaits_what_was_cancelled() -> None:
+def test_a_replica_that_awaits_a_cancelled_call() -> None:
     meeting = Statement(0, "all_reduce", (0, 1))
 
     check(Program(0, 2, (meeting,), (Plant(1, 0, "bare cancel"),)))

@@ -108,7 +108,7 @@ async def test_a_closed_dataset(method: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("make", ["distribute_dataset", "distribute_datasets_from_function"])
-async def test_a_closed_strategy_makes_datasets_that_say_so(make: str) -> None:
+async def test_datasets_of_a_closed_strategy_raise_at_the_first_batch(make: str) -> None:
     """As their source is not touched before the first batch, nothing is left open either."""
     strategy = mirrored(2)
     await strategy.aclose()

@@ -194,7 +194,7 @@ async def test_a_call_of_the_source_that_has_started_is_waited_for(
 
 
 @pytest.mark.asyncio
-async def test_a_source_that_closes_its_own_dataset_is_told(
+async def test_a_source_that_closes_its_own_dataset_is_an_error(
     pair: ar.MirroredStrategy, options: Any
 ) -> None:
     """It would wait for itself, forever."""
@@ -418,7 +418,7 @@ async def test_a_loop_whose_iterator_is_gone_is_closed_soon(
 
 
 @pytest.mark.asyncio
-async def test_many_bare_loops_hold_nothing() -> None:
+async def test_many_unclosed_loops_hold_bounded_memory() -> None:
     strategy = mirrored(2)
     for _ in range(200):
         async for _ in strategy.distribute_dataset([np.ones(2), np.ones(2)]):
@@ -469,7 +469,7 @@ async def test_errors_while_the_strategy_closes_loops_come_together() -> None:
     assert sorted(map(str, caught.value.exceptions)) == ["disk 0", "disk 1"]
 
 
-def test_the_end_of_the_event_loop_closes_what_was_forgotten() -> None:
+def test_the_end_of_the_event_loop_closes_forgotten_loops() -> None:
     source = WatchedAsync()
 
     async def main() -> None:

@@ -121,7 +121,7 @@ def test_an_arrow_batch_is_a_table_too() -> None:
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_text_is_no_array(name: str) -> None:
+def test_a_column_of_text_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=r"Leaf \['name'\] is a .*Drop the column, or convert"):
         split_batch(table(name, {"id": [1, 2], "name": ["a", "b"]}), 2)
 

@@ -308,7 +308,7 @@ async def test_a_generator_that_was_never_read_is_closed() -> None:
         (lambda dataset: ar.Dataset(3), TypeError, "cannot be iterated"),
     ],
 )
-def test_transforms_that_mean_nothing(build: Any, error: type[Exception], text: str) -> None:
+def test_invalid_transforms_are_refused(build: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         build(ar.Dataset([1]))
 

@@ -261,7 +261,7 @@ def test_a_loop_stays_on_its_event_loop() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_dataset_of_a_closed_strategy_says_so() -> None:
+async def test_a_dataset_of_a_closed_strategy_is_an_error() -> None:
     async with mirrored(2) as strategy:
         batches = strategy.distribute_dataset([np.arange(2)])
 

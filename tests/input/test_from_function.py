@@ -30,7 +30,9 @@ def numbered(start: int, count: int, size: int = 2) -> list[np.ndarray]:
 
 
 @pytest.mark.asyncio
-async def test_the_function_is_called_once_and_told_who_it_is(triple: ar.MirroredStrategy) -> None:
+async def test_the_function_is_called_once_with_its_pipeline_id(
+    triple: ar.MirroredStrategy,
+) -> None:
     contexts = []
 
     def dataset_fn(context: ar.InputContext) -> Any:
@@ -108,7 +110,7 @@ async def test_dropping_makes_a_step_even_and_goes_on(pair: ar.MirroredStrategy,
 
 
 @pytest.mark.asyncio
-async def test_dropping_keeps_what_is_even_of_the_last_step(pair: ar.MirroredStrategy) -> None:
+async def test_dropping_keeps_the_even_part_of_the_last_step(pair: ar.MirroredStrategy) -> None:
     def dataset_fn(_context: Any) -> Any:
         return ar.ArrayDataset(np.arange(15), 4)
 
@@ -388,7 +390,7 @@ def test_one_dataset_per_replica_needs_a_function() -> None:
 
 
 @pytest.mark.parametrize("dataset_fn", [None, [1], 3])
-def test_the_function_must_be_one(dataset_fn: Any) -> None:
+def test_an_argument_that_is_not_a_function_is_refused(dataset_fn: Any) -> None:
     with pytest.raises(TypeError, match="dataset_fn must be a function"):
         mirrored(2).distribute_datasets_from_function(dataset_fn)
 

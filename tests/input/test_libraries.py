@@ -53,7 +53,7 @@ async def test_tensors_become_arrays_without_a_copy(pair: ar.MirroredStrategy) -
 
 
 @pytest.mark.asyncio
-async def test_what_numpy_cannot_read_is_told(pair: ar.MirroredStrategy) -> None:
+async def test_arrays_that_numpy_cannot_read_are_refused(pair: ar.MirroredStrategy) -> None:
     async with pair.distribute_dataset(Loader(is_on_gpu=True)) as batches:
         with pytest.raises(TypeError, match=r"Leaf \[0\] is a Tensor.*cuda:0.*in the source"):
             await anext(aiter(batches))

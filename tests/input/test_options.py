@@ -58,7 +58,7 @@ def test_modes_by_name(name: Any) -> None:
         ({"sharding": "auto"}, ValueError, "off, data, file, got 'auto'"),
     ],
 )
-def test_options_that_mean_nothing(
+def test_invalid_options_are_refused(
     fields: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("no_task_left")
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("size", [0, 1, 2, 4])
-async def test_the_buffer_bounds_what_is_read_ahead(pair: ar.MirroredStrategy, size: int) -> None:
+async def test_the_buffer_bounds_the_batches_read_ahead(
+    pair: ar.MirroredStrategy, size: int
+) -> None:
     source = WatchedAsync(10)
     options = ar.InputOptions(per_replica_buffer_size=size)
 

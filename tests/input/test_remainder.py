@@ -95,7 +95,7 @@ async def test_drop_gives_equal_parts_only(triple: ar.MirroredStrategy) -> None:
         ar.ArrayDataset(np.arange(0), 4),
     ],
 )
-async def test_the_length_counts_what_is_not_dropped(
+async def test_the_length_leaves_out_dropped_batches(
     triple: ar.MirroredStrategy, dataset: Any
 ) -> None:
     options = ar.InputOptions(remainder="drop")
@@ -114,7 +114,7 @@ def test_no_length_is_given_where_batches_of_any_size_may_be_dropped() -> None:
 
 
 @pytest.mark.asyncio
-async def test_error_refuses_what_is_uneven(triple: ar.MirroredStrategy) -> None:
+async def test_remainder_error_refuses_uneven_batches(triple: ar.MirroredStrategy) -> None:
     options = ar.InputOptions(remainder="error")
 
     async with triple.distribute_dataset(ar.ArrayDataset(np.arange(8), 6), options) as batches:

@@ -325,7 +325,7 @@ def state_of(dataset: Any, **changes: Any) -> dict[str, Any]:
         (state_of(shuffled(), fingerprint=1), ValueError, "another dataset"),
     ],
 )
-def test_what_is_no_state_is_refused(state: Any, error: type[Exception], text: str) -> None:
+def test_an_invalid_state_is_refused(state: Any, error: type[Exception], text: str) -> None:
     batches = ar.get_strategy().distribute_dataset(shuffled())
     before = batches.state_dict()
 
@@ -360,7 +360,9 @@ def test_the_state_of_another_dataset_is_refused(other: Any) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", RESTARTABLE)
-async def test_a_source_that_became_shorter_is_told(pair: ar.MirroredStrategy, kind: str) -> None:
+async def test_a_source_that_became_shorter_is_an_error(
+    pair: ar.MirroredStrategy, kind: str
+) -> None:
     async with pair.distribute_dataset(RESTARTABLE[kind](2)) as batches:
         batches.load_state_dict({**batches.state_dict(), "position": 100})
         with pytest.raises(ValueError, match=r"cannot go on after (example|item) 100"):

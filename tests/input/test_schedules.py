@@ -84,7 +84,7 @@ def test_reading_ahead_can_be_cancelled_at_every_await() -> None:
 
 
 @pytest.mark.explore(schedules=200)
-async def test_what_was_read_ahead_is_not_lost_to_a_state() -> None:
+async def test_a_state_does_not_skip_batches_that_were_read_ahead() -> None:
     async with ar.MirroredStrategy(DEVICES) as strategy:
         batches = strategy.distribute_dataset(ar.ArrayDataset(np.arange(12), 4))
         seen = []

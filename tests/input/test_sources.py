@@ -48,7 +48,7 @@ async def test_a_second_loop_starts_anew(pair: ar.MirroredStrategy, kind: str) -
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ONE_SHOT)
 @pytest.mark.parametrize("broken", [False, True])
-async def test_an_iterator_cannot_be_read_twice_and_says_so(
+async def test_an_iterator_read_twice_is_an_error(
     pair: ar.MirroredStrategy, kind: str, broken: bool
 ) -> None:
     async with pair.distribute_dataset(ONE_SHOT[kind](3)) as batches:
@@ -86,7 +86,7 @@ async def test_a_plain_source_has_a_thread_of_its_own(pair: ar.MirroredStrategy)
 
 
 @pytest.mark.asyncio
-async def test_what_belongs_to_one_thread_can_be_used(pair: ar.MirroredStrategy) -> None:
+async def test_a_source_bound_to_one_thread_can_be_used(pair: ar.MirroredStrategy) -> None:
     def rows() -> Iterator[np.ndarray]:
         connection = sqlite3.connect(":memory:")  # refuses other threads
         try:
@@ -206,7 +206,9 @@ async def test_a_source_need_not_know_its_length(
 
 
 @pytest.mark.asyncio
-async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrategy) -> None:
+async def test_a_partial_of_a_generator_function_is_called_for_each_epoch(
+    pair: ar.MirroredStrategy,
+) -> None:
     def count(start: int) -> Iterator[np.ndarray]:
         yield np.array([start, start + 1])
 
@@ -228,12 +230,12 @@ async def test_a_partial_of_a_generator_function_is_one(pair: ar.MirroredStrateg
     ],
     ids=["int", "None", "str", "bytes", "array", "dict", "distributed", "class"],
 )
-def test_what_yields_no_batches_is_refused(dataset: Any, text: str) -> None:
+def test_a_source_that_yields_no_batches_is_refused(dataset: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         ar.get_strategy().distribute_dataset(dataset)
 
 
-def test_what_is_distributed_already_is_refused() -> None:
+def test_a_distributed_dataset_is_not_distributed_again() -> None:
     batches = ar.get_strategy().distribute_dataset([np.ones(2)])
 
     for dataset in (batches, aiter(batches)):
@@ -249,7 +251,7 @@ def test_a_coroutine_function_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_function_that_returns_no_iterable_is_told(pair: ar.MirroredStrategy) -> None:
+async def test_a_function_that_returns_no_iterable_is_an_error(pair: ar.MirroredStrategy) -> None:
     async with pair.distribute_dataset(lambda: 3) as batches:
         with pytest.raises(TypeError, match=r"returned 3.*no iterable of batches"):
             await anext(aiter(batches))
@@ -283,7 +285,7 @@ async def test_bad_batches_are_told_at_the_loop(
 
 
 @pytest.mark.asyncio
-async def test_a_leaf_that_is_no_array_is_told(pair: ar.MirroredStrategy) -> None:
+async def test_a_leaf_that_is_not_an_array_is_an_error(pair: ar.MirroredStrategy) -> None:
     async with pair.distribute_dataset([{"x": np.ones(2), "y": object()}]) as batches:
         with pytest.raises(TypeError, match=r"Leaf \['y'\] has type object, which is not an array"):
             await anext(aiter(batches))
@@ -334,7 +336,7 @@ async def test_after_an_error_the_next_loop_is_the_next_epoch(pair: ar.MirroredS
         ("map", StopAsyncIteration("stray")),
     ],
 )
-async def test_an_error_that_looks_like_something_else_is_told(
+async def test_an_error_that_looks_like_the_end_of_iteration_is_reported(
     pair: ar.MirroredStrategy, kind: str, error: BaseException, buffer: int
 ) -> None:
     """A stray StopAsyncIteration is no end; an inner CancelledError is no cancellation."""

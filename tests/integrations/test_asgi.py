@@ -85,7 +85,7 @@ async def until_learned(learner: OnlineLearner) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_learned_is_predicted_and_the_version_is_told(served: Any) -> None:
+async def test_predictions_use_the_learned_version_and_name_it(served: Any) -> None:
     service, learner = served
     before = (await post(service, "/predict", {"input": [0, 0]})).json()
 
@@ -164,7 +164,7 @@ async def test_a_full_queue_says_when_to_come_back(pair: ar.MirroredStrategy) ->
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_learned_is_listed_and_not_marked_up(served: Any) -> None:
+async def test_dead_letters_are_listed_as_json_and_not_as_markup(served: Any) -> None:
     service, learner = served
     await post(service, "/learn", {"examples": [example(), example(-1.0), example()]})
     await until_learned(learner)
@@ -457,7 +457,7 @@ def test_a_service_runs_again_on_another_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_without_its_lifespan_a_service_says_so(pair: ar.MirroredStrategy) -> None:
+async def test_without_its_lifespan_a_service_answers_503(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         weight = ar.Variable(0.0)
     learner = OnlineLearner(pair, print, {"w": weight}, max_batch=1, max_delay_s=0.0, queue_size=1)

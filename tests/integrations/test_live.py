@@ -223,7 +223,7 @@ async def test_a_process_of_another_user_is_refused(
         (b"\x80\x04", "utf-8|decode"),  # a pickle is never opened
     ],
 )
-async def test_what_is_no_status_is_an_error(tmp_path: Path, sent: bytes, error: str) -> None:
+async def test_an_invalid_status_is_an_error(tmp_path: Path, sent: bytes, error: str) -> None:
     path = tmp_path / "s.sock"
 
     class Teller(asyncio.Protocol):

@@ -181,7 +181,7 @@ async def test_a_port_in_use_is_named(registry: Any) -> None:
             pass
 
 
-async def test_what_is_no_strategy_is_refused(registry: Any) -> None:
+async def test_an_argument_that_is_not_a_strategy_is_refused(registry: Any) -> None:
     with pytest.raises(TypeError, match="those of a strategy, got 7"):
         prometheus.export(7, registry=registry)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a str, got 7"):

@@ -45,7 +45,9 @@ async def step() -> None:
     await me().run_on_device(lambda: me().record("note", "in an op"))
 
 
-async def test_what_steps_record_is_written_once(pair: ar.MirroredStrategy, tmp_path: Path) -> None:
+async def test_scalars_that_steps_record_are_written_once(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
     with tensorboard.export(pair, tmp_path):
         await pair.run(step)
         await pair.run(step)
@@ -81,7 +83,7 @@ async def test_a_writer_that_is_given_stays_open(solo: ar.Strategy, tmp_path: Pa
     assert (7, "after", 1.0) in read(tmp_path)
 
 
-async def test_what_is_no_writer_is_refused(solo: ar.Strategy) -> None:
+async def test_an_argument_that_is_not_a_writer_is_refused(solo: ar.Strategy) -> None:
     with (
         pytest.raises(TypeError, match="a folder or a SummaryWriter, got 7"),
         tensorboard.export(solo, 7),  # type: ignore[arg-type]

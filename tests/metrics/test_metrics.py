@@ -121,7 +121,7 @@ async def test_names_are_free_within_a_strategy(pair: ar.MirroredStrategy) -> No
 
 
 @pytest.mark.asyncio
-async def test_a_metric_of_another_strategy_is_told(
+async def test_a_metric_of_another_strategy_is_an_error(
     pair: ar.MirroredStrategy, solo: ar.OneDeviceStrategy
 ) -> None:
     mean = scoped(pair, Mean)
@@ -144,7 +144,7 @@ async def test_a_metric_of_another_strategy_is_told(
         (lambda: Mean(3), TypeError, "must be a str, got 3"),
     ],
 )
-def test_what_does_not_fit_is_told(update: Any, kind: Any, said: str) -> None:
+def test_updates_with_invalid_values_are_refused(update: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         update()
 
@@ -308,7 +308,7 @@ def test_values_of_half_precision_are_added_up_in_float64(kind: str) -> None:
     assert total.result() == 4 * mean.result()
 
 
-def test_what_is_masked_does_not_count() -> None:
+def test_masked_elements_do_not_count() -> None:
     values = np.ma.masked_array([1.0, np.nan, 5.0], mask=[0, 1, 0])
     mean, total, tensor = Mean(), Sum(), ar.metrics.MeanTensor((3,))
     for metric in (mean, total, tensor):
@@ -329,7 +329,7 @@ def test_what_is_masked_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Precision", "Recall", "AUC"])
-def test_a_score_that_is_no_number_is_refused(kind: str) -> None:
+def test_a_score_that_is_not_a_number_is_refused(kind: str) -> None:
     metric = getattr(ar.metrics, kind)()
     with pytest.raises(ValueError, match=r"score nan at index \(1,\)"):
         metric.update_state([0, 1], [0.2, np.nan])

@@ -66,7 +66,7 @@ def test_damaged_rows_are_refused_or_read_and_nothing_else(data: bytes, flips: l
             unpack_example(row)
 
 
-def test_what_the_caller_writes_later_does_not_matter() -> None:
+def test_later_writes_of_the_caller_do_not_change_an_example() -> None:
     array = np.zeros(3)
     kept = as_example({"x": array})
     array[:] = 7.0
@@ -94,7 +94,7 @@ def test_what_the_caller_writes_later_does_not_matter() -> None:
         ({"x": {}}, ValueError),
     ],
 )
-def test_other_things_are_no_examples(wrong: Any, error: type[Exception]) -> None:
+def test_objects_of_other_types_are_refused(wrong: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="n example"):
         as_example(wrong)
 
@@ -131,7 +131,7 @@ def test_nesting_is_bounded() -> None:
         ({"x": [1j, 1.0], "y": 1}, "holds complex128, expected float32"),
     ],
 )
-def test_what_does_not_fit_the_template_is_said(given: Any, said: str) -> None:
+def test_mismatches_with_the_template_are_named(given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ExampleSpec({"x": np.zeros(2, np.float32), "y": 0})(given)
 

@@ -40,7 +40,7 @@ async def test_a_place_that_is_given_to_a_cancelled_wait_goes_to_the_next() -> N
     assert (intake.depth, intake.num_taken, intake.last_number) == (1, 2, 2)
 
 
-async def test_who_waits_for_much_room_and_is_cancelled_lets_those_behind_in() -> None:
+async def test_cancelling_a_large_submission_lets_smaller_ones_in() -> None:
     intake = Intake(3, None, 0, Signal())
     intake.take_nowait(submission(2))
     first, second = await waiting(intake, 2, 1)

@@ -83,7 +83,7 @@ def test_keys_live_as_long_as_stated_whatever_the_clocks_of_the_machine_show(fol
 
 
 @pytest.mark.asyncio
-async def test_what_was_not_learned_is_learned_by_the_next_learner(folder: Path) -> None:
+async def test_unlearned_examples_are_learned_by_the_next_learner(folder: Path) -> None:
     async with Counting(folder) as program:
         await (await program.learner.submit(example(0)))
         await program.learner.checkpoint()
@@ -139,7 +139,7 @@ async def test_versions_are_never_used_twice(folder: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_compaction_keeps_what_the_oldest_checkpoint_has_not_learned(folder: Path) -> None:
+async def test_compaction_keeps_examples_newer_than_the_oldest_checkpoint(folder: Path) -> None:
     async with Counting(folder) as program:
         for i in range(5):
             await (await program.learner.submit(example(i)))
@@ -207,7 +207,7 @@ async def test_a_journal_that_does_not_belong_to_the_checkpoint_is_refused(folde
 
 
 @pytest.mark.asyncio
-async def test_a_journal_that_is_none_or_damaged_is_refused(folder: Path) -> None:
+async def test_a_damaged_journal_or_another_file_is_refused(folder: Path) -> None:
     journal = folder / "journal.db"
     journal.write_bytes(b"a poem\n" * 1000)
     await opening_fails(folder, "NOTADB.*It is damaged, or no journal")
@@ -440,7 +440,7 @@ class Cloud(ar.checkpoint.LocalStorage):
 
 
 @pytest.mark.asyncio
-async def test_a_storage_that_fails_in_its_own_way_is_told(folder: Path) -> None:
+async def test_errors_of_a_foreign_storage_are_reported(folder: Path) -> None:
     cloud = Cloud(folder / "cloud")
     async with Counting(folder, checkpoints=ar.CheckpointManager(cloud)) as program:
         learner = program.learner

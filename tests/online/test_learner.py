@@ -61,7 +61,7 @@ def test_a_batch_waits_for_others_at_most_max_delay_s() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_full_queue_blocks_and_serves_who_came_first() -> None:
+async def test_a_full_queue_blocks_first_come_first_served() -> None:
     async with Counting(queue_size=3) as program:
         learner = program.learner
         await learner.pause()
@@ -252,7 +252,7 @@ async def test_a_slow_listener_loses_the_oldest_records() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_refused_is_refused_before_anything_is_taken() -> None:
+async def test_refusals_come_before_any_example_is_accepted() -> None:
     spec = ar.online.ExampleSpec({"id": 0, "mood": 0.0})
     async with Counting(validate=spec) as program:
         learner = program.learner

@@ -139,7 +139,7 @@ async def test_a_link_to_a_journal_is_the_same_journal(folder: Path) -> None:
 
 @pytest.mark.parametrize("is_opened_again", [False, True])
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_a_retry_of_the_newest_example_is_told_what_became_of_it(
+def test_a_retry_of_the_newest_example_gets_its_outcome(
     folder: Path, is_opened_again: bool, has_checkpoints: bool
 ) -> None:
     """Nothing newer comes: the request that is sent again is what wakes an idle learner."""
@@ -168,9 +168,7 @@ def test_a_retry_of_the_newest_example_is_told_what_became_of_it(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("has_checkpoints", [False, True])
 @pytest.mark.parametrize("remedy", ["none", "discard", "retry"])
-async def test_no_number_is_used_twice_whatever_became_of_the_newest_example(
-    folder: Path, remedy: str, has_checkpoints: bool
-) -> None:
+async def test_no_number_is_used_twice(folder: Path, remedy: str, has_checkpoints: bool) -> None:
     """The newest is a dead letter; "retry" takes its example again, under a newer number."""
     options = {} if has_checkpoints else {"checkpoints": None}
     async with Counting(folder, **options) as program:
@@ -241,7 +239,7 @@ def test_ctrl_c_saves_and_closes_the_journal_in_good_order(folder: Path, is_clos
 
 
 @pytest.mark.asyncio
-async def test_who_asks_again_for_an_example_of_the_backlog_is_told_when_it_is_not_learned(
+async def test_a_retry_of_a_backlog_example_learns_of_its_failure(
     folder: Path,
 ) -> None:
     async with Counting(folder) as program:

@@ -79,7 +79,7 @@ async def test_examples_of_other_shapes_are_learned_apart() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_step_returns_is_checked() -> None:
+async def test_results_of_a_step_are_checked() -> None:
     async def step(ctx: ar.ReplicaContext, batch: Any) -> Any:
         return "fine"
 
@@ -123,7 +123,7 @@ async def test_a_savepoint_puts_everything_back() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_step_put_into_the_containers_of_the_state_is_undone() -> None:
+async def test_changes_of_containers_in_the_state_are_undone() -> None:
     async with Counting() as program:
         table = np.zeros(2)
         state: dict[str, Any] = {"w": program.weight, "loss": 0.0, "table": table, "parts": [table]}
@@ -187,7 +187,7 @@ class UnspeakableError(Exception):
         (UnspeakableError(), "UnspeakableError, whose text cannot be shown"),
     ],
 )
-async def test_a_dead_letter_says_what_all_replicas_raised_whatever_its_text(
+async def test_a_dead_letter_holds_the_errors_of_all_replicas(
     folder: Path, error: Exception, said: str
 ) -> None:
     async def step(ctx: ar.ReplicaContext, batch: Any) -> None:

@@ -180,7 +180,7 @@ async def check(disk: SimulatedFiles, folder: Path, acknowledged: set[int]) -> N
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore:Restored step")
-async def test_what_was_acknowledged_survives_whatever_the_disk_keeps(folder: Path) -> None:
+async def test_acknowledged_examples_survive_any_loss_of_unsynced_data(folder: Path) -> None:
     files, rng = SimulatedFiles(), Random(0)
     recorder = await learn(files, folder)
     assert recorder.points[-1][1] == set(range(NUM_EXAMPLES))

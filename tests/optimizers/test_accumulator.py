@@ -84,7 +84,7 @@ async def test_the_last_window_can_be_applied_outside_the_step(
 
 
 @pytest.mark.asyncio
-async def test_what_fails_keeps_the_sums(pair: ar.MirroredStrategy) -> None:
+async def test_a_failed_update_keeps_the_sums(pair: ar.MirroredStrategy) -> None:
     w, window = window_in(pair)
 
     async def step(gradient: Any) -> None:
@@ -134,7 +134,7 @@ async def test_large_sums_are_built_on_the_device(pair: ar.MirroredStrategy) -> 
 
 
 @pytest.mark.asyncio
-async def test_misuse_is_told(pair: ar.MirroredStrategy) -> None:
+async def test_misuse_is_refused(pair: ar.MirroredStrategy) -> None:
     w, window = window_in(pair)
     rows = ar.IndexedSlices(np.ones(1), [0], (2,))
 
@@ -183,7 +183,7 @@ async def test_sums_that_overflow_are_refused_when_they_are_applied() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("scale", [None, 4.0])
-async def test_a_restored_window_is_divided_by_what_was_added(
+async def test_a_restored_window_is_divided_by_its_own_count(
     tmp_path: Path, is_sparse: bool, scale: float | None
 ) -> None:
     """Unequal numbers of gradients without weights, averaged: 3 and 1, saved after 2 and 1."""

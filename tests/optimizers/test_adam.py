@@ -30,7 +30,7 @@ class NaiveAdam:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2)])
 @pytest.mark.parametrize("numbers", [(0.001, 0.9, 0.999, 1e-8), (0.5, 0.0, 0.5, 0.1)])
-async def test_it_does_what_the_paper_says(shape: Any, numbers: Any) -> None:
+async def test_it_follows_the_algorithm_of_the_paper(shape: Any, numbers: Any) -> None:
     rng = np.random.default_rng(0)
     start = rng.normal(size=shape)
     w = ar.Variable(start)
@@ -69,7 +69,7 @@ async def test_replicas_take_the_step_of_the_summed_gradient(gang: ar.MirroredSt
 
 
 @pytest.mark.asyncio
-async def test_a_gradient_of_zero_is_no_division_by_zero() -> None:
+async def test_a_gradient_of_zero_does_not_divide_by_zero() -> None:
     w = ar.Variable(2.0)
 
     await Adam().apply_gradients([(0.0, w)])

@@ -57,7 +57,7 @@ async def test_an_accumulator_gives_the_same_bits_on_device_threads(
     await other.aclose()
 
 
-async def test_what_an_accumulator_awaits_is_refused_in_a_plain_function(
+async def test_awaitable_methods_of_an_accumulator_are_refused_in_plain_functions(
     pair: ar.MirroredStrategy,
 ) -> None:
     v, adam = made(pair)

@@ -17,7 +17,7 @@ def sgd_in(strategy: ar.Strategy) -> tuple[ar.Variable, SGD]:
 
 
 @pytest.mark.asyncio
-async def test_a_merge_function_can_apply_what_it_got(gang: ar.MirroredStrategy) -> None:
+async def test_a_merge_function_can_apply_its_gradients(gang: ar.MirroredStrategy) -> None:
     w, sgd = sgd_in(gang)
 
     async def merge(_strategy: Any, gradient: Any, weight: Any) -> None:
@@ -58,7 +58,7 @@ async def test_gradients_of_a_run_can_be_applied_outside(
 
 
 @pytest.mark.asyncio
-async def test_what_is_one_value_is_the_sum_already(pair: ar.MirroredStrategy) -> None:
+async def test_a_single_value_counts_as_the_sum(pair: ar.MirroredStrategy) -> None:
     w, sgd = sgd_in(pair)
     b = made(pair, 0.0, "b")
     parts = ar.PerReplica([np.ones(2), np.ones(2)])
@@ -79,7 +79,7 @@ async def test_plain_variables_are_their_own_strategy() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_replica_is_told_what_to_use(pair: ar.MirroredStrategy) -> None:
+async def test_in_a_replica_the_error_names_apply_gradients(pair: ar.MirroredStrategy) -> None:
     w, sgd = sgd_in(pair)
 
     async def step() -> None:
@@ -90,7 +90,7 @@ async def test_a_replica_is_told_what_to_use(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
-async def test_variables_of_two_strategies_are_told(
+async def test_variables_of_two_strategies_are_refused(
     pair: ar.MirroredStrategy, solo: ar.OneDeviceStrategy
 ) -> None:
     w, sgd = sgd_in(pair)

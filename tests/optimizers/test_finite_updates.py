@@ -168,7 +168,7 @@ async def test_such_a_step_is_skipped_and_the_scale_stays(pair: ar.MirroredStrat
     assert (adam.skipped_steps.value, adam.iterations.value) == (1, 1)
 
 
-def test_what_is_infinite_already_may_stay(compiled: None) -> None:
+def test_elements_that_are_infinite_already_may_stay(compiled: None) -> None:
     w, sgd = ar.Variable(np.float32([-np.inf, np.nan, 1.0])), SGD(0.5)
     asyncio.run(sgd.apply_gradients([(np.float32([0.0, 0.0, 1.0]), w)]))
     np.testing.assert_array_equal(w.value, np.float32([-np.inf, np.nan, 0.5]))
@@ -188,7 +188,7 @@ async def test_values_whose_products_overflow_are_legal(compiled: None) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_replicas_agree_about_it(gang: ar.MirroredStrategy) -> None:
+async def test_replicas_agree_on_an_update_that_is_not_finite(gang: ar.MirroredStrategy) -> None:
     w = made(gang, np.ones(2, np.float32))
     with gang.scope():
         adam = Adam()

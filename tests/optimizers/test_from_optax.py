@@ -70,7 +70,7 @@ async def test_twenty_steps_are_those_of_optax(pair: ar.MirroredStrategy, rule: 
 
 
 @pytest.mark.asyncio
-async def test_the_state_is_in_slots_and_what_is_kept_once_in_variables() -> None:
+async def test_per_variable_state_is_in_slots_and_the_rest_in_variables() -> None:
     w, adam = ar.Variable(np.float32([1.0, 2.0])), from_optax(optax.adam(0.1))
     assert adam.slot_names == ("0/mu", "0/nu")
 

@@ -250,7 +250,7 @@ async def test_runs_at_the_same_time_lose_no_update(pair: ar.MirroredStrategy) -
 
 
 @pytest.mark.asyncio
-async def test_what_is_in_no_group_or_in_two_is_told() -> None:
+async def test_a_variable_in_no_group_or_in_two_is_an_error() -> None:
     a, b = ar.Variable([0.0], name="a"), ar.Variable([0.0], name="b")
 
     with pytest.raises(ValueError, match="'b' has a gradient but is in no group"):

@@ -90,7 +90,7 @@ def test_the_bits_are_those_of_numpy(name: str, num_replicas: int, rules: FusedR
 
 
 @pytest.mark.parametrize("place", [0, 1023, 1024, 5000])
-def test_what_is_not_finite_is_found_wherever_it_is(place: int, rules: FusedRules) -> None:
+def test_non_finite_elements_are_found_at_every_place(place: int, rules: FusedRules) -> None:
     w = ar.Variable(np.ones(5001, np.float32))
     sgd = ar.optimizers.SGD(0.5)
     gradient = np.ones(5001, np.float32)
@@ -130,7 +130,7 @@ async def test_compiling_leaves_the_event_loop(
     assert seen[0] is not threading.main_thread()
 
 
-def test_what_cannot_be_compiled_is_told_once(
+def test_rules_that_cannot_be_compiled_are_logged_once(
     rules: FusedRules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numba

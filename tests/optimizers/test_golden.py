@@ -50,9 +50,7 @@ async def test_fifty_steps_are_those_of_other_libraries(
 @by_name
 @by_dtype
 @pytest.mark.parametrize("library", ["torch", "optax"])
-def test_the_golden_numbers_are_what_the_libraries_say(
-    case: Case, dtype: str, library: str
-) -> None:
+def test_the_golden_numbers_agree_with_the_libraries(case: Case, dtype: str, library: str) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed; the numbers in {FILE.name} stand for it")
     path = getattr(other_libraries, f"path_in_{library}")(case, dtype)
@@ -104,7 +102,7 @@ async def trained(case: Case, dtype: str, num_replicas: int, sizes: tuple[int, .
 @by_name
 @by_dtype
 @pytest.mark.parametrize("split", SPLITS)
-async def test_replicas_do_what_one_does_on_the_global_batch(
+async def test_replicas_train_as_one_does_on_the_global_batch(
     case: Case, dtype: str, split: str
 ) -> None:
     alone = await trained(case, dtype, 1, SPLITS[split])

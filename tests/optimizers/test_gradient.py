@@ -32,7 +32,7 @@ def test_no_gradient_at_all_is_an_error(pairs: Any) -> None:
 
 
 @pytest.mark.parametrize("gradient", ["1.0", [1.0, 2.0], {}, object(), 1j, np.array(["a", "b"])])
-def test_a_gradient_that_is_no_array_is_a_type_error(gradient: Any) -> None:
+def test_a_gradient_that_is_not_an_array_is_a_type_error(gradient: Any) -> None:
     with pytest.raises(TypeError, match="gradient of 'w'"):
         apply([(gradient, ar.Variable([1.0, 2.0], name="w"))])
 
@@ -47,7 +47,7 @@ def test_integers_cannot_be_trained() -> None:
         apply([(np.ones(2), ar.Variable([1, 2], name="n"))])
 
 
-def test_what_is_not_trainable_takes_no_gradient() -> None:
+def test_a_variable_that_is_not_trainable_takes_no_gradient() -> None:
     with pytest.raises(ValueError, match=r"'frozen' is not trainable.*trainable=True"):
         apply([(1.0, ar.Variable(0.0, trainable=False, name="frozen"))])
 
@@ -89,7 +89,7 @@ async def test_parts_of_all_replicas_are_checked_one_by_one(pair: ar.MirroredStr
     ],
 )
 @pytest.mark.asyncio
-async def test_parts_that_do_not_fit_are_told(
+async def test_parts_that_do_not_fit_are_refused(
     pair: ar.MirroredStrategy, gradient: Any, said: str
 ) -> None:
     w = made(pair, [1.0], "a")
@@ -112,7 +112,7 @@ def test_a_weight_must_be_a_finite_number_from_zero(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("pair", [1.0, (1.0,), "gv", (1.0, 2.0), (1.0, np.ones(1))])
-def test_what_is_no_pair_is_a_type_error(pair: Any) -> None:
+def test_an_item_that_is_not_a_pair_is_a_type_error(pair: Any) -> None:
     with pytest.raises(TypeError, match="pairs"):
         apply([pair])
 

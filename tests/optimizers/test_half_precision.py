@@ -114,7 +114,7 @@ async def test_steps_smaller_than_a_rounding_add_up(
 @pytest.mark.asyncio
 @by_dtype
 @pytest.mark.parametrize("size", [5, 9000])
-async def test_what_others_write_is_where_the_master_goes_on(
+async def test_the_master_continues_from_values_written_by_others(
     half: np.dtype[Any], size: int
 ) -> None:
     w, sgd = ar.Variable(np.ones(size).astype(half)), SGD(2.0**-12)

@@ -20,7 +20,7 @@ def test_numbers_of_every_kind_become_floats() -> None:
 
 
 @pytest.mark.parametrize("value", [None, "fast", [1.0, 2.0], 1j])
-def test_what_is_no_number_is_a_type_error(value: Any) -> None:
+def test_a_value_that_is_not_a_number_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError, match="learning_rate must be a number"):
         checked_learning_rate(value)
 

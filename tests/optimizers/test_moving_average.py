@@ -119,6 +119,6 @@ async def test_replicas_must_name_the_same_averages(pair: ar.MirroredStrategy) -
         ),
     ],
 )
-def test_wrong_arguments_are_told(make: Any, kind: Any, said: str) -> None:
+def test_wrong_arguments_are_refused(make: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         make()

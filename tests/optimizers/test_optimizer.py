@@ -76,7 +76,7 @@ async def test_iterations_and_global_step_advance(strategy: ar.Strategy) -> None
 
 
 @pytest.mark.asyncio
-async def test_what_finish_returns_is_written_with_the_rest(pair: ar.MirroredStrategy) -> None:
+async def test_results_of_finish_are_written_with_the_rest(pair: ar.MirroredStrategy) -> None:
     w, extra = made(pair), made(pair, 0.0, "extra")
     optimizer = Descent(finish_with={extra: 7.0})
 
@@ -100,7 +100,7 @@ async def test_the_learning_rate_may_depend_on_the_iteration() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_rule_that_returns_a_wrong_shape_is_told(pair: ar.MirroredStrategy) -> None:
+async def test_a_rule_that_returns_a_wrong_shape_is_an_error(pair: ar.MirroredStrategy) -> None:
     w = made(pair, np.zeros(3))
     optimizer = Descent(np.float64(1.0))
     optimizer.update = lambda prepared, value, gradient, slots: (np.zeros(2), slots)

@@ -43,7 +43,7 @@ async def test_minimize_returns_what_comes_with_the_loss(
 
 
 @pytest.mark.asyncio
-async def test_a_loss_without_its_pair_is_told() -> None:
+async def test_a_loss_without_its_pair_is_an_error() -> None:
     w = ar.Variable([1.0])
 
     with pytest.raises(TypeError, match="has_aux"):
@@ -75,7 +75,7 @@ async def test_gradients_that_are_summed_already_are_not_summed_again(
 
 
 @pytest.mark.asyncio
-async def test_replicas_must_agree_on_who_sums(pair: ar.MirroredStrategy) -> None:
+async def test_replicas_must_agree_on_the_summing(pair: ar.MirroredStrategy) -> None:
     w = made(pair, [0.0])
     with pair.scope():
         sgd = SGD(1.0)

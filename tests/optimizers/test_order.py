@@ -157,7 +157,7 @@ async def test_a_scalar_of_three_replicas_is_named_without_a_warning(
 @pytest.mark.parametrize(
     "options", [{}, {"clipvalue": 1.0}, {"clipnorm": 1.0}], ids=["plain", "value", "norm"]
 )
-async def test_what_overflows_when_it_is_divided_is_not_finite(
+async def test_an_overflow_in_the_division_is_not_finite(
     pair: ar.MirroredStrategy, options: Any, is_sparse: bool
 ) -> None:
     w, sgd = sgd_in(pair, np.zeros(3, np.float32), **options)
@@ -222,7 +222,7 @@ async def test_rules_for_whole_arrays_are_checked_too() -> None:
 
 
 @pytest.mark.asyncio
-async def test_rules_for_whole_arrays_never_see_what_is_not_finite() -> None:
+async def test_rules_for_whole_arrays_see_finite_gradients_only() -> None:
     w = ar.Variable([0.0], name="w")
     rule = Descent()
 

@@ -27,7 +27,7 @@ async def test_cross_replica_context_is_an_error_that_names_the_form(
 
 
 @pytest.mark.asyncio
-async def test_a_merge_function_is_no_place_for_it(pair: ar.MirroredStrategy) -> None:
+async def test_calls_in_a_merge_function_are_refused(pair: ar.MirroredStrategy) -> None:
     w = made(pair)
     optimizer = Descent()
 

@@ -94,7 +94,7 @@ async def test_gradients_are_divided_by_the_scale_they_were_computed_with() -> N
 
 
 @pytest.mark.asyncio
-async def test_an_accumulator_adds_up_what_was_scaled_differently() -> None:
+async def test_an_accumulator_adds_gradients_of_different_scales() -> None:
     w, scaling = ar.Variable(np.zeros(1)), DynamicLossScale(8.0)
     sgd = SGD(1.0, loss_scale=scaling)
     window = ar.GradientAccumulator(sgd)

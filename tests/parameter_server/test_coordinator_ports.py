@@ -199,7 +199,7 @@ async def test_of_several_errors_one_is_raised(cluster: Cluster) -> None:
     await cluster.coordinator.join()
 
 
-async def test_join_waits_for_what_runs_before_it_raises(one_worker: Cluster) -> None:
+async def test_join_waits_for_running_closures_before_it_raises(one_worker: Cluster) -> None:
     gate = Gate()
     async with coordinating(num_workers=2) as (_, coordinator):
         held = await coordinator.schedule(hold, (gate,))
@@ -226,7 +226,7 @@ async def test_errors_come_again_and_again(cluster: Cluster) -> None:
             await cluster.coordinator.join()
 
 
-async def test_what_comes_after_an_error_runs(cluster: Cluster) -> None:
+async def test_closures_scheduled_after_an_error_run(cluster: Cluster) -> None:
     await cluster.coordinator.schedule(fail)
     with pytest.raises(ValueError, match="bad batch"):
         await cluster.coordinator.join()
@@ -259,7 +259,7 @@ def fail_oddly() -> None:
     raise UnpicklableError(1, 2)
 
 
-async def test_an_error_that_does_not_survive_pickling_is_told(cluster: Cluster) -> None:
+async def test_an_error_that_does_not_survive_pickling_is_described(cluster: Cluster) -> None:
     await cluster.coordinator.schedule(fail_oddly)
     with pytest.raises(Exception, match="1 and 2"):
         await cluster.coordinator.join()
@@ -317,14 +317,14 @@ async def test_a_fetch_may_be_repeated_and_given_up(one_worker: Cluster) -> None
     assert [await remote.fetch(), await remote.fetch()] == ["held", "held"]
 
 
-async def test_a_remote_value_is_no_argument(cluster: Cluster) -> None:
+async def test_a_remote_value_as_an_argument_is_refused(cluster: Cluster) -> None:
     remote = await cluster.coordinator.schedule(identity, (1,))
     with pytest.raises((ValueError, TypeError), match="RemoteValue"):
         await cluster.coordinator.schedule(identity, (remote,))
     await cluster.coordinator.join()
 
 
-async def test_what_is_no_function_is_refused(cluster: Cluster) -> None:
+async def test_a_closure_that_is_not_a_function_is_refused(cluster: Cluster) -> None:
     with pytest.raises(TypeError, match="5"):
         await cluster.coordinator.schedule(5)
 
@@ -338,7 +338,7 @@ def assign_both(first: Any, second: Any) -> float:
     return float(first.value / second.value)
 
 
-async def test_a_closure_reads_what_it_wrote(cluster: Cluster) -> None:
+async def test_a_closure_reads_its_own_writes(cluster: Cluster) -> None:
     with cluster.strategy.scope():
         first, second = ar.Variable(np.zeros(())), ar.Variable(np.ones(()))
     remote = await cluster.coordinator.schedule(assign_both, (first, second))

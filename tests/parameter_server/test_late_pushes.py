@@ -97,7 +97,7 @@ def add_late(count: Any, name: str, before: Gate, after: Gate, last: Gate) -> st
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-async def test_what_a_worker_thought_dead_pushes_late_counts_once(is_over: bool) -> None:
+async def test_late_pushes_of_a_worker_thought_dead_count_once(is_over: bool) -> None:
     before, after, last = Gate(), Gate(), Gate()
     after.open()
     async with coordinating(num_workers=2, num_ps=1) as (strategy, coordinator):

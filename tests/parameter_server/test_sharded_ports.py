@@ -252,7 +252,7 @@ async def test_shapes_of_slices_are_checked() -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 8], ids=lambda n: f"to {n}")
 @pytest.mark.parametrize("before", [1, 2, 4], ids=lambda n: f"{n}")
-async def test_what_some_shards_saved_others_restore(
+async def test_a_checkpoint_restores_into_other_numbers_of_shards(
     tmp_path: Path, before: int, after: int
 ) -> None:
     manager = ar.CheckpointManager(tmp_path)

@@ -81,13 +81,13 @@ async def test_a_read_is_not_changed_by_later_writes(cluster: Cluster) -> None:
     assert not before.flags.writeable
 
 
-async def test_a_variable_is_no_array_on_the_coordinator(cluster: Cluster) -> None:
+async def test_a_variable_is_not_an_array_on_the_coordinator(cluster: Cluster) -> None:
     for use in (np.asarray, lambda v: v + 1, float):
         with pytest.raises(ContextError, match=r"read\(\)"):
             use(cluster.count)
 
 
-async def test_what_runs_replicas_is_refused(cluster: Cluster) -> None:
+async def test_methods_that_run_replicas_are_refused(cluster: Cluster) -> None:
     strategy, count = cluster.strategy, cluster.count
     with pytest.raises(ContextError, match="ClusterCoordinator"):
         await strategy.run(identity, args=(1,))

@@ -60,7 +60,7 @@ async def test_one_that_holds_the_gil_for_a_while_is_waited_for(cluster: Any) ->
     "name",
     ["SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError", "BaseException"],
 )
-async def test_one_that_raises_what_is_no_exception(cluster: Any, fn: Any, name: str) -> None:
+async def test_a_closure_that_raises_a_base_exception(cluster: Any, fn: Any, name: str) -> None:
     _, coordinator = cluster
     remote = await coordinator.schedule(fn, (name,))
     with pytest.raises(Exception, match=name):

@@ -119,7 +119,7 @@ async def test_a_worker_has_one_handle_of_a_server_for_all_closures() -> None:
 
 
 @pytest.mark.parametrize("roles", [("W", "W"), ("PS", "W")])
-async def test_too_few_parameter_servers_are_told(roles: tuple[str, ...]) -> None:
+async def test_too_few_parameter_servers_are_an_error(roles: tuple[str, ...]) -> None:
     async with dask_cluster(roles) as cluster:
         with pytest.raises(Exception, match="PS") as caught:
             async with asyncio.timeout(30), coordinating(cluster.scheduler_address, num_ps=2):
@@ -128,7 +128,7 @@ async def test_too_few_parameter_servers_are_told(roles: tuple[str, ...]) -> Non
         assert "2" in str(caught.value)
 
 
-async def test_no_worker_for_closures_is_told() -> None:
+async def test_no_worker_for_closures_is_an_error() -> None:
     async with dask_cluster(("PS",)) as cluster:
         with pytest.raises(Exception, match=r"[Ww]orker"):
             async with asyncio.timeout(30), coordinating(cluster.scheduler_address):
@@ -136,7 +136,7 @@ async def test_no_worker_for_closures_is_told() -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:{port}", "127.0.0.1:{port}"])
-async def test_an_address_without_a_scheduler_is_told(address: str) -> None:
+async def test_an_address_without_a_scheduler_is_an_error(address: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = address.format(port=taken.getsockname()[1])
@@ -146,7 +146,7 @@ async def test_an_address_without_a_scheduler_is_told(address: str) -> None:
 
 
 @pytest.mark.parametrize("cluster", [5, b"tcp://127.0.0.1:1", object()], ids=type)
-async def test_what_is_no_cluster_is_refused(cluster: Any) -> None:
+async def test_an_argument_that_is_not_a_cluster_is_refused(cluster: Any) -> None:
     with pytest.raises(TypeError, match=r"address|Client"):
         ar.ParameterServerStrategy(cluster)
 

@@ -340,7 +340,7 @@ async def test_optimizers_are_not_driven_from_ops(pair: ar.MirroredStrategy) -> 
         await pair.run(step)
 
 
-async def test_a_host_thread_is_no_device_thread(pair: ar.MirroredStrategy) -> None:
+async def test_a_host_thread_is_not_a_device_thread(pair: ar.MirroredStrategy) -> None:
     async def step() -> None:
         await ar.run_on_host(lambda: blocking().barrier())
 
@@ -512,7 +512,7 @@ async def test_a_failing_replica_wakes_the_others(gang: ar.MirroredStrategy) -> 
     assert "replica 0 (cpu:0)" in caught.value.__notes__[0]
 
 
-async def test_what_a_merge_raises_is_raised_in_every_replica(gang: ar.MirroredStrategy) -> None:
+async def test_an_error_of_a_merge_is_raised_in_every_replica(gang: ar.MirroredStrategy) -> None:
     seen: list[BaseException] = []
 
     def merge(_strategy: ar.Strategy) -> None:
@@ -532,7 +532,7 @@ async def test_what_a_merge_raises_is_raised_in_every_replica(gang: ar.MirroredS
     assert "Raised by the merge of merge_call #1" in seen[0].__notes__[0]
 
 
-async def test_what_an_async_merge_raises_is_raised_too(gang: ar.MirroredStrategy) -> None:
+async def test_an_error_of_an_async_merge_is_raised_too(gang: ar.MirroredStrategy) -> None:
     async def merge(_strategy: ar.Strategy) -> None:
         await asyncio.sleep(0)
         raise KeyError("later")

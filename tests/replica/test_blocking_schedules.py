@@ -184,7 +184,7 @@ async def test_a_gang_is_cancelled_while_another_holds_its_devices() -> None:
 
 
 @pytest.mark.explore(schedules=150)
-async def test_who_returns_while_others_wait_is_a_mismatch() -> None:
+async def test_a_replica_that_returns_while_others_wait_is_a_mismatch() -> None:
     def step() -> None:
         blocking().barrier()
         if my_id() != 1:
@@ -207,7 +207,7 @@ async def test_different_collectives_are_a_mismatch() -> None:
 
 
 @pytest.mark.explore(schedules=150)
-async def test_a_failure_wakes_whoever_waits() -> None:
+async def test_a_failure_wakes_the_waiting_replicas() -> None:
     unwound = []
 
     def step() -> None:

@@ -39,7 +39,9 @@ async def test_broadcast_gives_everybody_the_value_of_the_source(strategy: ar.St
 
 
 @pytest.mark.asyncio
-async def test_what_the_others_broadcast_is_ignored(gang: ar.MirroredStrategy) -> None:
+async def test_values_of_other_replicas_than_the_source_are_ignored(
+    gang: ar.MirroredStrategy,
+) -> None:
     async def step() -> Any:
         return await me().broadcast(np.ones(3) if my_id() == 1 else None, source=1)
 

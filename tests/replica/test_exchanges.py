@@ -259,7 +259,7 @@ async def test_broadcast_takes_anything(gang: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_broadcast_is_the_source_s_no_more(gang: ar.MirroredStrategy) -> None:
+async def test_broadcast_values_are_independent_of_the_source(gang: ar.MirroredStrategy) -> None:
     """The giver may write its array at once; nobody's copy changes, and nobody's can be written."""
 
     async def step() -> None:
@@ -283,7 +283,7 @@ async def test_what_was_broadcast_is_the_source_s_no_more(gang: ar.MirroredStrat
         (None, TypeError, "None"),
     ],
 )
-async def test_a_source_that_is_none(
+async def test_an_invalid_source_is_refused(
     pair: ar.MirroredStrategy, source: Any, error: type[Exception], text: str
 ) -> None:
     async def step() -> int:
@@ -464,7 +464,7 @@ async def test_slices_are_refused(strategy: ar.Strategy, name: str) -> None:
      np.zeros(2, "m8[s]"), np.zeros(2, [("a", "f8")]), np.array([object(), 1])],
     ids=["object", "str", "bytes", "time", "duration", "record", "mixed"],
 )  # fmt: skip
-async def test_what_is_no_number_is_not_reduced(
+async def test_values_that_are_not_numbers_are_not_reduced(
     either: ar.Strategy, name: str, value: np.ndarray
 ) -> None:
     async def step() -> None:

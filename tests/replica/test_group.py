@@ -126,7 +126,7 @@ async def test_the_number_counts_calls_not_awaits(pair: ar.MirroredStrategy) -> 
 
 
 @pytest.mark.asyncio
-async def test_swapped_alike_everywhere_is_no_mismatch(pair: ar.MirroredStrategy) -> None:
+async def test_calls_swapped_alike_on_all_replicas_match(pair: ar.MirroredStrategy) -> None:
     async def step() -> list[Any]:
         first, second = me().all_reduce("sum", 1), me().all_reduce("sum", 10)
         return [await second, await first]
@@ -199,7 +199,7 @@ async def test_giving_up_is_a_mismatch(
 
 
 @pytest.mark.asyncio
-async def test_giving_up_while_others_wait_names_who_did(triple: ar.MirroredStrategy) -> None:
+async def test_giving_up_while_others_wait_names_the_replica(triple: ar.MirroredStrategy) -> None:
     """The waiting ones wake up too; they must not be blamed."""
 
     async def step() -> None:
@@ -273,7 +273,7 @@ async def test_giving_up_during_an_async_merge_is_a_mismatch(gang: ar.MirroredSt
 
 
 @pytest.mark.asyncio
-async def test_giving_up_after_the_merge_is_no_withdrawal(pair: ar.MirroredStrategy) -> None:
+async def test_giving_up_after_the_merge_is_not_a_withdrawal(pair: ar.MirroredStrategy) -> None:
     """The merge is done and replica 0 not yet awake when its own timeout hits it."""
     tasks: dict[int, asyncio.Task[Any]] = {}
 

@@ -87,7 +87,7 @@ async def test_one_warning_per_site(gang: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_those_who_did_not_await_are_named(pair: ar.MirroredStrategy) -> None:
+async def test_only_replicas_that_did_not_await_are_named(pair: ar.MirroredStrategy) -> None:
     async def step() -> None:
         handle = me().start_all_reduce("sum", 1)
         if my_id() == 0:

@@ -23,7 +23,7 @@ from tests.sequencer import idle
 # ---- what a future has -------------------------------------------------------------------------
 
 
-def test_before_it_is_done_and_after() -> None:
+def test_the_states_of_a_handle_before_and_after_it_is_done() -> None:
     async def step() -> int:
         if my_id() == 1:
             await asyncio.sleep(1)
@@ -298,7 +298,7 @@ def calls_for(count: int, tool: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["await", "gather"])
-def test_four_thousand_in_flight_take_four_times_what_one_thousand_take(tool: str) -> None:
+def test_the_cost_of_handles_in_flight_is_linear(tool: str) -> None:
     calls_for(10, tool)  # what is done once
     small, large = calls_for(1000, tool), calls_for(4000, tool)
 
@@ -379,7 +379,7 @@ def test_the_replicas_own_task_makes_it_a_mismatch_at_once(stall_timeout: float 
     assert "start_all_reduce #1 (SUM) in group (0, 1)" in str(caught.value)
 
 
-def test_a_slow_partner_is_no_circle() -> None:
+def test_a_slow_partner_is_not_a_circle() -> None:
     """A child that waits long for one who is merely late is not warned of."""
 
     async def step() -> int:
@@ -390,7 +390,7 @@ def test_a_slow_partner_is_no_circle() -> None:
     assert simulate(2, step) == (2, 2)
 
 
-def test_a_circle_of_child_waits_that_is_resolved_in_time_is_no_error() -> None:
+def test_a_circle_of_child_waits_resolved_in_time_is_not_an_error() -> None:
     """The replica itself goes on, so what looked like a circle was none."""
 
     async def step() -> list[int]:

@@ -39,7 +39,7 @@ class SlowLoop(asyncio.SelectorEventLoop):
         return handle
 
 
-def test_a_timeout_that_is_told_after_the_last_arrival_is_none() -> None:
+def test_a_timeout_after_the_last_arrival_is_ignored() -> None:
     met = threading.Event()
     options = ar.CommunicationOptions(timeout_seconds=0.01)
 

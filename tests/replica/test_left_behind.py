@@ -122,7 +122,7 @@ async def test_a_child_issues_nothing_more(pair: ar.MirroredStrategy) -> None:
     assert children[0].cancelled() or isinstance(children[0].exception(), ContextError)
 
 
-def test_an_op_that_has_ended_in_time_is_no_error() -> None:
+def test_an_op_that_has_ended_in_time_is_not_an_error() -> None:
     async def step() -> int:
         child = asyncio.ensure_future(run_op(int))
         await asyncio.sleep(1)
@@ -217,9 +217,7 @@ def test_a_child_whose_collective_is_complete_does_no_harm() -> None:
 
 @pytest.mark.parametrize(("returns", "raises"), [(0, 1), (1, 0)])
 @pytest.mark.parametrize("what", ["op", "never awaited", "given up"])
-def test_a_failure_in_the_same_cycle_is_what_is_raised(
-    what: str, returns: int, raises: int
-) -> None:
+def test_a_failure_in_the_same_cycle_is_raised(what: str, returns: int, raises: int) -> None:
     """What a replica left behind follows from its return, which a failure explains better."""
     error = StepError("mine")
     kept: list[Any] = []

@@ -347,7 +347,9 @@ async def test_it_may_run_the_strategy_again(strategy: ar.Strategy) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("bad", [None, "name", 3])
-async def test_what_is_not_callable_is_refused(strategy: ar.Strategy, bad: object) -> None:
+async def test_a_merge_function_that_is_not_callable_is_refused(
+    strategy: ar.Strategy, bad: object
+) -> None:
     async def step() -> None:
         with pytest.raises(TypeError, match="merge_call needs a function"):
             me().merge_call(bad)

@@ -116,7 +116,7 @@ def test_each_replica_that_catches_it_sees_the_frames(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_a_handle_raises_has_the_frames_each_time(size: int) -> None:
+def test_errors_of_a_handle_have_its_frames_each_time(size: int) -> None:
     class Refuses(ar.collectives.Compression):
         def __init__(self) -> None:
             super().__init__(error_feedback=False)

@@ -75,7 +75,7 @@ async def test_a_result_of_the_wrong_length_is_an_error(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-async def test_what_it_raises_is_raised_in_every_replica(
+async def test_an_error_of_the_merge_is_raised_in_every_replica(
     strategy: ar.Strategy, asynchronous: bool
 ) -> None:
     error = ValueError("merge")

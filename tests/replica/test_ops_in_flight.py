@@ -283,7 +283,7 @@ async def test_the_default_strategy_is_never_closed() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_was_broadcast_does_not_change_when_the_source_writes(
+async def test_broadcast_values_do_not_change_when_the_source_writes(
     pair: ar.MirroredStrategy,
 ) -> None:
     async def step() -> float:

@@ -308,7 +308,7 @@ def test_after_a_failure_nothing_is_a_mismatch(size: int, event: str, generation
             assert story.happen() is None, (case, event)
 
 
-def test_a_failed_replica_is_shown_with_what_it_did_last() -> None:
+def test_a_failed_replica_is_shown_with_its_last_call() -> None:
     rendezvous = new(2)
     meet_once(rendezvous, 2)
     rendezvous.leave(1, ReplicaState.FAILED)

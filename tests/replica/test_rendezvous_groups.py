@@ -81,14 +81,14 @@ SLOW = {"a ring of started calls", "groups started crosswise"}
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FINISH]
 )
-def test_what_can_finish_does_in_every_order(name: str) -> None:
+def test_programs_that_can_finish_do_in_every_order(name: str) -> None:
     assert can_finish(FINISH[name])
 
     assert set(every_schedule(FINISH[name])) == {None}
 
 
 @pytest.mark.parametrize("name", NEVER)
-def test_what_cannot_finish_never_does(name: str) -> None:
+def test_programs_that_cannot_finish_never_do(name: str) -> None:
     assert not can_finish(NEVER[name])
 
     ends = every_schedule(NEVER[name])
@@ -216,7 +216,7 @@ def test_groups_are_numbered_on_their_own() -> None:
     assert texts == ["kinds #1 (A)"] * 3
 
 
-def test_who_is_no_member_may_leave() -> None:
+def test_replicas_outside_the_group_may_leave() -> None:
     rendezvous = new(3)
     rendezvous.arrive(0, call(rendezvous, AB, 0))
 
@@ -248,7 +248,7 @@ def test_a_circle_is_decided_once() -> None:
     assert rendezvous.leave(3, ReplicaState.RETURNED) is None
 
 
-def test_what_is_in_flight_is_in_the_table() -> None:
+def test_started_collectives_are_in_the_table() -> None:
     rendezvous = new(2)
     for kind, number in (("A", 1), ("B", 2)):
         rendezvous.arrive(0, call(rendezvous, E2, 0, kind, number), waits=False)

@@ -89,7 +89,7 @@ async def test_a_replica_that_goes_on_without_it_names_it(pair: ar.MirroredStrat
 
 
 @pytest.mark.asyncio
-async def test_a_failure_comes_before_what_it_left_unawaited(strategy: ar.Strategy) -> None:
+async def test_a_failure_comes_before_its_unawaited_calls(strategy: ar.Strategy) -> None:
     async def step() -> None:
         me().barrier()
         raise ValueError("root")
@@ -99,7 +99,7 @@ async def test_a_failure_comes_before_what_it_left_unawaited(strategy: ar.Strate
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_run_closes_what_was_not_awaited(strategy: ar.Strategy) -> None:
+async def test_a_cancelled_run_closes_unawaited_calls(strategy: ar.Strategy) -> None:
     async def step() -> None:
         kept = me().barrier()
         await asyncio.Event().wait()

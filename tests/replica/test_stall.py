@@ -177,7 +177,7 @@ def test_a_plain_step_that_stalls(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
-def test_progress_is_no_stall(kind: str) -> None:
+def test_progress_prevents_a_stall(kind: str) -> None:
     """Merges and ops for several timeouts in all, none of them longer than one."""
 
     def op() -> None:

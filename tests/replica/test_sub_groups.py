@@ -172,7 +172,9 @@ async def test_started(quad: ar.MirroredStrategy, members: tuple[int, ...]) -> N
 
 @pytest.mark.asyncio
 @members_of_four
-async def test_who_and_how_many(quad: ar.MirroredStrategy, members: tuple[int, ...]) -> None:
+async def test_a_group_knows_its_members_and_their_number(
+    quad: ar.MirroredStrategy, members: tuple[int, ...]
+) -> None:
     async def call(group: Any) -> Any:
         assert group.members == members
         assert group.num_replicas_in_sync == len(members)
@@ -611,7 +613,7 @@ async def test_a_member_that_returns(
 
 
 @pytest.mark.asyncio
-async def test_who_is_no_member_may_return(triple: ar.MirroredStrategy) -> None:
+async def test_replicas_outside_the_group_may_return(triple: ar.MirroredStrategy) -> None:
     async def step() -> Any:
         if my_id() == 1:
             return "early"

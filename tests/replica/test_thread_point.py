@@ -11,7 +11,7 @@ from tests.replica.gated import me, my_id, spawn
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
 
-async def test_a_timeout_beyond_what_a_thread_can_wait_is_for_ever(
+async def test_a_timeout_longer_than_a_thread_can_wait_is_unlimited(
     pair: ar.MirroredStrategy,
 ) -> None:
     early, gate = threading.Event(), threading.Event()

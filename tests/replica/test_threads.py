@@ -312,7 +312,7 @@ async def test_with_no_op_running_every_call_is_refused(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", AWAITED)
-async def test_what_would_have_to_be_awaited_is_refused_in_an_op(
+async def test_awaitable_collectives_are_refused_in_an_op(
     pair: ar.MirroredStrategy, name: str
 ) -> None:
     async def step() -> int:

@@ -312,7 +312,7 @@ def test_a_failure_that_is_ready_when_a_return_is_noticed_comes_first() -> None:
         simulate(3, step)
 
 
-def test_a_failure_beats_one_who_arrives_after_a_return() -> None:
+def test_a_failure_beats_an_arrival_after_a_return() -> None:
     """The last to arrive finds that a member is gone, in the cycle of the failure."""
 
     async def step() -> None:
@@ -381,7 +381,7 @@ def test_a_cancellation_from_elsewhere_reaches_the_task_group_around_run(
     assert after == []
 
 
-def test_cancelling_the_run_is_no_failure() -> None:
+def test_cancelling_the_run_is_not_a_failure() -> None:
     async def step() -> None:
         await asyncio.Event().wait()
 

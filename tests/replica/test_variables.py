@@ -231,7 +231,7 @@ async def _make_w() -> None:
         (ar.PerReplica([1.0, 2.0]), {}, TypeError),
     ],
 )
-async def test_what_a_variable_refuses_is_refused_alike(
+async def test_values_that_a_variable_refuses_are_refused_alike(
     pair: ar.MirroredStrategy, value: Any, options: dict[str, Any], error: type[Exception]
 ) -> None:
     async def step() -> None:
@@ -544,7 +544,9 @@ async def test_a_foreign_variable_is_refused(pair: ar.MirroredStrategy, update: 
 
 
 @pytest.mark.asyncio
-async def test_what_is_no_variable_is_refused(pair: ar.MirroredStrategy, update: Any) -> None:
+async def test_an_argument_that_is_not_a_variable_is_refused(
+    pair: ar.MirroredStrategy, update: Any
+) -> None:
     async def step() -> None:
         await update(pair, "w", lambda v: v)
 

@@ -38,7 +38,7 @@ ALLOWED = {
     "testing/test_started.py::loops_in_threads": "a program that the testing kit runs",
     "online/soak.py": "a load at random moments; nothing is expected at any of them",
     "strategies/test_quiet_runs.py": "on a loop of its own, in virtual time",
-    "strategies/test_watching.py::test_what_holds_the_loop_is_named_in_the_log":
+    "strategies/test_watching.py::test_the_code_that_holds_the_loop_is_named_in_the_log":
         "what holds a loop takes real time; it is repeated until it was seen",
     "cluster_engines/program.py::late": "a wait has to take time to show what it costs",
     "cluster_engines/program.py::main": "a worker that does not come while the others wait",
@@ -231,7 +231,7 @@ def test_no_test_hangs_on_time() -> None:
         'run_script("""\n    import time\n    time.sleep(1)\n    """)',
     ],
 )
-def test_what_hangs_on_time_is_found(statement: str) -> None:
+def test_waits_decided_by_time_are_found(statement: str) -> None:
     source = f"SHORT_S = 0.5\n\nasync def test_it():\n    {statement}\n"
 
     assert [name for name, _, _ in hanging(source)] == ["test_it"]
@@ -249,11 +249,11 @@ def test_what_hangs_on_time_is_found(statement: str) -> None:
         "@pytest.mark.explore(schedules=9)\nasync def test_it():\n    await asyncio.sleep(5)",
     ],
 )
-def test_polling_long_limits_and_simulated_time_are_none_of_it(source: str) -> None:
+def test_polling_long_limits_and_simulated_time_are_allowed(source: str) -> None:
     assert hanging(source) == []
 
 
-def test_what_a_simulated_and_a_real_test_share_is_in_real_time() -> None:
+def test_helpers_shared_with_real_tests_count_as_real_time() -> None:
     source = """
 async def late():
     await asyncio.sleep(5)

@@ -167,7 +167,7 @@ async def test_of_a_plain_value(strategy: ar.Strategy) -> None:
     ids=["shape", "dtype", "structure", "text", "none", "axis", "negative axis", "twice",
          "twice from both ends", "scalar", "other axes", "empty", "no axis"],
 )  # fmt: skip
-async def test_what_cannot_be_reduced(
+async def test_values_that_cannot_be_reduced(
     pair: ar.MirroredStrategy, values: Any, axis: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -213,7 +213,7 @@ async def test_gather_joins_uneven_parts(strategy: ar.Strategy, axis: int) -> No
     ],
     ids=["scalar", "axis", "shape", "rank", "dtype"],
 )
-async def test_what_cannot_be_gathered(
+async def test_values_that_cannot_be_gathered(
     pair: ar.MirroredStrategy, values: Any, axis: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):

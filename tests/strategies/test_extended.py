@@ -125,7 +125,7 @@ async def test_writes_are_seen_inside_and_nowhere_else_before_the_end(
 
 
 @pytest.mark.asyncio
-async def test_a_reader_keeps_what_it_holds(gang: ar.MirroredStrategy) -> None:
+async def test_a_reader_keeps_the_array_it_holds(gang: ar.MirroredStrategy) -> None:
     variable = new_variable(gang, np.zeros(3))
     held = variable.value
 

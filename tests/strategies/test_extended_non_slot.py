@@ -121,7 +121,9 @@ async def test_devices_are_some_of_the_strategys_own(
 
 
 @pytest.mark.parametrize("devices", [None, 0, {"cpu:0"}])
-async def test_what_are_no_devices_is_refused(pair: ar.MirroredStrategy, devices: Any) -> None:
+async def test_arguments_that_are_not_devices_are_refused(
+    pair: ar.MirroredStrategy, devices: Any
+) -> None:
     with pytest.raises(TypeError, match="non_slot_devices"):
         await pair.extended.update_non_slot(devices, my_component)
     with pytest.raises(DeviceError):

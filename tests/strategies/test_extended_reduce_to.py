@@ -154,7 +154,7 @@ async def test_an_empty_batch_gives_an_empty_list(strategy: ar.Strategy) -> None
 
 
 @pytest.mark.parametrize("item", [(1.0,), (1, 2, 3), 1.0, "ab"])
-async def test_items_that_are_no_pairs_are_refused(either: ar.Strategy, item: Any) -> None:
+async def test_items_that_are_not_pairs_are_refused(either: ar.Strategy, item: Any) -> None:
     with pytest.raises(ValueError, match="pairs"):
         await either.extended.batch_reduce_to("sum", [item])
 
@@ -227,7 +227,7 @@ async def test_a_list_of_destinations_is_refused(
 
 @METHODS
 @pytest.mark.parametrize("wrong", [None, 0, 1.5, ARRAY])
-async def test_what_is_no_destination_is_refused(
+async def test_an_invalid_destination_is_refused(
     either: ar.Strategy, method: str, wrong: Any
 ) -> None:
     with pytest.raises(TypeError, match=f"{type(wrong).__name__}. Pass a device"):

@@ -66,7 +66,7 @@ async def test_in_a_replica_the_value_leads_to_its_variable(gang: ar.MirroredStr
     assert await gang.run(step) is variable
 
 
-async def test_what_no_variable_holds_gives_itself(
+async def test_an_array_of_no_variable_is_its_own_container(
     strategy: ar.Strategy, triple: ar.MirroredStrategy
 ) -> None:
     variable = new_variable(strategy, 1.0)
@@ -121,7 +121,7 @@ async def test_call_for_each_replica_is_run(strategy: ar.Strategy) -> None:
     assert strategy.statistics().num_steps == 2
 
 
-async def test_what_it_says_of_the_process(strategy: ar.Strategy) -> None:
+async def test_the_properties_that_describe_the_process(strategy: ar.Strategy) -> None:
     extended = strategy.extended
 
     assert extended.should_checkpoint is True
@@ -137,7 +137,7 @@ async def test_what_it_says_of_the_process(strategy: ar.Strategy) -> None:
         ("call_for_each_replica", "outside the step"),
     ],
 )
-async def test_in_a_replica_the_error_says_what_to_do(
+async def test_in_a_replica_the_error_names_the_other_method(
     strategy: ar.Strategy, method: str, advice: str
 ) -> None:
     variable = new_variable(strategy)

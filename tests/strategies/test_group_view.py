@@ -34,7 +34,7 @@ async def test_the_view_of_all_is_the_strategy(quad: ar.MirroredStrategy) -> Non
 
 
 @pytest.mark.asyncio
-async def test_it_says_who_is_in_it(quad: ar.MirroredStrategy, view: GroupView) -> None:
+async def test_the_repr_names_the_members(quad: ar.MirroredStrategy, view: GroupView) -> None:
     assert view.num_replicas_in_sync == 2
     assert view.members == MEMBERS
     assert view.device_names == ("cpu:1", "cpu:3")

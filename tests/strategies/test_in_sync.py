@@ -153,7 +153,9 @@ async def test_updates_of_single_components_are_found_and_mended(gang: ar.Mirror
 
 
 @pytest.mark.asyncio
-async def test_what_is_no_list_of_variables(pair: ar.MirroredStrategy) -> None:
+async def test_arguments_other_than_lists_of_variables_are_refused(
+    pair: ar.MirroredStrategy,
+) -> None:
     made = variable(pair, 0.0, 0.0)
 
     with pytest.raises(ValueError, match="at least one"):

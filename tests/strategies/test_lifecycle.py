@@ -281,13 +281,13 @@ def test_the_default_strategy_belongs_to_no_loop() -> None:
 
 
 @pytest.mark.parametrize("make", [*BOUND, ar.DefaultStrategy])
-def test_without_a_loop_the_error_says_so(make: Any) -> None:
+def test_without_an_event_loop_the_error_names_asyncio_run(make: Any) -> None:
     with pytest.raises(ContextError, match=r"asyncio\.run"):
         make().run(add_one, (1,)).send(None)
 
 
 @pytest.mark.parametrize("make", [*BOUND, ar.DefaultStrategy])
-def test_under_trio_the_error_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_trio_the_error_names_trio(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("trio")
     fake.lowlevel = SimpleNamespace(in_trio_run=lambda: True)
     monkeypatch.setitem(sys.modules, "trio", fake)
@@ -296,7 +296,7 @@ def test_under_trio_the_error_says_so(make: Any, monkeypatch: pytest.MonkeyPatch
         make().run(add_one, (1,)).send(None)
 
 
-def test_under_trio_the_default_context_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_trio_the_default_context_names_trio(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = ModuleType("trio")
     monkeypatch.setitem(sys.modules, "trio", fake)
     fake.lowlevel = SimpleNamespace(in_trio_run=lambda: False)

@@ -67,7 +67,7 @@ async def test_random_numbers_are_those_of_as_many_replicas_in_one_process() -> 
     assert (*first, *second) == expected
 
 
-async def test_what_is_recorded_is_shown_by_the_first_worker_only() -> None:
+async def test_records_are_shown_by_the_first_worker_only() -> None:
     async def step() -> None:
         me().record("loss", 0.5)
 
@@ -264,7 +264,7 @@ async def test_variables_are_those_of_worker_0_from_the_first_step() -> None:
 @pytest.mark.parametrize(("aggregation", "expected"), [
     ("sum", 6.0), ("mean", 1.5), ("only_first_replica", 0.0),
 ])  # fmt: skip
-async def test_what_replicas_assign_is_combined_over_all_workers(
+async def test_values_that_replicas_assign_are_combined_over_all_workers(
     aggregation: str, expected: float
 ) -> None:
     async def program(strategy: Strategy) -> Any:
@@ -559,7 +559,7 @@ async def test_without_a_launcher_it_is_one_worker(monkeypatch: pytest.MonkeyPat
         assert await strategy.reduce("sum", ar.PerReplica([1] * 8)) == 8
 
 
-async def test_bad_arguments_say_what_is_wrong() -> None:
+async def test_bad_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"takes an ar\.cluster.ClusterResolver"):
         Strategy("worker 0")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="CommunicationOptions"):

@@ -54,7 +54,7 @@ async def in_an_op(value: Any) -> Any:
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["waits", "is read"])
 @pytest.mark.parametrize("fn", [with_a_task, with_a_handle, in_an_op, plain])
-def test_what_a_cancelled_step_writes_does_not_reach_the_others(
+def test_writes_of_a_cancelled_step_do_not_reach_the_others(
     fn: Callable[[Any], Any], is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single replica's array is lent: it is copied, or not written before it was sent."""

@@ -133,7 +133,7 @@ async def test_a_cancelled_worker_leaves_no_other_one_waiting() -> None:
 
 
 @pytest.mark.explore(schedules=60, faults=art.Faults().cancel_task("writer"))
-async def test_what_is_written_after_a_cancellation_is_not_what_others_get() -> None:
+async def test_writes_after_a_cancellation_do_not_reach_others() -> None:
     """A single replica's array is sent as it lies, so the cancelled worker copies it or waits."""
     own = np.ones(200)
 

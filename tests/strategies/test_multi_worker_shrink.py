@@ -197,7 +197,7 @@ async def test_a_loop_that_is_open_over_a_shrink_ends_with_an_error() -> None:
 
 
 @pytest.mark.asyncio
-async def test_on_read_variables_keep_what_the_survivors_have() -> None:
+async def test_on_read_variables_keep_the_components_of_survivors() -> None:
     totals: dict[int, float] = {}
     all_ready = asyncio.Barrier(3)
 
@@ -228,7 +228,7 @@ async def test_on_read_variables_keep_what_the_survivors_have() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_does_not_come_to_shrink_is_named() -> None:
+async def test_a_worker_that_does_not_come_to_shrink_is_named() -> None:
     all_ready = asyncio.Barrier(3)
     errors: dict[int, Any] = {}
 

@@ -105,7 +105,7 @@ def test_a_barrier_under_a_lock_is_warned_of_once_with_the_table_and_not_ended()
 
 
 @pytest.mark.parametrize("is_merging", [False, True])
-def test_it_is_said_who_holds_up_the_others(is_merging: bool) -> None:
+def test_the_warning_names_the_replica_that_holds_up_the_others(is_merging: bool) -> None:
     async def main() -> None:
         async def merge(_strategy: Any) -> None:
             await asyncio.sleep(100)
@@ -124,7 +124,7 @@ def test_it_is_said_who_holds_up_the_others(is_merging: bool) -> None:
     assert ("no other replica came" in text) == (not is_merging)
 
 
-def test_a_loop_that_was_blocked_is_no_reason_to_warn() -> None:
+def test_a_blocked_loop_does_not_warn() -> None:
     """What the replica waits for has come meanwhile; the loop has not got to it."""
 
     async def main() -> None:
@@ -181,7 +181,7 @@ def test_each_wait_is_warned_of_once_and_only_those_that_last() -> None:
     assert ["barrier #2" in text or "barrier #4" in text for text in told] == [True, True]
 
 
-def test_an_op_that_runs_or_is_queued_is_no_reason_to_warn() -> None:
+def test_a_running_or_queued_op_does_not_warn() -> None:
     async def main() -> None:
         gate, ready = threading.Event(), threading.Event()
 
@@ -200,7 +200,7 @@ def test_an_op_that_runs_or_is_queued_is_no_reason_to_warn() -> None:
     assert run(main)[0] == []
 
 
-def test_plain_functions_are_no_reason_to_warn_while_one_of_them_runs() -> None:
+def test_plain_functions_do_not_warn_while_one_of_them_runs() -> None:
     async def main() -> None:
         gate = threading.Event()
 
@@ -256,7 +256,7 @@ def test_a_merge_function_that_waits_is_warned_of_unless_something_runs(
     assert [text.count("merging") for text in told] == ([] if is_at_work else [2])
 
 
-def test_a_run_in_a_merge_function_is_no_reason_to_warn_of_the_outer_one() -> None:
+def test_a_run_in_a_merge_function_does_not_warn_of_the_outer_one() -> None:
     async def main() -> None:
         async def inner() -> None:
             await asyncio.sleep(100)

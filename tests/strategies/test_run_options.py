@@ -21,7 +21,7 @@ def test_other_numbers_are_refused(timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", ["5", [5], 1j])
-def test_what_is_no_number_is_refused(timeout: Any) -> None:
+def test_a_timeout_that_is_not_a_number_is_refused(timeout: Any) -> None:
     with pytest.raises(TypeError, match="must be seconds as a number or None, got"):
         ar.RunOptions(stall_timeout=timeout)
 

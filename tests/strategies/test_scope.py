@@ -112,7 +112,7 @@ async def test_an_equal_strategy_is_another_one() -> None:
 
 
 @pytest.mark.asyncio
-async def test_not_in_a_replica(bound: ar.Strategy) -> None:
+async def test_a_scope_cannot_be_entered_in_a_replica(bound: ar.Strategy) -> None:
     async def step() -> None:
         with pytest.raises(ContextError, match="replica"), bound.scope():
             pass

@@ -67,7 +67,7 @@ async def test_without_devices_there_are_statistics_all_the_same() -> None:
 # --- who waits for whom -----------------------------------------------------------------------
 
 
-async def test_waits_name_replica_collective_and_those_who_are_missing(
+async def test_waits_name_the_replica_the_collective_and_the_missing_ones(
     triple: ar.MirroredStrategy,
 ) -> None:
     order, started = Sequencer([0, 1, 2]), asyncio.Event()
@@ -104,7 +104,7 @@ async def test_waits_name_replica_collective_and_those_who_are_missing(
     assert triple.waiting() == ()
 
 
-async def test_waits_name_ops_and_what_a_device_loop_waits_for(solo: ar.OneDeviceStrategy) -> None:
+async def test_waits_name_ops_and_the_waits_of_device_loops(solo: ar.OneDeviceStrategy) -> None:
     begun, go, loop = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
     def block() -> None:
@@ -297,7 +297,9 @@ def ran(what: str, begin_s: float, end_s: float = float("inf")) -> RanOp:
     ],
     ids=["runs", "ended", "too short", "one of two", "two", "nothing ran"],
 )
-async def test_who_held_the_gil(ops: list[RanOp], on_loop: str, named: str | None) -> None:
+async def test_the_watch_names_the_thread_that_held_the_gil(
+    ops: list[RanOp], on_loop: str, named: str | None
+) -> None:
     finder = HoldFinder(0.1)
 
     text = finder.gil(0.475, 1.0, 0.5, 0.4, ops, on_loop)
@@ -322,7 +324,7 @@ async def test_a_process_that_got_no_time_is_not_blamed_for_computing() -> None:
     assert finder.gil(0.475, 1.0, 0.5, 0.01, [], "f at x.py:1") is None
 
 
-async def test_who_held_the_loop_is_told_once_when_it_is_over() -> None:
+async def test_a_blocked_loop_is_reported_once_when_it_is_over() -> None:
     finder = HoldFinder(0.1)
 
     assert finder.loop(1.0, 1.05, is_answered=False, on_loop="f") is None
@@ -342,7 +344,7 @@ async def test_a_thread_is_where_its_innermost_frame_is() -> None:
 
 
 @pytest.mark.slow
-async def test_what_holds_the_loop_is_named_in_the_log(
+async def test_the_code_that_holds_the_loop_is_named_in_the_log(
     solo: ar.OneDeviceStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def hold_the_loop() -> None:

@@ -264,7 +264,7 @@ async def test_recording_after_the_run_or_no_number_is_refused(pair: ar.Mirrored
     assert pair.events.events() == ()
 
 
-async def test_kinds_that_are_not_wanted_are_none() -> None:
+async def test_kinds_without_an_observer_have_no_callback() -> None:
     observers = Observers()
     assert [kind for kind in KINDS if getattr(observers, kind) is not None] == []
 
@@ -278,7 +278,7 @@ async def test_kinds_that_are_not_wanted_are_none() -> None:
     assert observers.write_published is None
 
 
-async def test_strategies_are_not_kept_by_those_who_observe_all() -> None:
+async def test_observing_everywhere_keeps_no_strategy_alive() -> None:
     remove = observe_everywhere(Observer(write_published=lambda _number: None))
     strategy = ar.MirroredStrategy(["cpu:0"])
     observers = strategy.observers

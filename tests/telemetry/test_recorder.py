@@ -50,7 +50,7 @@ def test_a_recorder_keeps_at_least_one(capacity: int) -> None:
         Recorder(capacity)
 
 
-def test_a_record_says_what_when_and_where() -> None:
+def test_a_record_names_the_collective_its_times_and_its_lines() -> None:
     recorder = Recorder()
     before = monotonic()
 
@@ -219,7 +219,7 @@ def test_sites_that_differ_are_each_replica_s_own() -> None:
 # ---- in words ------------------------------------------------------------------------------------
 
 
-def test_a_line_says_what_how_much_and_who_was_late() -> None:
+def test_a_line_names_the_collective_its_bytes_and_the_late_replica() -> None:
     recorder = Recorder()
     merged(recorder, 3, (0, 1, 2), num_bytes=(80,), arrived_s=(1.0, 1.0025, 1.001), step=7)
 
@@ -368,7 +368,7 @@ async def test_a_started_call_is_where_it_was_started(pair: ar.MirroredStrategy)
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("ending", ["mismatch", "stall", "call timeout"])
-async def test_errors_tell_what_went_before(pair: ar.MirroredStrategy, ending: str) -> None:
+async def test_errors_list_the_merges_before_them(pair: ar.MirroredStrategy, ending: str) -> None:
     """Seven good merges, then one that never comes about; the newest five are shown."""
 
     async def step() -> None:

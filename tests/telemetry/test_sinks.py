@@ -52,7 +52,7 @@ async def test_memory_keeps_every_kind_in_order(solo: ar.Strategy) -> None:
     assert sink.events() == ()
 
 
-async def test_memory_is_bounded_and_asks_for_what_is_wanted(solo: ar.Strategy) -> None:
+async def test_a_memory_sink_is_bounded_and_keeps_the_kinds_asked_for(solo: ar.Strategy) -> None:
     sink = MemorySink(capacity=2, kinds=["run_ended"])
     solo.observers.add(sink.observer)
 

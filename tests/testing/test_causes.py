@@ -21,7 +21,7 @@ from tests.testing.programs import step
 # --- generators -------------------------------------------------------------------------------
 
 
-def test_a_generator_that_has_ended_is_no_leak() -> None:
+def test_a_generator_that_has_ended_is_not_a_leak() -> None:
     kept: list[AsyncIterator[int]] = []
 
     async def numbers() -> AsyncIterator[int]:
@@ -35,7 +35,7 @@ def test_a_generator_that_has_ended_is_no_leak() -> None:
     art.explore(main, schedules=20).check()
 
 
-def test_a_generator_in_the_cycle_of_an_exception_is_no_leak() -> None:
+def test_a_generator_in_the_cycle_of_an_exception_is_not_a_leak() -> None:
     async def numbers() -> AsyncIterator[int]:
         yield 1
         raise KeyError
@@ -314,7 +314,7 @@ def test_a_report_says_that_no_interleaving_is_needed() -> None:
     assert "own order" not in other.story
 
 
-def test_state_between_runs_does_not_hide_what_failed() -> None:
+def test_state_between_runs_does_not_hide_the_failure() -> None:
     runs: list[int] = []
 
     async def main() -> None:
@@ -329,7 +329,7 @@ def test_state_between_runs_does_not_hide_what_failed() -> None:
     assert "ValueError('the true failure')" in str(failure.error)
 
 
-def test_two_ends_of_the_same_steps_are_both_told() -> None:
+def test_two_outcomes_of_the_same_steps_are_both_reported() -> None:
     runs: list[int] = []
     kept: list[AsyncIterator[int]] = []
 
@@ -362,7 +362,7 @@ async def leaves_a_task() -> None:
     "ignored", ["ignore", "keep_alive", "pool-*", keep_alive, ["other", keep_alive]]
 )
 @pytest.mark.parametrize("call", [art.run, art.explore, art.exhaustive, art.cancel_everywhere])
-def test_what_is_ignored_is_no_leak(call: Any, ignored: Any) -> None:
+def test_ignored_tasks_are_not_leaks(call: Any, ignored: Any) -> None:
     result = call(leaves_a_task, leaks=ignored)
 
     assert result is None or not result.failed
@@ -382,7 +382,7 @@ def test_other_leaks_are_still_found() -> None:
         art.replay(main, failure.token, leaks=keep_alive)
 
 
-def test_what_cannot_name_a_leak_is_refused() -> None:
+def test_an_invalid_leaks_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="leaks must be 'ignore'"):
         art.explore(leaves_a_task, leaks=3)  # type: ignore[arg-type]
 
@@ -409,7 +409,7 @@ async def tells_others() -> None:
     raise ValueError("to see the story")
 
 
-def test_a_story_says_what_steps_do_to_others() -> None:
+def test_the_steps_of_a_failure_name_their_effects_on_others() -> None:
     failure = art.explore(tells_others).failure
 
     assert failure is not None

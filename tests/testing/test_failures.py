@@ -136,7 +136,7 @@ def test_a_task_left_behind_is_a_leak() -> None:
     assert caught.value.tasks == ("left (sleep)",)
 
 
-def test_a_task_that_was_cancelled_is_none() -> None:
+def test_a_cancelled_task_is_not_an_unretrieved_exception() -> None:
     async def main() -> None:
         asyncio.create_task(asyncio.sleep(9)).cancel()
 
@@ -524,7 +524,7 @@ def test_only_tasks_are_said_to_go_round() -> None:
     assert failure.error.steps == 500
 
 
-def test_constraints_that_were_not_seen_to_fail_are_not_told() -> None:
+def test_constraints_that_were_not_seen_to_fail_are_left_out() -> None:
     _, story = told(programs.lost_update)
 
     found = shrink(story, lambda holds: False)

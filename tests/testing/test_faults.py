@@ -164,7 +164,7 @@ async def gives_back() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["request-*", "request", None])
-def test_a_cancelled_task_shows_what_it_forgets(pattern: str | None) -> None:
+def test_cancelling_a_task_finds_missing_cleanup(pattern: str | None) -> None:
     faults = art.Faults().cancel_task(pattern)
     for seed in range(3):
         failure = art.explore(forgets_to_give_back, seed=seed, faults=faults).failure
@@ -287,7 +287,7 @@ async def commits_twice() -> None:
     assert len(written) == 1
 
 
-def test_a_point_fails_where_the_schedule_says_so() -> None:
+def test_a_fault_point_fails_where_the_schedule_chooses() -> None:
     faults = art.Faults().fail_point("after commit")
     failure = art.explore(commits_twice, faults=faults).failure
 
@@ -300,7 +300,7 @@ def test_a_point_fails_where_the_schedule_says_so() -> None:
     asyncio.run(commits_twice())
 
 
-def test_a_point_raises_what_is_wanted() -> None:
+def test_a_fault_point_raises_the_given_error() -> None:
     wanted = art.Faults().fail_point("after commit", at=0, error=TimeoutError("too late"))
 
     async def main() -> None:

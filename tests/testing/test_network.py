@@ -388,7 +388,7 @@ def test_an_address_is_taken_once() -> None:
     assert art.run(main) == errno.EADDRINUSE
 
 
-def test_what_is_real_stays_real_outside() -> None:
+def test_sockets_outside_the_program_stay_real() -> None:
     make = socket.socket.__new__
     art.run(streams)
 

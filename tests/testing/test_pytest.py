@@ -317,7 +317,7 @@ def test_fixtures_are_made_for_every_schedule_or_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cases_of_unittest_are_explored_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_unittest_cases_are_explored_or_refused(tmp_path: Path) -> None:
     (tmp_path / "test_cases.py").write_text(CASES, encoding="utf-8")
 
     found = run_pytest(tmp_path, "-k", "Cases or Blocking or drawn")

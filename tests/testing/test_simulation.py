@@ -337,7 +337,7 @@ def test_all_randomness_is_seeded() -> None:
     assert random.Random().random() != random.Random().random()
 
 
-def test_what_an_import_does_is_part_of_no_run(
+def test_work_done_by_an_import_belongs_to_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = "imported_by_a_run"
@@ -453,7 +453,7 @@ def plain() -> None: ...
     ],
 )
 @pytest.mark.parametrize("call", [art.run, art.explore, art.exhaustive, art.cancel_everywhere])
-def test_what_is_no_program_is_refused(call: Any, program: Any, text: str) -> None:
+def test_an_argument_that_is_not_a_program_is_refused(call: Any, program: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         check(call(program))
 

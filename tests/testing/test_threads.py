@@ -366,7 +366,7 @@ def test_a_lock_that_is_real_is_found_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert "threading.Lock()" in str(caught.value)
 
 
-def test_what_an_op_interrupts_with_leaves_the_loop() -> None:
+def test_an_interrupt_raised_in_an_op_leaves_the_loop() -> None:
     async def main() -> None:
         def leave() -> None:
             threading.Event().wait(1)
@@ -458,7 +458,7 @@ def stuck_at(main: Callable[[], Any]) -> dict[str, art.Wait]:
     return {wait.who: wait for wait in caught.value.waits}
 
 
-def test_a_device_that_waits_for_input_says_so() -> None:
+def test_a_device_that_waits_for_input_is_described() -> None:
     async def main() -> None:
         async def never() -> Any:
             yield 1
@@ -475,7 +475,7 @@ def test_a_device_that_waits_for_input_says_so() -> None:
         assert waits[replica].awaits.startswith("the infeed")
 
 
-def test_a_device_that_waits_for_the_host_says_so() -> None:
+def test_a_device_that_waits_for_the_host_is_described() -> None:
     async def main() -> None:
         async def ask() -> None:
             await asyncio.Event().wait()

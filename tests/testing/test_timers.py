@@ -221,7 +221,7 @@ async def polls_until_timers_have_fired(num_timers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
 @pytest.mark.parametrize("num_timers", [3, 40])
-def test_what_is_polled_for_comes_in_every_schedule(fidelity: str, num_timers: int) -> None:
+def test_a_polled_condition_is_met_in_every_schedule(fidelity: str, num_timers: int) -> None:
     program = partial(polls_until_timers_have_fired, num_timers)
 
     art.explore(program, schedules=15, fidelity=fidelity).check()

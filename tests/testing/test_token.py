@@ -136,7 +136,7 @@ def test_every_damaged_character_is_noticed(at: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "ar1-", "simloom:1:2", "ar1-####", "ar1-" + "A" * 60])
-def test_what_is_no_token_is_refused(text: str) -> None:
+def test_text_that_is_not_a_token_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="Nothing was run"):
         art.replay(never_run, text)
 

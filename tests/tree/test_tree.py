@@ -263,7 +263,7 @@ def test_the_order_of_keys_does_not_count() -> None:
     assert flatten(UserDict({1: 1, "a": 2}))[0] == [1, 2]
 
 
-def test_what_cannot_be_made_of_a_dict_becomes_one() -> None:
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
     assert map_leaves(lambda x: 2 * x, Named(a=1, b=2)) == {"a": 2, "b": 4}
 
 

@@ -27,7 +27,7 @@ def test_an_unknown_name_lists_the_legal_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 0, b"sum", sum, ar.VariableAggregation.SUM])
-def test_what_is_no_name_is_a_type_error(bad: Any) -> None:
+def test_a_value_other_than_a_name_is_a_type_error(bad: Any) -> None:
     with pytest.raises(TypeError, match="ReduceOp"):
         ar.ReduceOp.parse(bad)
 

@@ -54,7 +54,7 @@ async def test_the_mean_of_integers_is_rounded_once(pair: ar.MirroredStrategy) -
 
 
 @pytest.mark.asyncio
-async def test_rows_that_do_not_fit_say_so(pair: ar.MirroredStrategy) -> None:
+async def test_rows_that_do_not_fit_are_an_error(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         variable = ar.Variable([0.0, 0.0], name="w")
 

@@ -62,7 +62,7 @@ def test_a_scalar_is_a_number() -> None:
     assert not ar.Variable(0)
 
 
-def test_several_numbers_are_none() -> None:
+def test_a_variable_of_several_numbers_is_not_a_number() -> None:
     v = ar.Variable([1.0, 2.0])
 
     for convert in (int, float, complex):
@@ -177,7 +177,7 @@ async def test_a_replica_cannot_copy_a_variable(pair: ar.MirroredStrategy) -> No
         await pair.run(step)
 
 
-def test_shallow_copies_and_pickles_say_what_to_do() -> None:
+def test_shallow_copies_and_pickles_are_errors_with_advice() -> None:
     variable = ar.Variable([1.0], name="w")
 
     with pytest.raises(TypeError, match=r"'w' cannot be shallow-copied.*copy\.deepcopy"):
@@ -205,7 +205,7 @@ async def test_a_constraint_is_kept_for_optimizers(strategy: ar.Strategy) -> Non
 
 
 @pytest.mark.asyncio
-async def test_what_the_program_drops_is_freed(strategy: ar.Strategy) -> None:
+async def test_a_variable_that_the_program_drops_is_freed(strategy: ar.Strategy) -> None:
     with strategy.scope():
         kept = ar.Variable(0.0, name="kept")
         dropped = [weakref.ref(ar.Variable(float(i), name=f"v{i}")) for i in range(100)]

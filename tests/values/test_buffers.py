@@ -84,7 +84,7 @@ HOLDERS: dict[str, Callable[[ar.Strategy, Any], Any]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 @pytest.mark.parametrize("holder", HOLDERS)
-async def test_what_somebody_holds_is_never_written(
+async def test_an_array_that_is_held_is_never_written(
     pair: ar.Strategy, holder: str, num_before: int
 ) -> None:
     variable = new(pair)
@@ -197,7 +197,7 @@ async def test_where_references_cannot_be_counted_every_write_allocates(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("which", ["components", "previous"])
-async def test_who_holds_a_cell_holds_both_values_in_it(pair: ar.Strategy, which: str) -> None:
+async def test_holding_a_cell_holds_both_of_its_values(pair: ar.Strategy, which: str) -> None:
     variable = new(pair)
     await variable.assign_add(np.ones(SIZE))
     cell = variable._cell
@@ -255,7 +255,7 @@ async def test_an_old_value_can_be_assigned_and_added(strategy: ar.Strategy) -> 
 
 
 @pytest.mark.asyncio
-async def test_a_write_that_waits_holds_what_it_will_write(strategy: ar.Strategy) -> None:
+async def test_a_write_that_waits_holds_its_buffer(strategy: ar.Strategy) -> None:
     variable = new(strategy)
     pending = variable.assign(variable.value)
 

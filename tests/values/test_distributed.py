@@ -56,7 +56,7 @@ def test_the_components_are_the_objects_themselves(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [5, None, "ab", b"ab", {"a": 1, "b": 2}, {1, 2}])
-def test_what_is_no_sequence_is_a_type_error(kind: Any, bad: Any) -> None:
+def test_values_that_are_not_a_sequence_are_a_type_error(kind: Any, bad: Any) -> None:
     with pytest.raises(TypeError, match="one value per replica"):
         kind(bad)
 
@@ -132,7 +132,7 @@ def test_other_namespaces_see_a_leaf(kind: Any) -> None:
     [np.asarray, np.array, lambda v: np.add(v, 1), lambda v: np.ones(2) + v, np.sum],
     ids=["asarray", "array", "add", "radd", "sum"],
 )
-def test_it_is_not_one_array_and_says_what_to_do(kind: Any, convert: Any) -> None:
+def test_converting_it_to_one_array_is_an_error_with_advice(kind: Any, convert: Any) -> None:
     with pytest.raises(TypeError, match=r"\.values.*reduce"):
         convert(kind([1.0, 2.0]))
 

@@ -31,7 +31,7 @@ def random_slices(num_rows: int, size: int, *widths: int, dtype: str = "f4") -> 
 # --- construction -----------------------------------------------------------------------------
 
 
-def test_what_was_given_is_held() -> None:
+def test_slices_hold_the_arrays_that_were_given() -> None:
     values = np.ones((2, 3), "f4")
     indices = np.array([4, 1], np.uint8)
 

@@ -154,7 +154,7 @@ async def test_a_value_may_be_reused_after_the_await(pair: ar.MirroredStrategy) 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", [np.zeros(3), 1.0, np.zeros((2, 1)), np.zeros(2, complex)])
-async def test_replicas_cannot_write_what_does_not_fit(
+async def test_replicas_cannot_write_values_of_another_shape_or_dtype(
     pair: ar.MirroredStrategy, value: Any
 ) -> None:
     variable = new(pair, aggregation="mean")

@@ -63,7 +63,7 @@ def test_additions_of_several_threads_all_count(kind: str) -> None:
     assert variable.version == NUM_THREADS * NUM_WRITES
 
 
-def test_a_write_that_another_one_overtook_is_told() -> None:
+def test_a_write_overtaken_by_another_one_returns_false() -> None:
     """The base is compared and the write is published under one lock."""
     variable = ar.Variable(0.0)
     store: VariableStore = variable.store

@@ -312,7 +312,7 @@ async def test_results_that_are_mappings_regroup_as_mappings(
     assert again.values == (1.0, 2.0)
 
 
-def test_a_snapshot_in_a_result_is_no_container() -> None:
+def test_a_snapshot_in_a_result_is_a_leaf() -> None:
     v = ar.Variable([1.0, 2.0])
     snapshots = [ar.get_strategy().snapshot(v) for _ in range(2)]
     assert regroup_results(snapshots).values == tuple(snapshots)

@@ -196,7 +196,7 @@ async def test_a_large_variable_is_written_on_the_host() -> None:
     ],
     ids=["shape", "dtype", "integers", "no slices", "assign"],
 )
-async def test_what_is_refused(
+async def test_invalid_scatters_are_refused(
     initial: Any, verb: str, slices: Any, error: type[Exception], text: str
 ) -> None:
     variable = ar.Variable(initial)

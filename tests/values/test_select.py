@@ -136,7 +136,7 @@ async def test_every_kind_is_read_in_its_own_replica(gang: ar.MirroredStrategy) 
      ar.IndexedSlices([1.0], [0], (2,))],
     ids=["number", "array", "list", "empty", "dict", "tree", "slices"],
 )  # fmt: skip
-def test_what_is_not_distributed_is_returned_itself(value: Any) -> None:
+def test_a_plain_value_is_returned_as_it_is(value: Any) -> None:
     assert read_at(value, PLACE.get(), "all_reduce") is value
 
 

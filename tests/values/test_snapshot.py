@@ -154,7 +154,7 @@ def test_a_variable_of_another_strategy_is_refused(pair: ar.Strategy, solo: ar.S
 
 
 @pytest.mark.parametrize("wrong", ["w", np.zeros(2), None])
-def test_what_is_no_variable_is_refused(pair: ar.Strategy, wrong: Any) -> None:
+def test_an_entry_that_is_not_a_variable_is_refused(pair: ar.Strategy, wrong: Any) -> None:
     with pytest.raises(TypeError, match="snapshot takes variables"):
         pair.snapshot(new(pair), wrong)
 

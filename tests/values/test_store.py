@@ -151,7 +151,7 @@ def test_writes_of_several_threads_have_different_numbers(pair: ar.Strategy) -> 
     assert [variable.version for variable in variables] == [100] * 4
 
 
-def test_the_repr_tells_the_version_and_who_waits() -> None:
+def test_the_repr_shows_the_version_and_the_waits() -> None:
     assert repr(VariableStore()) == "<VariableStore | version 0, 0 waiting>"
 
 

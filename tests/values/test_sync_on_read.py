@@ -154,7 +154,9 @@ async def test_a_reader_keeps_what_it_read(pair: ar.MirroredStrategy) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", [1.5, [1, 2], np.zeros((1, 1)), "ab"])
-async def test_what_does_not_fit_is_refused_alike(pair: ar.MirroredStrategy, value: Any) -> None:
+async def test_values_of_another_shape_or_dtype_are_refused_alike(
+    pair: ar.MirroredStrategy, value: Any
+) -> None:
     variable = new(pair, 0, name="w")
 
     with pytest.raises(ValueError, match="'w'"):
@@ -351,7 +353,7 @@ async def test_a_saved_value_is_restored_on_another_number_of_replicas(aggregati
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("aggregation", READABLE)
-async def test_adding_outside_adds_to_what_a_reader_sees(
+async def test_adding_outside_adds_to_the_aggregate(
     gang: ar.MirroredStrategy, aggregation: str
 ) -> None:
     variable = new(gang, 0.0, aggregation)

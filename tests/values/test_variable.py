@@ -93,7 +93,7 @@ def test_small_shapes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, "text", object(), [1, None], b"raw"])
-def test_what_is_no_number_cannot_be_a_value(bad: Any) -> None:
+def test_a_value_that_is_not_a_number_is_refused(bad: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         ar.Variable(bad, name="w")
 
@@ -292,7 +292,7 @@ async def test_a_plain_variable_works_under_the_default_strategy() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("value", [np.zeros(3), 1.0, np.zeros((1, 2)), "ab"])
-async def test_a_plain_variable_refuses_what_does_not_fit(value: Any) -> None:
+async def test_a_plain_variable_refuses_another_shape_or_dtype(value: Any) -> None:
     variable = ar.Variable([1.0, 2.0], name="w")
 
     with pytest.raises(ValueError, match="'w'"):

@@ -130,7 +130,7 @@ async def test_a_poisoned_example_is_set_aside_and_the_rest_learned(tmp_path: Pa
 
 
 @pytest.mark.asyncio
-async def test_sigterm_learns_what_was_taken_and_ends_the_streams(tmp_path: Path) -> None:
+async def test_sigterm_learns_the_accepted_examples_and_ends_the_streams(tmp_path: Path) -> None:
     async with (
         serving(tmp_path) as (process, client),
         client.stream("GET", "/events") as events,

@@ -35,7 +35,7 @@ def test_elsewhere_than_on_linux_the_library_has_to_say(bare: pytest.MonkeyPatch
     assert _hardware.may_have_gpu()
 
 
-def test_a_tpu_machine_says_so(bare: pytest.MonkeyPatch) -> None:
+def test_a_tpu_machine_is_recognized(bare: pytest.MonkeyPatch) -> None:
     bare.setenv("TPU_NAME", "local")
 
     assert _hardware.may_have_tpu()

@@ -74,7 +74,7 @@ def test_nothing_cannot_be_reduced() -> None:
 
 
 @pytest.mark.asyncio
-async def test_every_replica_may_write_what_it_got(pair: ar.MirroredStrategy) -> None:
+async def test_every_replica_may_write_its_own_result(pair: ar.MirroredStrategy) -> None:
     seen: dict[int, Any] = {}
 
     async def step() -> None:

@@ -160,7 +160,7 @@ async def test_an_error_is_the_users_own_with_its_traceback_and_a_note(
 
 
 @pytest.mark.asyncio
-async def test_context_variables_reach_the_op_and_what_it_sets_stays_there(
+async def test_context_variables_reach_the_op_and_changes_stay_there(
     strategy: ar.OneDeviceStrategy,
 ) -> None:
     nested: contextvars.ContextVar[str] = contextvars.ContextVar("nested", default="nested")
@@ -250,7 +250,7 @@ async def test_the_replica_is_known_and_draws_the_same_numbers(
 
 
 @pytest.mark.asyncio
-async def test_what_an_op_records_logs_and_warns_of_is_told(
+async def test_records_logs_and_warnings_of_an_op_arrive(
     strategy: ar.OneDeviceStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     def op(ctx: Any) -> None:

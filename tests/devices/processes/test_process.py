@@ -229,7 +229,9 @@ def test_processes_must_be_one_bool_per_device(processes: Any, error: type[Excep
 
 
 @pytest.mark.asyncio
-async def test_what_an_op_keeps_is_not_written_again(on_process: ar.OneDeviceStrategy) -> None:
+async def test_arrays_that_an_op_keeps_are_not_overwritten(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
     sizes = [1.0, 2.0, 3.0]
 
     sums = [await run_op(on_process, keep, np.full(MiB, size)) for size in sizes]

@@ -81,6 +81,6 @@ async def test_an_optimizer_counts_its_updates() -> None:
         (lambda: PiecewiseConstantDecay([2, 2], [1, 1, 1]), ValueError, r"ascend, got \[2, 2\]"),
     ],
 )
-def test_numbers_out_of_range_are_told(make: Any, kind: Any, said: str) -> None:
+def test_numbers_out_of_range_are_refused(make: Any, kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):
         make()

@@ -51,7 +51,7 @@ def test_earlier_shards_get_the_remainder() -> None:
         (2, TypeError, "must return a list"),
     ],
 )
-def test_what_cannot_be_cut_like_that(result: Any, error: type[Exception], text: str) -> None:
+def test_invalid_partitions_are_refused(result: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         cut_rows(lambda shape, dtype: result, "w", (4, 2), FLOAT)
 

@@ -75,7 +75,7 @@ def test_new_settings_of_an_optimizer_leave_its_slots() -> None:
     np.testing.assert_allclose(value_of(server), plain)
 
 
-def test_what_is_over_pushes_nothing_any_more() -> None:
+def test_a_closure_that_is_over_pushes_nothing_more() -> None:
     server = new_server()
     server.push(Stamp(0, 4, 0), [add(0)])
     server.push(Stamp(0, 7, 6), [add(0)])  # says that everything below 6 is over
@@ -131,7 +131,7 @@ def test_gradients_that_are_too_old_are_dropped_and_counted() -> None:
     assert (report.stale, report.max_staleness, report.staleness_sum) == (1, 2, 1)
 
 
-def test_a_step_sums_what_counts_and_drops_the_rest() -> None:
+def test_a_step_sums_the_first_replicas_and_drops_the_rest() -> None:
     server = new_server(0.0, is_sync=True)
     learn(server, ar.optimizers.SGD(1.0))
     for closure, amount in ((3, -1.0), (1, -2.0), (2, -100.0)):

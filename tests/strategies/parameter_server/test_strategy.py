@@ -271,7 +271,7 @@ def test_a_worker_that_hangs_is_restarted_and_its_place_is_taken() -> None:
 
 
 @pytest.mark.usefixtures("no_gates")
-def test_what_was_sent_before_an_error_takes_no_worker_after_it() -> None:
+def test_closures_sent_before_an_error_take_no_worker_after_it() -> None:
     async def main() -> None:
         async with opened(1) as (_, coordinator):
             coordinator.schedule_nowait(fail, (ValueError,))
@@ -354,7 +354,7 @@ async def test_closures_that_come_together_are_sent_together() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_error_ends_what_was_sent_with_it() -> None:
+async def test_an_error_ends_the_closures_sent_with_it() -> None:
     async with opened(1) as (strategy, coordinator):
         sizes = note_submitted(strategy.engine)
         calls: list[Any] = [(abs, -1), (fail, ValueError), (abs, -2), (abs, -3)]
@@ -536,7 +536,7 @@ async def test_values_are_not_in_the_program() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_cannot_be_sent_is_named() -> None:
+async def test_arguments_that_cannot_be_pickled_are_named() -> None:
     lock = threading.Lock()
     async with opened(1) as (_, coordinator):
         with pytest.raises(TypeError, match=r"captured variable 'lock' \(a .*lock\)"):
