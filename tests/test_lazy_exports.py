@@ -45,7 +45,8 @@ WHEN_USED = (  # packages and modules of the library, and what the standard libr
     "aioreplica.input", "aioreplica.metrics", "aioreplica.online", "aioreplica.optimizers",
     "aioreplica.strategies._loop_watch", "aioreplica.strategies._multi_worker",
     "aioreplica.strategies._run_steps", "aioreplica.strategies._tpu",
-    "aioreplica.strategies.parameter_server", "importlib.metadata",
+    "aioreplica.strategies.parameter_server", "aioreplica.telemetry._trace", "importlib.metadata",
+    "json",
 )  # fmt: skip
 
 

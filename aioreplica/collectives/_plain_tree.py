@@ -6,7 +6,6 @@ is executed.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ async def broadcast_tree(turn: Turn, value: Any, root: int) -> Any:
     Raises:
         TypeError: If the value holds something else; on the worker that sends it.
     """
+    import json  # a first run needs none
+
     data, arrays = (b"", []) if turn.rank != root else packed_tree(value)
 
     async def carry(wire: Wire, slots: list[bytes]) -> Any:
@@ -54,6 +55,8 @@ def packed_tree(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
         >>> packed_tree({"a": (1, None)})[0]
         b'{"tree": {"d": {"a": {"t": [1, null]}}}, "arrays": []}'
     """
+    import json
+
     arrays: list[npt.NDArray[Any]] = []
     tree = _packed(value, arrays)
     described = [[array.dtype.str, list(array.shape)] for array in arrays]

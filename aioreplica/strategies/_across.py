@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +66,8 @@ async def agree_on_names(workers: Workers, table: VariableTable) -> None:
     Workers that have put back one state may differ in slots, which an optimizer makes when it
     first needs them, with the values of that state.
     """
+    import json  # a first run needs none
+
     names = json.dumps([variable.name for variable in table.all()]).encode()
     async with workers.operation("shrink", "variables") as turn:
         told: asyncio.Future[list[bytes]] = turn.exchange(

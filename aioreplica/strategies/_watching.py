@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Self, final
 
 from ..devices import run_on_host
 from ..replica import waits_of
-from ..telemetry import Observers, ReplicaWait, TraceRecorder, chrome_json, skew_of, straggler_text
+from ..telemetry import Observers, ReplicaWait, skew_of, straggler_text
 from ._lifecycle import StrategyStatistics
 from ._runtime import Runtime
 
 if TYPE_CHECKING:
+    from ..telemetry._trace import TraceRecorder
     from ._loop_watch import LoopWatch
 
 
@@ -94,6 +95,8 @@ class Telemetry:
             ...     asyncio.run(main(Path(folder) / "run.json"))
             True
         """
+        from ..telemetry._trace import TraceRecorder
+
         names = self._runtime.device_names
         return Tracing(self.observers, TraceRecorder(names, capacity=capacity), path)
 
@@ -184,6 +187,8 @@ class Tracing:
             )  # fmt: skip
 
     def _write(self) -> None:
+        from ..telemetry._trace import chrome_json
+
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:

@@ -31,8 +31,6 @@ from ._statistics import UsageCounters as UsageCounters
 from ._statistics import skew_of as skew_of
 from ._statistics import straggler_text as straggler_text
 from ._statistics import usage as usage
-from ._trace import TraceRecorder as TraceRecorder
-from ._trace import chrome_json as chrome_json
 
 __all__ = [
     "CollectiveRecord",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.telemetry import TraceRecorder, chrome_json
+from aioreplica.telemetry._trace import TraceRecorder, chrome_json
 from tests.sequencer import Sequencer
 from tests.telemetry.timelines import read_chrome
 
