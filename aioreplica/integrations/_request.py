@@ -126,7 +126,7 @@ def check(request: Request, hosts: Sequence[str], token: str | None) -> None:
 async def read_json(request: Request, limits: Limits) -> Any:  # Any: JSON
     """Read a body within limits, and parse it.
 
-    Of a body that is too large some more is read and dropped, within bounds: a connection that is
+    Of a body that is refused some more is read and dropped, within bounds: a connection that is
     closed on unread data may be reset before its client has seen the answer.
 
     Raises:
@@ -141,27 +141,38 @@ async def read_json(request: Request, limits: Limits) -> Any:  # Any: JSON
     length = header(request, "content-length") or "0"
     if length.isascii() and length.isdigit() and int(length[:20]) > DROPPED * limits.body_bytes:
         raise too_large
-    body, num_read = bytearray(), 0
+    body, num_read, num_checked = bytearray(), 0, 0
+    refused: HTTPException | None = None
     try:
         async with asyncio.timeout(limits.body_s) as deadline:
             async for piece in request.stream():
                 num_read += len(piece)
-                if num_read <= limits.body_bytes:
+                if refused is None:
                     body += piece
-                elif num_read - len(piece) <= limits.body_bytes:
-                    now = asyncio.get_running_loop().time()
-                    deadline.reschedule(min(deadline.when() or now, now + DROPPING_S))
+                    if num_read > limits.body_bytes:
+                        refused = too_large
+                    elif num_read >= 2 * num_checked:  # linear, however the body is cut
+                        refused, num_checked = _too_deep(body, limits), num_read
+                    if refused is not None:
+                        now = asyncio.get_running_loop().time()
+                        deadline.reschedule(min(deadline.when() or now, now + DROPPING_S))
                 if num_read > DROPPED * limits.body_bytes:
                     break
     except TimeoutError:
-        if num_read <= limits.body_bytes:
-            what = f"The body was not there after {limits.body_s:g} s."
-            raise refusal(408, what, connection="close") from None
-    if num_read > limits.body_bytes:
-        raise too_large
-    if depth(body) > limits.depth:
-        raise refusal(422, f"The body is nested deeper than {limits.depth} brackets.")
+        what = f"The body was not there after {limits.body_s:g} s."
+        raise refused or refusal(408, what, connection="close") from None
+    if refused is None and num_checked < num_read:
+        refused = _too_deep(body, limits)
+    if refused is not None:
+        raise refused
     return parse(body)
+
+
+def _too_deep(body: bytearray, limits: Limits) -> HTTPException | None:
+    if depth(body) <= limits.depth:
+        return None
+    what = f"The body is nested deeper than {limits.depth} brackets."
+    return refusal(422, what, connection="close")
 
 
 def depth(body: bytes | bytearray) -> int:
