@@ -4,6 +4,7 @@ from .._export import export_public
 from ._description import EntryDescription as EntryDescription
 from ._description import StepDescription as StepDescription
 from ._format import DTYPES as DTYPES
+from ._format import dtype_of as dtype_of
 from ._format import tensors_header as tensors_header
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._lock import FileLock as FileLock

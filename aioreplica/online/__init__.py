@@ -11,7 +11,7 @@ from ._records import DeadLetter as DeadLetter
 from ._records import LearnerStatistics as LearnerStatistics
 from ._records import ReplicaTiming as ReplicaTiming
 from ._records import StepRecord as StepRecord
-from ._stream import RecordStream as RecordStream
+from ._ticket import RecordStream as RecordStream
 from ._ticket import Ticket as Ticket
 
 __all__ = [

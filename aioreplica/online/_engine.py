@@ -21,16 +21,14 @@ from ..devices import OwnedTask, run_on_host, running_loop
 from ..errors import ContextError, JournalError, LoopMismatchError
 from ..strategies import Strategy
 from ..values import Snapshot
-from ._dead_letters import DeadLetters
 from ._example import unpack_example
 from ._intake import Intake, Taken, dead_error
-from ._journal import Journal, OpenJournal
+from ._journal import DeadLetters, Journal, OpenJournal
 from ._published import publish_snapshot
 from ._records import LearnerStatistics, StepRecord
 from ._saving import Saving
-from ._signal import Signal
 from ._step import BlamelessError, NotUndoneError, StepResult, learn
-from ._stream import RecordStream
+from ._ticket import RecordStream, Signal
 
 MAX_ERROR = 2000
 """How many characters of an error are kept with a dead letter."""
@@ -338,7 +336,7 @@ class Engine:
 
     async def _set_aside(self, taken: Taken, error: Exception) -> None:
         text = _described(error)
-        await self.dead.add(taken, text)
+        await self.dead.add(taken.number, taken.example, text)
         self.intake.settle(taken, dead_error(taken.number, text))
 
     def statistics(self, state: str) -> LearnerStatistics:

@@ -23,8 +23,7 @@ from ..errors import ContextError, JournalError, PoisonedExampleError
 from ._example import unpack_example
 from ._journal import OpenJournal
 from ._journal_file import Entry
-from ._signal import Signal
-from ._ticket import Ticket
+from ._ticket import Signal, Ticket
 
 MAX_COMMIT = 4096
 """Most submissions of one transaction."""

@@ -1,19 +1,29 @@
-"""The journal as a program names it, and open: its calls are made on a thread of its own."""
+"""The journal as a program names it, and open: its calls are made on a thread of its own.
+
+Beside it are dead letters, which are kept in memory where there is no journal.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import time
 from typing import Any, final
 
 from ..devices import wait_until_done
+from ..errors import JournalError
 from ..input import SourceLane
-from ._arguments import checked_seconds
+from ._example import pack_example
 from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Row
 from ._records import DeadLetter
+
+KEPT_IN_MEMORY = 1000
+"""How many are kept without a journal, the newest ones."""
 
 
 @final
@@ -133,3 +143,79 @@ class OpenJournal:
             op.result()
         finally:
             self._lane.close()
+
+
+@final
+class DeadLetters:
+    """Keeps what was set aside.
+
+    Attributes:
+        num_added: How many were set aside.
+    """
+
+    def __init__(self, journal: OpenJournal | None) -> None:
+        self.num_added = 0
+        self._journal = journal
+        self._kept: deque[DeadLetter] = deque(maxlen=KEPT_IN_MEMORY)  # without a journal
+        self._unsaved: list[Dead] = []
+
+    def take_over(self, other: DeadLetters) -> None:
+        """Take what an earlier opening keeps in memory, or has not written down."""
+        self._kept, self._unsaved = other._kept, other._unsaved
+
+    async def add(self, number: int, example: Any, error: str) -> None:
+        """Set an example aside. If the journal cannot be written, `save` tries again."""
+        self.num_added += 1
+        if self._journal is None:
+            self._kept.append(DeadLetter(number, example, error, time()))
+            return
+        self._unsaved.append(Dead(number, pack_example(example), error, time()))
+        await self.save()
+
+    async def save(self) -> str:
+        """Write down what is not yet; return why that failed, "" if it did not."""
+        if self._unsaved and self._journal is not None:
+            try:
+                await self._journal.set_aside(self._unsaved)
+            except JournalError as error:
+                return str(error)
+            self._unsaved = []
+        return ""
+
+    async def list(self, after: int, limit: int) -> tuple[DeadLetter, ...]:
+        """Return those behind a number, in order."""
+        if self._journal is None:
+            return tuple(each for each in self._kept if each.number > after)[:limit]
+        return tuple(await self._journal.dead_letters(after, limit))
+
+    async def find(self, number: int) -> DeadLetter:
+        """Return one; KeyError if there is none of that number."""
+        found = await self.list(number - 1, 1)
+        if not found or found[0].number != number:
+            raise KeyError(number)
+        return found[0]
+
+    async def discard(self, number: int) -> None:
+        """Delete one; KeyError if there is none of that number."""
+        if self._journal is None:
+            self._kept.remove(await self.find(number))
+        elif not await self._journal.discard(number):
+            raise KeyError(number)
+
+
+def checked_count(name: str, value: Any) -> int:
+    """Return a count of at least 1; ValueError or TypeError if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    return value
+
+
+def checked_seconds(name: str, value: Any) -> float:
+    """Return a finite number of seconds, not negative; ValueError or TypeError if it is not one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}.")
+    return float(value)

@@ -16,14 +16,12 @@ from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ..tree import leaves
 from ..values import Snapshot
-from ._arguments import checked_count, checked_seconds
 from ._engine import CLOSED, Engine, Settings, require_loop
 from ._example import as_example
 from ._intake import ExampleGroup
-from ._journal import Journal
+from ._journal import Journal, checked_count, checked_seconds
 from ._records import DeadLetter, LearnerStatistics
-from ._stream import RecordStream
-from ._ticket import Ticket
+from ._ticket import RecordStream, Ticket
 
 StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
 Validation = Callable[[Any], Any]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self, final
 
 from ..errors import CheckpointError
-from ._tensors import Array, dump_tensors, load_tensors
+from ._example import Array, dump_tensors, load_tensors
 
 FORMAT = "aioreplica.snapshot"
 

@@ -1,14 +1,15 @@
-"""Tickets: what a submitted example becomes, and who waits for that."""
+"""Tickets of examples and streams of records, and the signal that wakes those who wait for them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Generator
-from typing import final
+from typing import Self, final
 
-from ..devices import require_loop
+from ..devices import require_loop, running_loop
 from ..errors import AioReplicaError
-from ._signal import Signal
+from ._records import StepRecord
 
 
 @final
@@ -112,3 +113,88 @@ class Ticket:
         else:
             state = f"in version {self._outcome}"
         return f"<Ticket {'-' if self.number is None else self.number} | {state}>"
+
+
+@final
+class RecordStream:
+    """Records of a learner's steps, `async for record in stream`; got from `learner.records()`.
+
+    It ends when the learner is closed. One that is dropped is forgotten by the learner.
+
+    Attributes:
+        num_dropped: How many records were dropped because the listener was slow.
+    """
+
+    __slots__ = ("__weakref__", "_buffer", "_is_closed", "_signal", "num_dropped")
+
+    def __init__(self, buffer_size: int) -> None:
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size must be at least 1, got {buffer_size}.")
+        self.num_dropped = 0
+        self._buffer: deque[StepRecord] = deque(maxlen=buffer_size)
+        self._is_closed = False
+        self._signal = Signal()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepRecord:
+        while not self._buffer:
+            if self._is_closed:
+                raise StopAsyncIteration
+            await self._signal.wait()
+        return self._buffer.popleft()
+
+    def add(self, record: StepRecord) -> None:
+        """Put a record in; for the learner."""
+        self.num_dropped += len(self._buffer) == self._buffer.maxlen
+        self._buffer.append(record)
+        self._signal.give()
+
+    def close(self) -> None:
+        """End the stream after the records that it has. Idempotent."""
+        self._is_closed = True
+        self._signal.give()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        return f"<RecordStream | {state}, {len(self._buffer)} kept, {self.num_dropped} dropped>"
+
+
+@final
+class Signal:
+    """Wakes all who wait, each time it is given. What has changed is for them to find out."""
+
+    __slots__ = ("_waiters",)
+
+    def __init__(self) -> None:
+        self._waiters: list[asyncio.Future[None]] = []
+
+    async def wait(self, until: float | None = None) -> None:
+        """Wait for the next signal, or until the loop's clock shows `until`.
+
+        Cancellation:
+            Stops waiting.
+        """
+        loop = running_loop("Online learning")
+        waiter = loop.create_future()
+        timer = None if until is None else loop.call_at(until, _resolve, waiter)
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def give(self) -> None:
+        """Wake all who wait."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            _resolve(waiter)
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from aioreplica.online._intake import ExampleGroup, Intake
-from aioreplica.online._signal import Signal
+from aioreplica.online._ticket import Signal
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 
