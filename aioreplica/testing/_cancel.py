@@ -97,9 +97,9 @@ class StepCanceller:
     def _strike_if_due(self) -> None:
         self.struck.clear()
         if self._num_steps == self._step:
-            for task in self._loop.sim_tasks.since(self._number)[:1]:
-                if not task.done() and task.cancel("art.cancel_everywhere"):
-                    self.struck.append(task)
+            task = self._loop.sim_tasks.get(self._number)
+            if task is not None and not task.done() and task.cancel("art.cancel_everywhere"):
+                self.struck.append(task)
 
 
 @final
@@ -164,8 +164,10 @@ class FaultCanceller:
         self.struck.clear()
         tasks = self._loop.sim_tasks
         if self._num_known < tasks.num_made:
-            for task in tasks.since(self._num_known):
-                self._consider(task)
+            for number in range(self._num_known, tasks.num_made):
+                task = tasks.get(number)
+                if task is not None:
+                    self._consider(task)
             self._num_known = tasks.num_made
         for plan in self._plans.get(chosen.index, ()):
             plan.awaits -= 1

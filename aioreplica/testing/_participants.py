@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import events
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -133,6 +133,9 @@ class SimTask(RealTask[Any]):
         """Run the step that waits."""
         callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
+        if self.done():
+            self._loop.sim_tasks.end(self)  # type: ignore[attr-defined]  # typeshed leaves it out
+        del self, callback  # a traceback may keep this frame, and the task that: a cycle
 
 
 def name_of_task(number: int) -> str:
@@ -165,33 +168,57 @@ class SimFuture(RealFuture[Any]):
 
 
 @final
-class TaskList(list[SimTask]):
-    """The tasks of a run in the order of their making, without old ones that have ended well.
+class TaskList:
+    """The tasks of a run in the order of their making, without those that have ended well.
+
+    asyncio keeps no task that has ended, and programs may rely on it: what is referred to weakly is
+    gone then. One that has failed is kept until its exception is retrieved.
 
     Attributes:
         num_made: How many tasks there were; the number of the next one.
     """
 
-    __slots__ = ("_limit", "num_made")
+    __slots__ = ("_failed", "_limit", "_tasks", "num_made")
 
     def __init__(self) -> None:
-        super().__init__()
+        self._tasks: dict[int, SimTask] = {}
+        self._failed: list[SimTask] = []
         self.num_made = 0
         self._limit = MAX_ENDED
 
+    def __iter__(self) -> Iterator[SimTask]:
+        return iter(tuple(self._tasks.values()))
+
     def add(self, task: SimTask) -> int:
         """Append a task; return its number."""
-        if len(self) >= self._limit:
-            self[:] = [each for each in self if not each.done() or each._log_traceback]
-            self._limit = 2 * len(self) + MAX_ENDED
-        self.append(task)
-        self.num_made += 1
-        return self.num_made - 1
+        if len(self._tasks) >= self._limit:  # those of loops in threads, and eager ones
+            self._failed += [each for each in self if each.done()]
+            self._forget()
+            self._limit = 2 * len(self._tasks) + MAX_ENDED
+        number = self.num_made
+        self._tasks[number] = task
+        self.num_made = number + 1
+        return number
 
-    def since(self, number: int) -> list[SimTask]:
-        """Return the tasks from a number on."""
-        num = self.num_made - number
-        return [each for each in self[-num:] if each.number >= number] if num else []
+    def end(self, task: SimTask) -> None:
+        """Forget a task that has ended, or remember that nobody knows yet how it failed."""
+        if task._log_traceback:
+            self._failed.append(task)
+        else:
+            self._tasks.pop(task.number, None)
+        if self._failed:
+            self._forget()
+
+    def get(self, number: int) -> SimTask | None:
+        """Return the task of a number; None if it has ended."""
+        return self._tasks.get(number)
+
+    def _forget(self) -> None:
+        """Forget the failed tasks whose exceptions were retrieved."""
+        for task in self._failed:
+            if not task._log_traceback:
+                self._tasks.pop(task.number, None)
+        self._failed[:] = [task for task in self._failed if task._log_traceback]
 
 
 @final

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
+from weakref import ref
 
 from ..context import PLACE
 from ._cancel import Canceller
@@ -166,7 +167,7 @@ class Trace:
         self.busy: tuple[Busy, ...] = ()
         self.exceptions: tuple[str, ...] = ()
         self.ending = ""
-        self._recent: deque[Participant] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, Any]] = deque(maxlen=RECENT)
         self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
         self._pools: PoolTable = None  # type: ignore[assignment]  # likewise
         self.keys = Keys(canceller)
@@ -204,7 +205,7 @@ class Trace:
         self.num_decisions += len(options) > 1
         waiting = self._loop.waiting
         is_task = chosen.index == CALLBACKS and type(waiting[0]) is SimTask
-        self._recent.append(waiting[0] if is_task else chosen)
+        self._recent.append(_weakly(waiting[0] if is_task else chosen))
         if self.num_steps > MAX_TRACE_STEPS:
             return
         index = chosen.index
@@ -252,9 +253,8 @@ class Trace:
         """Note what tasks there are since the last step, and whether one has ended."""
         tasks, known = self._loop.sim_tasks, self.tasks
         if self.num_steps <= MAX_TRACE_STEPS and len(known) < tasks.num_made:
-            made = {task.number: task for task in tasks.since(len(known))}
             for number in range(len(known), tasks.num_made):
-                task = made.get(number)  # None if it has ended and is forgotten
+                task = tasks.get(number)  # None if it has ended and is forgotten
                 who = "" if task is None else self.name_of(task)
                 names = ("", "") if task is None else names_of(task)
                 known.append(MadeTask(who, names, self.num_steps))
@@ -272,7 +272,7 @@ class Trace:
             self.pending.append(self._never_taken(option))
         if kind in ("deadlock", "endless"):
             self.graph = WaitGraph.of(
-                self._loop.sim_tasks, self._pools, self.name_of, self._owners, self._library
+                tuple(self._loop.sim_tasks), self._pools, self.name_of, self._owners, self._library
             )
             self.exceptions = tuple(self._unretrieved())
             if self.num_steps <= MAX_TRACE_STEPS:
@@ -296,11 +296,15 @@ class Trace:
     def _busy(self) -> Iterator[Busy]:
         """Name who took the last steps, busiest first."""
         recent = list(self._recent)[-max(1, self.num_steps // 2) :]
-        counts = Counter(each.index for each in recent)
-        last = {each.index: each for each in recent}
+        counts = Counter(index for index, _ in recent)
+        last = dict(recent)
         for index in sorted(counts, key=lambda index: -counts[index]):
-            each = last[index]
-            if isinstance(each, SimTimer):
+            held = last[index]
+            each = held() if isinstance(held, ref) else held
+            if each is None:
+                name = self._names.get(index, "a task")
+                yield Busy(name, self._points.get(index, "?"), is_timer=False)
+            elif isinstance(each, SimTimer):
                 yield Busy(self.name_of(each), _callback_name(each), is_timer=True)
             elif isinstance(each, (SimTask, PoolOp)):
                 yield Busy(self.name_of(each), self._point_of(each), is_timer=False)
@@ -412,6 +416,12 @@ class Trace:
                 self._num_possible += 1
                 if not (by_time or isinstance(option, SimTimer)):  # a step has made it possible
                     self.order.became_possible(option.index)
+
+
+def _weakly(participant: Any) -> tuple[int, Any]:
+    """Return a participant and its number; a task weakly, as nothing else keeps one that ended."""
+    held = ref(participant) if isinstance(participant, SimTask) else participant
+    return participant.index, held
 
 
 def _function_name(task: SimTask) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -109,6 +110,33 @@ def test_sets_of_tasks_are_walked_in_order() -> None:
         return [task.get_name() for task in done]
 
     assert art.run(main) == [f"t{i}" for i in range(12)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_that_has_ended_is_kept_by_nobody(fails: bool) -> None:
+    class Held:
+        """Something that a task refers to."""
+
+    async def hold(held: Held) -> None:
+        await asyncio.sleep(0)
+        if fails:
+            raise ValueError(held)
+
+    async def main() -> None:
+        held = Held()
+        kept = weakref.ref(held)
+        task = asyncio.create_task(hold(held))
+        ended = weakref.ref(task)
+        await asyncio.wait([task])
+        if fails:
+            task.exception().with_traceback(None)  # type: ignore[union-attr]
+        del held, task
+        for _ in range(2):  # others end meanwhile
+            await asyncio.create_task(asyncio.sleep(0))
+        assert kept() is None
+        assert ended() is None
+
+    art.explore(main, schedules=20).check()
 
 
 # --- contexts ---------------------------------------------------------------------------------
