@@ -6,10 +6,10 @@ from ._feeder import KeptIterators as KeptIterators
 from ._feeder import new_feeder as new_feeder
 from ._feeder import open_iterator as open_iterator
 from ._infeed import Infeed as Infeed
-from ._outputs import MultiStepContext as MultiStepContext
-from ._outputs import combine_outputs as combine_outputs
 from ._outside import current_cluster as current_cluster
 from ._outside import outside_compilation as outside_compilation
+from ._program import MultiStepContext as MultiStepContext
+from ._program import combine_outputs as combine_outputs
 from ._program import run_loop as run_loop
 from ._static_shapes import StaticShapes as StaticShapes
 from ._topology import HasTopology as HasTopology

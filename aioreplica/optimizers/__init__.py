@@ -20,8 +20,6 @@ from ._gradient import checked_pairs as checked_pairs
 from ._loss import DynamicLossScale as DynamicLossScale
 from ._loss import LossScale as LossScale
 from ._loss import LossScaling as LossScaling
-from ._loss import differentiate_loss as differentiate_loss
-from ._loss import require_loss as require_loss
 from ._merged_gradient import merge_gradients as merge_gradients
 from ._moving_average import BlockingMovingAverage as BlockingMovingAverage
 from ._moving_average import ExponentialMovingAverage as ExponentialMovingAverage

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
+from .._functions import is_async, require_no_yield
 from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across
 from ..context import CLOSURE, PLACE, Place
-from ..devices import is_process_device, run_on_host
+from ..devices import run_on_host
 from ..errors import ContextError, NonFiniteError
 from ..replica import (
     Call,
@@ -30,7 +31,7 @@ from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._checks import replica_on_device, require_owner, written
 from ._gradient import ScaledGradient, checked_pairs, has_parts
-from ._loss import Pairs, differentiate_loss, require_loss, sort_by_creation
+from ._loss import Pairs, differentiate_loss
 from ._merged_gradient import merge_gradients, merge_over_workers, scale_of, summand_of
 from ._step import take_step
 
@@ -352,6 +353,44 @@ async def name_the_replica(
 # ---- calls of replicas ---------------------------------------------------------------------------
 
 
+def require_loss(loss: Any, var_list: Any) -> None:
+    """Check what is to be differentiated with respect to what.
+
+    Raises:
+        TypeError: If `loss` is not a plain function, or `var_list` holds something else than
+            variables.
+        ValueError: If `var_list` is empty.
+    """
+    if not callable(loss) or is_async(loss):
+        raise TypeError(
+            f"The loss must be a plain function without arguments, got {loss!r} "
+            f"({type(loss).__name__})."
+        )
+    require_no_yield(loss, "minimize", "Return the loss.")
+    if var_list is None:
+        return
+    if not isinstance(var_list, (list, tuple)):
+        raise TypeError(f"var_list must be a list of variables or None, got {var_list!r}.")
+    if not var_list:
+        raise ValueError("There are no variables to minimize over: var_list is empty.")
+    for variable in var_list:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"var_list must hold variables, got {variable!r} ({type(variable).__name__})."
+            )
+
+
+def sort_by_creation(pairs: Pairs, strategy: Any) -> None:
+    """Sort pairs by the order in which a strategy's variables were created.
+
+    So replicas whose losses read them in different orders agree. Not done where the loss runs: the
+    process of a device does not know the order.
+    """
+    if strategy is not None and len(pairs) > 1:
+        created = {v: i for i, v in enumerate(strategy.trainable_variables)}
+        pairs.sort(key=lambda pair: created.get(pair[1], len(created)))
+
+
 def require_replica(place: Place, what: str) -> None:
     """Check that a replica runs here, or no strategy is in charge: then the code acts alone.
 
@@ -445,6 +484,8 @@ class BlockingOptimizer:
         scaling = self._optimizer.loss_scale
         scale = None if scaling is None else scaling.scale
         value, pairs = differentiate_loss(loss, var_list, scale, backend, has_aux)
+        if var_list is None:
+            sort_by_creation(pairs, PLACE.get().strategy)
         if push_elsewhere(self._optimizer, pairs, global_step) is None:
             self._meet(name, pairs, global_step, False, sys._getframe(1))
         return value
@@ -518,8 +559,8 @@ async def differentiate(
     found = await replica.context.run_on_device(
         differentiate_loss, loss, var_list, scale, backend, has_aux
     )
-    if var_list is None and is_process_device(str(replica.device)):
-        sort_by_creation(found[1], place.strategy)  # a device process does not know the order
+    if var_list is None:
+        sort_by_creation(found[1], place.strategy)
     return found
 
 

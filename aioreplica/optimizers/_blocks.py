@@ -195,7 +195,7 @@ def _are_finite(arrays: Sequence[Array]) -> bool:
     if size > CHECKED_AT_ONCE:
         starts = range(0, size, CHECKED_AT_ONCE)
         return all(_are_finite([a[i : i + CHECKED_AT_ONCE] for a in arrays]) for i in starts)
-    total = last.dot(last)
+    total = last.dot(last) if len(arrays) % 2 else 0.0
     for i in range(0, len(arrays) - 1, 2):
         total += arrays[i].dot(arrays[i + 1])
     return math.isfinite(total)

@@ -10,7 +10,6 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .._functions import is_async, require_no_yield
 from ..autodiff import differentiate_variables
 from ..context import PLACE
 from ..values import Variable, Weighted
@@ -19,33 +18,6 @@ from ._gradient import ScaledGradient
 from ._slots import new_variable
 
 Pairs = list[tuple[Any, Variable]]
-
-
-def require_loss(loss: Any, var_list: Any) -> None:
-    """Check what is to be differentiated with respect to what.
-
-    Raises:
-        TypeError: If `loss` is not a plain function, or `var_list` holds something else than
-            variables.
-        ValueError: If `var_list` is empty.
-    """
-    if not callable(loss) or is_async(loss):
-        raise TypeError(
-            f"The loss must be a plain function without arguments, got {loss!r} "
-            f"({type(loss).__name__})."
-        )
-    require_no_yield(loss, "minimize", "Return the loss.")
-    if var_list is None:
-        return
-    if not isinstance(var_list, (list, tuple)):
-        raise TypeError(f"var_list must be a list of variables or None, got {var_list!r}.")
-    if not var_list:
-        raise ValueError("There are no variables to minimize over: var_list is empty.")
-    for variable in var_list:
-        if not isinstance(variable, Variable):
-            raise TypeError(
-                f"var_list must hold variables, got {variable!r} ({type(variable).__name__})."
-            )
 
 
 def differentiate_loss(
@@ -57,9 +29,7 @@ def differentiate_loss(
 ) -> tuple[Any, Pairs]:
     """Return what a loss returns and its (gradient, variable) pairs; in the calling thread.
 
-    Without `var_list` the pairs come in the order in which the variables were created, so that
-    replicas whose losses read them in different orders agree. With a scale the gradients are
-    ScaledGradients; the value is that of the loss itself.
+    With a scale the gradients are ScaledGradients; the value is that of the loss itself.
 
     Raises:
         ValueError: If the loss reads no trainable variable.
@@ -86,17 +56,8 @@ def differentiate_loss(
         )
     if scale is not None:
         value = _times(value, 1 / scale)
-    if var_list is None:
-        sort_by_creation(pairs, PLACE.get().strategy)
     completed = [(_completed(gradient, value, scale), each) for gradient, each in pairs]
     return (value, aux) if has_aux else value, completed
-
-
-def sort_by_creation(pairs: Pairs, strategy: Any) -> None:
-    """Sort pairs by the order in which a strategy's variables were created."""
-    if strategy is not None:
-        created = {v: i for i, v in enumerate(strategy.trainable_variables)}
-        pairs.sort(key=lambda pair: created.get(pair[1], len(created)))
 
 
 def _completed(gradient: Any, value: Any, scale: float | None) -> Any:

@@ -27,6 +27,7 @@ from ._apply_gradients import (
     contribution_of,
     differentiate,
     minimize,
+    require_loss,
     require_replica,
 )
 from ._checks import (
@@ -39,7 +40,7 @@ from ._checks import (
     written,
 )
 from ._gradient import merged_pairs
-from ._loss import DynamicLossScale, LossScaling, Pairs, require_loss
+from ._loss import DynamicLossScale, LossScaling, Pairs
 from ._merged_gradient import merge_gradients
 from ._settings import OnNonFinite, StepSettings, checked_settings
 from ._slots import SlotTable, new_variable

@@ -1,11 +1,14 @@
 """Where optimizers may be made and applied, and whose variables they may write."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 import aioreplica as ar
+from aioreplica.context import CLOSURE
 from aioreplica.errors import ContextError
+from aioreplica.values import Done
 from tests.optimizers.rules import Descent, made
 
 
@@ -67,3 +70,49 @@ async def test_optimizers_are_made_outside_the_step(pair: ar.MirroredStrategy) -
 
     with pytest.raises(ContextError, match="Descent was made inside a step"):
         await pair.run(step)
+
+
+class Elsewhere:
+    """A closure whose variables live elsewhere: it notes what is pushed there."""
+
+    def __init__(self, *variables: ar.Variable) -> None:
+        self._variables = frozenset(variables)
+        self.pushed: list[Any] = []
+
+    def takes(self, pairs: Sequence[Any]) -> bool:
+        return any(variable in self._variables for _, variable in pairs)
+
+    def apply_gradients(self, _optimizer: Any, pairs: Sequence[Any], global_step: Any) -> Any:
+        self.pushed += [(float(gradient), variable.name) for gradient, variable in pairs]
+        self.pushed.append(global_step)
+        return Done()
+
+
+@pytest.mark.asyncio
+async def test_a_closure_pushes_the_gradients_of_its_variables_and_no_others() -> None:
+    here, there, steps = ar.Variable(1.0), ar.Variable(1.0, name="there"), ar.Variable(0)
+    optimizer = Descent()
+    closure = Elsewhere(there)
+    CLOSURE.set(closure)  # in the context of this test's task
+
+    await optimizer.apply_gradients([(1.0, here)])
+    assert (here.version, closure.pushed) == (1, [])
+
+    await optimizer.apply_gradients([(2.0, there)], steps)
+    await optimizer.minimize(lambda: there.value * 3.0)
+    assert closure.pushed == [(2.0, "there"), steps, (3.0, "there"), None]
+    assert (there.version, steps.version, optimizer.iterations.value) == (0, 0, 1)
+
+
+@pytest.mark.asyncio
+async def test_blocking_calls_of_a_closure_push_too() -> None:
+    there = ar.Variable(1.0, name="there")
+    optimizer, closure = Descent(), Elsewhere(there)
+    CLOSURE.set(closure)
+
+    optimizer.blocking.apply_gradients([(2.0, there)])
+    assert optimizer.blocking.minimize(lambda: there.value * 3.0) == 3.0
+    assert closure.pushed == [(2.0, "there"), None, (3.0, "there"), None]
+    assert there.version == 0
+    with pytest.raises(ContextError, match="apply_gradients was called"):
+        optimizer.blocking.apply_gradients([(2.0, ar.Variable(1.0))])

@@ -88,6 +88,26 @@ async def test_a_step_of_sgd(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_run_with_a_step_of_minimize(pair: ar.MirroredStrategy) -> None:
+    """Counted on the loop's thread: the loss is differentiated on those of the devices."""
+    with pair.scope():
+        weights, optimizer = ar.Variable(np.zeros(4)), SGD(0.1)
+    passed: Passed = set()
+
+    async def step(x: np.ndarray) -> None:
+        await optimizer.minimize(lambda: ((weights.value - x) ** 2).sum())
+
+    await pair.run(step, args=(np.ones(4),))  # makes what is made once
+    with functions(passed):
+        await pair.run(step, args=(np.ones(4),))
+
+    skipped = properties()
+    files = {file for file, name in passed if name not in skipped}
+    assert "_stages" in {name for _, name in passed}
+    assert len(files) <= 36, sorted(files)
+
+
+@pytest.mark.asyncio
 async def test_a_save_of_a_variable_with_adam(
     pair: ar.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
