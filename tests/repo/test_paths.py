@@ -3,17 +3,21 @@
 import asyncio
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 import aioreplica as ar
 from aioreplica.checkpoint import CheckpointManager, _lane, _state
+from aioreplica.integrations.asgi import OnlineService
+from aioreplica.online import Journal, OnlineLearner
 from aioreplica.optimizers import SGD, Adam
 
 Passed = set[tuple[str, str]]
@@ -148,3 +152,54 @@ async def test_a_save_of_a_variable_with_adam(
     assert "LocalStorage.remove_folder" in calls
     assert len(calls) <= 300, sorted(calls)
     assert len(walks) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_posted_example_up_to_the_version_that_has_learned_it(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.add(frame.f_code.co_filename)
+
+    with pair.scope():
+        weights, optimizer = ar.Variable(np.zeros(3)), Adam(0.1)
+
+    async def step(_ctx: ar.ReplicaContext, batch: Any) -> None:
+        error = batch["input"] @ weights.value - batch["target"]
+        gradient = batch["input"].T @ error / max(len(error), 1)
+        await optimizer.apply_gradients([(gradient, weights)])
+
+    def on_threads(hook: Any) -> None:
+        threading.setprofile(hook)
+        sys.setprofile(hook)
+
+    example = {"input": [1.0, 2.0, 3.0], "target": 1.0}
+    on_threads(note)  # before the threads of lanes and of the journal are started
+    try:
+        learner = OnlineLearner(
+            pair, step, {"weights": weights, "optimizer": optimizer}, max_batch=4, max_delay_s=0.0,
+            queue_size=8, journal=Journal(tmp_path / "journal.db"),
+        )  # fmt: skip
+        service = OnlineService(
+            learner, lambda _snapshot, _input: 0.0, input_like=np.zeros(3), target_like=0.0
+        )
+        transport = httpx.ASGITransport(service)
+        url = "http://localhost"
+        async with learner, httpx.AsyncClient(transport=transport, base_url=url) as client:
+            records = learner.records()
+            await client.post("/learn", json=example)
+            await anext(records)  # what is made once is made
+            files.clear()
+            posted = await client.post("/learn", json=example)
+            await anext(records)
+            passed = {file.removeprefix(PACKAGE) for file in files}
+    finally:
+        on_threads(None)
+
+    assert posted.status_code == 202
+    assert {"/online/_journal_file.py", "/optimizers/_adam.py", "/values/_store.py"} <= passed
+    assert len(passed) <= 60, sorted(passed)
