@@ -137,6 +137,8 @@ class _StepWriter:
         storage, folder = self._storage, self._folder
         storage.make_folder(folder)
         matches = map(DATA_FILE.fullmatch, storage.list(folder))
+        # A new name each time: nothing is overwritten, so a save that replaces this step leaves
+        # the old one whole until the manifest is renamed (decision 34).
         attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
         count = len(self._groups)
         self._names = [f"data-{attempt:04d}-{i:03d}.safetensors" for i in range(count)]
@@ -181,6 +183,7 @@ class _StepWriter:
             sink.finish()
         finally:
             sink.discard()
+        # A storage that loses a write is found before the step is removed that this one replaces.
         source = self._storage.open(path)
         try:
             found = source.size
@@ -210,15 +213,18 @@ class _StepWriter:
         path = f"{self._folder}/{MANIFEST}"
         if len(data) > MAX_MANIFEST_BYTES:
             raise OSError(errno.EFBIG, _TOO_LONG.format(len(data), MAX_MANIFEST_BYTES), path)
+        # The data files must be in the folder before a manifest that names them is.
         self._storage.sync(self._folder)
         self._may_be_saved = True
         try:
             self._storage.replace(path, data)
+            # Read back before anything is removed: an old step may be the only one left.
             self._require_in_place(path, data, None)
             self._storage.sync(self._folder)
         except CheckpointError:
             raise
         except Exception as error:
+            # A rename may have happened although its call failed, over a network for one.
             self._require_in_place(path, data, error)
             raise CheckpointUncertainError(
                 f"Step {self._step} was saved in {self._storage} and can be restored, but it may "

@@ -148,6 +148,7 @@ class Lane:
         self._queue.put(op)
         if self._serving < self._num_streams and not self._idle.acquire(blocking=False):
             self._start_thread(op)
+        # Not under the lock: `put` is on the path of every op, and a lane is stopped once.
         if self._stopped and op.withdraw():  # it may have landed behind the stop sentinels
             raise self._given_back()
 
@@ -180,11 +181,13 @@ class Lane:
 
     def _take_back(self) -> None:
         with self._lock:
+            # Nobody took over meanwhile: the thread goes on without a trip through the queue.
             if self._serving < self._num_streams:
                 self._serving += 1
                 return
             handover = _Handover()
             self._queue.put(handover)
+        # Polled, as no one wakes it when the other thread's op hangs and the program ends.
         while not handover.is_done.wait(STOPPED_S):
             if self._stopped:  # then the op of the other thread may never end
                 return
@@ -255,9 +258,12 @@ class Lane:
                 self._end(stream, op)
                 return
             tracker = op.tracker
+            # The run that lends this lane has an op in the middle of its call; a later one of the
+            # same run would overtake it.
             if self._lenders and tracker in self._lenders:
                 self._held_back.append(op)
                 continue
+            # It was withdrawn: a cancelled op stays in the queue, which has no removal.
             if not op.claim():
                 del op  # an idle thread must not keep the last op's arrays alive
                 continue

@@ -274,8 +274,13 @@ class Op(asyncio.Future[T]):
         """
         if self.done():
             return False
+        # A started op is using its arrays. A task that awaits it wakes now and waits in
+        # `_drain`; where nobody does, as in `asyncio.gather`, the future has to stay pending
+        # until the call has ended (decision 5).
         if self._was_withdrawn or self.withdraw() or self._is_awaited:
             return asyncio.Future.cancel(self, msg)
+        # On Ctrl-C the op is left to its daemon thread, unless its result would be a half
+        # written file (decision 4).
         if is_interrupted() and not self.writes_files:
             return asyncio.Future.cancel(self, msg)
         self._cancel_when_done = True
@@ -313,6 +318,8 @@ class Op(asyncio.Future[T]):
         if not await wait_shielded(
             lambda: self.is_done, self._new_drained, through_interrupt=self.writes_files
         ):
+            # The call goes on, on a thread that nobody waits for: its strategy must not hand the
+            # lane or its buffers to anyone else.
             replica = PLACE.get().replica
             if replica is not None:
                 replica.op_abandoned()
@@ -344,6 +351,7 @@ class Op(asyncio.Future[T]):
 
     def throw(self, *error: Any) -> object:
         """Raise at the current wait, such as the cancellation of the op's task."""
+        # `create_task(op)` cancelled before its first step: the op was never put on its lane.
         if self._steps is None:
             self.cancel()
             self._steps = self.__await__()

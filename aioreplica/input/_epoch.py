@@ -121,6 +121,8 @@ class Epoch:
             )
         if self._put_back:
             return self._put_back.popleft()
+        # The call before was cancelled while the workers agreed; asking again would be one
+        # question more than the others have.
         if self._asking is not None:
             item, self._unagreed = self._unagreed, None
             return await self._ended_or(await self._agreed(item))
@@ -184,6 +186,7 @@ class Epoch:
             raise
         finally:
             self.is_waiting = False
+        # An answer may be good for several batches, which then come without asking.
         num_agreed = asking.task.result()
         if not num_agreed:
             return None

@@ -102,7 +102,7 @@ class Engine:
             await self.saving.restore()
             self._model = model_variables(self.settings.variables)
             self.learned_number, self._version = self.saving.learned, self.saving.version
-            before, self._before = self._before, None
+            before, self._before = self._before, None  # what it learned is not learned twice
             if before is not None and _still_holds(self, before):
                 self.learned_number, self._version = before.learned_number, before.version
                 self.dead.take_over(before.dead)
@@ -265,7 +265,7 @@ class Engine:
             try:
                 await self._learn(batch, done)
             finally:
-                self.intake.queue.extendleft(reversed(left))
+                self.intake.queue.extendleft(reversed(left))  # first again, in their order
 
     async def _learn(self, batch: list[Taken], done: Callable[[int], None]) -> None:
         """Learn a batch; what fails is learned in halves, down to the examples to blame.
@@ -292,6 +292,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - whatever it is, one of them may be to blame
                 self.num_rollbacks += 1
                 if len(part) > 1:
+                    # Halves: n examples with one bad among them cost 2 log2(n) further steps.
                     middle = (len(part) + 1) // 2
                     parts += [part[middle:], part[:middle]]
                     continue

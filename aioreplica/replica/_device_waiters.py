@@ -87,6 +87,8 @@ class ThreadWaiter(Waiter):
         self.point.began_to_wait(generation)
         try:
             if not self._park(timeout_s):
+                # Ending a run is the loop's. The thread parks until it has done so, or its own
+                # unwinding would be taken for a failure (decision 14).
                 self.point.post(self._stalled, timeout_s, call, generation)
                 self._park()
         finally:
@@ -125,6 +127,8 @@ class OpWaiter(Waiter):
 
     def meet(self, call: Call) -> Any:
         """Have the event loop number a call and bring it to the rendezvous; wait for its result."""
+        # Not the rendezvous itself: it belongs to the event loop in a run of tasks, which has no
+        # lock.
         loop = self.point.loop
         assert loop is not None  # ops of a replica run in runs only
         waiting = _OpWait(self.point, self.replica, call, loop, self._ops)

@@ -207,7 +207,7 @@ class ReplicaGroup(RunControl):
             if tell_fault is not None:
                 tell_fault(self.step, error)
             raise error
-        for error in self.point.unseen.values():
+        for error in self.point.unseen.values():  # of reductions whose handle nobody has read
             raise error
         warn_never_awaited(self.replicas)
         return [replica.work.result() for replica in self.replicas if replica.work is not None]
@@ -247,7 +247,7 @@ class ReplicaGroup(RunControl):
 
     def _cancel_again(self, delay: float) -> None:
         self._cancel_all()
-        self._cancel_again_in(2 * delay)
+        self._cancel_again_in(2 * delay)  # a task may swallow one cancellation and wait on
 
     def _cancel_again_in(self, delay: float) -> None:
         if not self.is_over and self._loop is not None:
@@ -262,6 +262,7 @@ class ReplicaGroup(RunControl):
             error = point.unseen_by(replica.replica_id)
         if (tell := self._observers.replica_ended) is not None:
             tell(self, replica.replica_id, error)
+        # In this order: calls that a failed replica never awaited are a consequence.
         if self._withdrawn is replica:
             self._has_unwound(replica, error)
         elif error is not None:
@@ -278,6 +279,7 @@ class ReplicaGroup(RunControl):
         if ops.pending and not self.is_blocking and (left := ops.unfinished(who)):
             self._call_soon(self.abort, left_behind_error(who, self.step, left))
             return
+        # A cycle later: a sibling that fails in this one explains it better (decision 3).
         mismatch = self.point.leave(who, ReplicaState.RETURNED)
         if mismatch is not None:
             self._call_soon(self.abort_mismatch, mismatch)
@@ -294,6 +296,7 @@ class ReplicaGroup(RunControl):
     def _replica_failed(self, replica: Replica, error: BaseException) -> None:
         is_cancelled = isinstance(error, asyncio.CancelledError)
         if not replica.was_cancelled:
+            # As a CancelledError it would look like the end of the caller's own task.
             if is_cancelled:
                 error = replica_cancelled_error(error, self.step, self.fn_name)
             self._failures.failed(replica.replica_id, error)

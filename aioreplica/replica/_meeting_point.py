@@ -178,6 +178,7 @@ class MeetingPoint:
             else:  # what crosses workers is the event loop's
                 self.post(self._merge_across, generation, group.across)
                 return
+        # As an error of the merge each replica could catch it, and the program would not end.
         except (KeyboardInterrupt, SystemExit):
             raise  # for the loop; the others are cancelled with the run
         except BaseException as error:  # noqa: BLE001 - every member raises it
@@ -222,7 +223,7 @@ class MeetingPoint:
             with self.lock:
                 self.num_merges += 1
                 generation.is_merged = True
-                if group.is_partial:
+                if group.is_partial:  # members of other groups are parked too
                     gates = [parked.pop(member) for member in group.members if member in parked]
                 else:  # all others wait for this merge
                     gates = list(parked.values())
@@ -238,6 +239,7 @@ class MeetingPoint:
         add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
         generation.error = error
         generation.traceback = error.__traceback__
+        # Every other collective raises where it is awaited; of a handle that may never happen.
         if first.collective is STARTED_ALL_REDUCE:
             self.unseen[generation] = error
 

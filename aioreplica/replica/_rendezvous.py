@@ -118,6 +118,7 @@ class Rendezvous:
             self._current[replica_id] = generation
         else:
             self.in_flight[generation] = None
+        # Before the count: an argument that differs ends the run even if others are missing.
         if not is_new:
             first = generation.first
             if call.collective is not first.collective or not call.collective.agrees(first, call):
@@ -126,8 +127,10 @@ class Rendezvous:
         if not missing:
             del group.open[call.sequence]
             return generation
+        # Members that returned earlier can never come, so waiting would be for ever.
         if self._gone and any(map(generation.lacks, self._gone)):
             return self._absence(generation) or generation
+        # With one open generation no circle is possible, so the usual path works nothing out.
         if waits and (self._groups or len(group.open) > 1):
             return self._deadlock(generation) or generation
         return generation
@@ -146,6 +149,7 @@ class Rendezvous:
         """
         waits = self._handle_waits.setdefault(replica_id, {})
         waits[generation] = waits.get(generation, 0) + 1
+        # A child task may wait while its replica makes the very call that is missing.
         if not blocks:
             return None
         self._blocked[replica_id] = self._blocked.get(replica_id, 0) + 1
@@ -162,6 +166,7 @@ class Rendezvous:
                 del waits[generation]
             if blocks:
                 self._blocked[replica_id] -= 1
+        # What the task waited for may have been the replica's one way to continue.
         current = self._current[replica_id]
         left = [] if current is None else [current]
         if self._blocked.get(replica_id):
@@ -180,6 +185,7 @@ class Rendezvous:
         `call` is the one given up, if the replica had not arrived in it.
         """
         self._states[replica_id] = state
+        # No mismatch from now on: whoever is missing now is missing because of the failure.
         if state is ReplicaState.FAILED:
             self._failed = True
             return None

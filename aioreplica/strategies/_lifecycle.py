@@ -178,6 +178,7 @@ class Lifecycle:
             ContextError: If it is being closed, or the event loop is not asyncio's.
             LoopMismatchError: If it is bound to another loop that is not closed.
         """
+        # Its runs are being ended: a new one would be waited for, too, or be ended with them.
         if self._drains:
             raise ContextError(
                 f"{self._label} is being closed. Wait for `aclose` before it is opened again."
@@ -250,6 +251,7 @@ class Lifecycle:
                 await wait_shielded(lambda: not self._active, self._new_idle, cancelled.append)
         finally:
             self._drains -= 1
+        # The cancellation waited: lanes are given back when no op can be using them any more.
         self._give_back()
         if cancelled:
             raise cancelled[0]

@@ -154,6 +154,8 @@ class VariableStore:
             any more.
         """
         with self._lock:
+            # Compared and published under one lock, but by identity: whoever lost computes again
+            # from the new components, so no write is lost and none waits for another's numbers.
             if bases is not None and any(v.components is not bases[v] for v in changes):
                 return 0
             number = self.version + 1
@@ -162,6 +164,8 @@ class VariableStore:
                 variable._cell = Cell(
                     number, components, old.number, old.components, old.num_writes + 1
                 )
+            # The publication (decision 6): readers take no cell that is newer than this number, so
+            # they see all of the write or nothing, without a lock of their own.
             self.version = number
         step = LOOP.get()
         if step is not None and not is_local:
@@ -181,6 +185,7 @@ class VariableStore:
         """
         with self._lock:
             cell = variable._cell
+            # There never was one, or it was taken: a second taker would write where the first does.
             if cell.previous is cell.components:
                 return None
             newest = (cell.number, cell.components)
@@ -200,6 +205,8 @@ class VariableStore:
         waiter = _Waiter(variable, num_writes, future)
         self._waiters[waiter] = None
         try:
+            # After it is on the list: a write on another thread between a look at the version and
+            # the entry would wake nobody.
             self._wake()
             await future
         finally:
