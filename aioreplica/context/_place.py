@@ -57,6 +57,7 @@ class CurrentStrategy(Protocol):
 
     Attributes:
         num_local_replicas: How many there are in this process, as components of a value.
+        device_names: One device name per replica; "-" under the default strategy.
         has_plain_values: Whether values stay plain instead of becoming PerReplica (the default
             strategy).
         facade: The strategy that users hold.
@@ -67,9 +68,12 @@ class CurrentStrategy(Protocol):
         recorder: Keeps the newest merges of all runs.
         observers: Those of its runs.
         events: What steps have recorded.
+        merge_place: Where merge functions run.
+        blocking_merge_place: The same for merge functions that device threads wait for.
     """
 
     num_local_replicas: int
+    device_names: tuple[str, ...]
     has_plain_values: bool
     facade: Any  # Any, here and below: of layers above this one
     workers: Any
@@ -79,6 +83,8 @@ class CurrentStrategy(Protocol):
     recorder: Any
     observers: Any
     events: Any
+    merge_place: Place
+    blocking_merge_place: Place
 
     @property
     def num_replicas_in_sync(self) -> int:

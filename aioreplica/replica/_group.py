@@ -21,10 +21,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, final
 
-from ..collectives import Reducer
 from ..context import PLACE, CurrentStrategy, Place
 from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
-from ..telemetry import Observers, Recorder
 from ._failure import Failures, RunControl, cause_of_unwinding, error_of
 from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint
@@ -51,15 +49,9 @@ class ReplicaGroup(RunControl):
 
     Args:
         runtime: The strategy.
-        merge_place: Where merge functions run.
-        device_names: One per replica.
         loop: The event loop of the run; None outside every run, where one replica meets itself.
-        reducer: Does the work of collectives on arrays.
-        recorder: Has the clock, and the newest merges for errors.
-        observers: Who is told what happens.
         step: Number of the run in its strategy.
         fn_name: Name of the step function, for notes.
-        has_plain_values: Whether merge functions get plain values (the default strategy).
         is_blocking: Whether the replicas are plain functions, which meet on their device threads.
         across: The same run of other workers; None if there are none.
 
@@ -78,32 +70,29 @@ class ReplicaGroup(RunControl):
     def __init__(
         self,
         runtime: CurrentStrategy,
-        merge_place: Place,
-        device_names: Sequence[str],
         loop: asyncio.AbstractEventLoop | None,
-        reducer: Reducer,
-        recorder: Recorder,
-        observers: Observers,
         step: int,
         fn_name: str,
         *,
-        has_plain_values: bool = False,
         is_blocking: bool = False,
         across: AcrossWorkers | None = None,
     ) -> None:
+        device_names, observers = runtime.device_names, runtime.observers
         self.num_replicas = size = len(device_names)
         self.step = step
         self.is_blocking = is_blocking and loop is not None
         self.ops = OpTracker(observers)
         self.replicas = [Replica(i) for i in range(size)]
         everyone = SyncGroup(
-            range(size), device_names, runtime, merge_place, reducer, step,
-            has_plain_values=has_plain_values, is_blocking=self.is_blocking, across=across,
+            range(size), device_names, runtime,
+            runtime.blocking_merge_place if is_blocking else runtime.merge_place,
+            runtime.reducer, step, has_plain_values=runtime.has_plain_values,
+            is_blocking=self.is_blocking, across=across,
         )  # fmt: skip
+        self._recorder = recorder = runtime.recorder
         self.point = MeetingPoint(self.replicas, everyone, loop, observers, recorder.now, self)
         self._runtime = runtime
         self._loop = loop
-        self._recorder = recorder
         self._num_left = 0
         self._finished: asyncio.Future[None] | None = None
         self._failures = Failures(device_names, step, fn_name, everyone.global_id(0))

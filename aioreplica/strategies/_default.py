@@ -86,11 +86,7 @@ def get_replica_context() -> ReplicaContext | None:
     if trio is not None and trio.lowlevel.in_trio_run():
         running_loop("The default replica context")  # says why it cannot be used
     runtime = _default_strategy()._runtime
-    group = ReplicaGroup(
-        runtime, runtime.merge_place, ("-",), None, runtime.reducer, runtime.recorder,
-        runtime.observers, 0,
-        "no step", has_plain_values=True,
-    )  # fmt: skip
+    group = ReplicaGroup(runtime, None, 0, "no step")
     own = RunningReplica(runtime, group, group.replicas[0], None, None, 0)
     own.waiter.open(place)
     return ReplicaContext(own)

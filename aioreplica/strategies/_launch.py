@@ -119,19 +119,9 @@ class Run:
         lifecycle = runtime.lifecycle
         loop, port = lifecycle.open()
         group = ReplicaGroup(
-            runtime,
-            runtime.blocking_merge_place if is_blocking else runtime.merge_place,
-            runtime.device_names,
-            loop,
-            runtime.reducer,
-            runtime.recorder,
-            runtime.observers,
-            lifecycle.new_step(num_steps),
-            _name_of(fn),
-            has_plain_values=runtime.has_plain_values,
-            is_blocking=is_blocking,
-            across=across,
-        )
+            runtime, loop, lifecycle.new_step(num_steps), _name_of(fn),
+            is_blocking=is_blocking, across=across,
+        )  # fmt: skip
         if across is not None:
             across.begin(group.step, group.point.rows)
         replicas = [
