@@ -32,6 +32,8 @@ ALLOWED = {
     "input/test_read_ahead.py::seconds_of_an_epoch": "on a loop of its own, in virtual time",
     "libraries/": "programs that the testing kit runs, in simulated time",
     "testing/programs.py": "programs that the testing kit runs, in simulated time",
+    "testing/test_pytest.py::ASYNC_FIXTURES": "a test file that the testing kit runs",
+    "testing/test_pytest.py::CASES": "a test file that the testing kit runs",
     "testing/test_pytest.py::FIXTURES": "a test file that the testing kit runs",
     "testing/test_pytest.py::METHODS": "a test file that the testing kit runs",
     "testing/test_simulation.py::sleeper": "what the testing kit is given in all its uses",
