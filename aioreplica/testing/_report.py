@@ -16,6 +16,8 @@ from ..context import REGISTRY
 from ._trace import CALLBACKS_KEY, Step
 
 MAX_LINES: Final = 60
+MAX_EQUAL: Final = 3
+"""How many equal steps in a row of one task have a line each."""
 TELLING: Final = frozenset({"failed", "failure", "complete"})
 COLOURS: Final = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
 ROW: Final = 30
@@ -257,14 +259,14 @@ def text_timeline(steps: Sequence[Step]) -> str:
 
 
 def _folded(steps: Sequence[Step]) -> Iterator[tuple[int, Step, int]]:
-    """Yield steps with their numbers, and how often: a callback may come many times in a row.
+    """Yield steps with their numbers, and how often: a step may come many times in a row.
 
-    A scope of anyio tells a task that it is cancelled until the task listens.
+    A scope of anyio tells a task that it is cancelled until the task listens; a task may spin.
     """
     number = 1
     for _, group in groupby(steps, key=lambda step: (step.who, step.story, step.time_s)):
         same = list(group)
-        if same[0].key == CALLBACKS_KEY:
+        if same[0].key == CALLBACKS_KEY or len(same) > MAX_EQUAL:
             yield number, same[0], len(same)
         else:
             yield from ((at, step, 1) for at, step in enumerate(same, number))

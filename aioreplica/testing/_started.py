@@ -292,6 +292,12 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     def new_event_loop() -> Any:
         return ThreadLoop(simulation) if here() else real_new_event_loop()
 
+    def make_by_policy(self: Any) -> Any:
+        return ThreadLoop(simulation) if here() else real_make(self)
+
+    policy: Any = vars(asyncio.events).get("BaseDefaultEventLoopPolicy")
+    policy = policy or vars(asyncio.events)["_BaseDefaultEventLoopPolicy"]  # from Python 3.14 on
+    real_make = policy.new_event_loop
     return [
         (thread, "start", start_it),
         (thread, "join", join),
@@ -299,6 +305,7 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         (queue, "SimpleQueue", simple_queue(simulation)),
         (asyncio, "new_event_loop", new_event_loop),
         (asyncio.events, "new_event_loop", new_event_loop),
+        (policy, "new_event_loop", make_by_policy),
     ]
 
 

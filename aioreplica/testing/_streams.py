@@ -112,9 +112,29 @@ class StreamLoop:
             ssl_shutdown_timeout,
         )  # fmt: skip
         if start_serving:
-            server._start_serving()
-            await asyncio.sleep(0)
+            await _serve(server)
         return server
+
+    async def create_server(self, *args: Any, start_serving: bool = True, **kwargs: Any) -> Any:
+        """Make a TCP server."""
+        loop: Any = super()
+        server = await loop.create_server(*args, start_serving=False, **kwargs)
+        if start_serving:
+            await _serve(server)
+        return server
+
+
+async def _serve(server: Any) -> None:
+    """Begin to serve, as asyncio does, but close a server that its maker will never get.
+
+    asyncio leaves it open where it is cancelled in this moment, which no program can mend.
+    """
+    server._start_serving()
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        server.close()
+        raise
 
 
 class NetworkLoop(StreamLoop):

@@ -548,3 +548,14 @@ def test_a_callback_that_comes_again_and_again_is_one_line() -> None:
     lines = [line for line in report.failure.timeline.splitlines() if "times)" in line]
     assert len(lines) == 1
     assert "again" in lines[0]
+
+
+def test_a_task_that_spins_has_one_line_in_the_timeline() -> None:
+    async def main() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    failure = art.explore(main, schedules=1, max_steps=300).failure
+    assert failure is not None
+    assert failure.timeline.count("->") < 6
+    assert "times)" in failure.timeline

@@ -431,3 +431,33 @@ def test_only_names_of_this_host_have_addresses_of_ipv6(
             assert {each[4] for each in await ask} == {(address, PORT, 0, 0)}
 
     art.run(main)
+
+
+def test_a_server_may_be_cancelled_while_it_starts() -> None:
+    async def shop() -> bytes:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"sold " + await reader.readline())
+            writer.close()
+
+        async with await asyncio.start_server(handle, "shop.internal", PORT):
+            reader, writer = await asyncio.open_connection("shop.internal", PORT)
+            try:
+                writer.write(b"tea\n")
+                return await reader.readline()
+            finally:
+                writer.close()
+
+    assert art.run(shop) == b"sold tea\n"
+    art.cancel_everywhere(shop).check()
+
+
+def test_a_policy_makes_a_simulated_loop() -> None:
+    async def main() -> type:
+        loop = asyncio.get_event_loop_policy().new_event_loop()
+        loop.close()
+        return type(loop)
+
+    assert art.run(main).__module__.startswith("aioreplica.testing")
+    loop = asyncio.get_event_loop_policy().new_event_loop()
+    loop.close()
+    assert not type(loop).__module__.startswith("aioreplica")
