@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any, final
 
@@ -76,12 +75,15 @@ class _Sum:
             in_use = [each._buffer for each in (self, *self._kept.values())]
             self._spare = None if any(free is each for each in in_use) else free
         if number not in self._kept:
-            old = copy(self)
-            old._kept, old._spare = {}, None
-            self._kept[number] = old
+            self._kept[number] = old = _Sum(self.variable)
+            old._take(self)
             self._owns_buffer = False
             self._loop_step = loop_step
             loop_step.at_end[self.settle] = None
+
+    def _take(self, other: _Sum) -> None:
+        self.count, self.weight, self.is_weighted = other.count, other.weight, other.is_weighted
+        self.scale, self._rows, self._buffer = other.scale, other._rows, other._buffer
 
     def settled(self) -> _Sum:
         """Return the sum without what was added by steps that may be run again."""
@@ -92,9 +94,7 @@ class _Sum:
 
     def settle(self) -> None:
         """Forget what was added by steps that are run again."""
-        old = self.settled()
-        for name in ("_buffer", "_rows", "count", "is_weighted", "scale", "weight"):
-            setattr(self, name, getattr(old, name))
+        self._take(self.settled())
         self._kept, self._loop_step, self._owns_buffer = {}, None, True
 
     def add(self, gradient: Any) -> None:
