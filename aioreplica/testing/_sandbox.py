@@ -68,6 +68,10 @@ ONLY_ASYNCIO: Final = (
     "Only asyncio is simulated: run the program there, with anyio's backend 'asyncio' if it is "
     "written for both."
 )
+ONLY_PYTHON: Final = (
+    "It waits for its sockets in C, and ends the interpreter on a simulated loop. Put a stub "
+    "of your own in its place: the methods of a servicer can be awaited directly."
+)
 CLOCK_ALIASES: Final = {"threading": "_time", "queue": "time"}
 CLOCK_NAMES: Final = (
     "time",
@@ -282,6 +286,9 @@ class Sandbox:
         for owner in filter(None, (sys.modules.get("trio"), sys.modules.get("trio.lowlevel"))):
             for name in {"run", "start_guest_run"} & vars(owner).keys():
                 self._refuse(owner, name, "An event loop of trio", ONLY_ASYNCIO)
+        for owner in filter(None, (sys.modules.get("grpc.aio"),)):
+            for name in {"insecure_channel", "secure_channel", "server"} & vars(owner).keys():
+                self._refuse(owner, name, "A connection of grpc.aio", ONLY_PYTHON)
         if "concurrent.futures.process" in sys.modules:  # else the import alone takes a while
             self._refuse(
                 futures.ProcessPoolExecutor,

@@ -4,8 +4,10 @@ import asyncio
 import errno
 import http.client
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -449,6 +451,19 @@ def test_a_server_may_be_cancelled_while_it_starts() -> None:
 
     assert art.run(shop) == b"sold tea\n"
     art.cancel_everywhere(shop).check()
+
+
+def test_channels_of_grpc_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package: the real one ends the interpreter if it is not refused."""
+    grpc = ModuleType("grpc.aio")
+    vars(grpc)["insecure_channel"] = lambda target: pytest.fail("it was opened")
+    monkeypatch.setitem(sys.modules, "grpc.aio", grpc)
+
+    async def main() -> None:
+        vars(sys.modules["grpc.aio"])["insecure_channel"]("localhost:50051")
+
+    with pytest.raises(art.RealIOError, match=r"grpc\.aio at .*test_network\.py"):
+        art.run(main)
 
 
 def test_a_policy_makes_a_simulated_loop() -> None:
