@@ -17,7 +17,7 @@ from typing import Any, final
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.telemetry import Observer, Trace
+from aioreplica.telemetry import Observer, TraceRecorder
 
 from ._command import parse_options
 from ._loops import open_runners
@@ -150,8 +150,8 @@ def _give_back(_strategy: ar.Strategy, value: Any) -> Any:  # Any: a PerReplica 
     return value
 
 
-def _new_trace(strategy: ar.Strategy) -> Trace:
-    return Trace(strategy._runtime.device_names, capacity=TRACE_CAPACITY)
+def _new_trace(strategy: ar.Strategy) -> TraceRecorder:
+    return TraceRecorder(strategy._runtime.device_names, capacity=TRACE_CAPACITY)
 
 
 def _without_recorder(strategy: ar.Strategy) -> Callable[[], None]:
