@@ -52,6 +52,7 @@ __getattr__, __dir__, __all__ = export_lazily(
             "get_replica_context",
             "get_strategy",
             "has_strategy",
+            "with_context",
         ),
         "typing": ("ReduceOp", "VariableAggregation", "VariableSynchronization"),
         "values": (

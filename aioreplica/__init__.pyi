@@ -54,6 +54,7 @@ from .strategies import ValueContext as ValueContext
 from .strategies import get_replica_context as get_replica_context
 from .strategies import get_strategy as get_strategy
 from .strategies import has_strategy as has_strategy
+from .strategies import with_context as with_context
 from .typing import ReduceOp as ReduceOp
 from .typing import VariableAggregation as VariableAggregation
 from .typing import VariableSynchronization as VariableSynchronization

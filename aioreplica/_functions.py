@@ -33,6 +33,19 @@ def has_yield(fn: Any) -> bool:
     return any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in _called(fn))
 
 
+def refuse_context_passed(fn: Any, what: str) -> None:
+    """Check that a function whose caller passes it the context is not given it twice.
+
+    Raises:
+        TypeError: If it is marked with `ar.with_context`.
+    """
+    if any(getattr(f, "passes_context", False) for f in _called(fn)):
+        raise TypeError(
+            f"{what} passes a context to every step, but {fn!r} is marked with ar.with_context, "
+            "which passes another one. Leave out the decorator."
+        )
+
+
 def require_no_yield(fn: Any, what: str, instead: str = RETURN) -> None:
     """Check that calling a function runs it.
 

@@ -19,12 +19,12 @@ from ..devices.backends import Array
 from ..errors import ContextError
 from ..replica import CallSite, ProcessContext, RunningReplica
 from ..tree import Tree, map_leaves
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
 from ._linear import Caller, LinearCollective, LinearMap, from_source, joined, scattered, total
 from ._value_and_grad import find_adapter
 
 
-def all_reduce(op: ReduceOp | str, value: Tree) -> Tree:
+def all_reduce(op: ReduceOp | OpName, value: Tree) -> Tree:
     """Sum or average a value over all replicas, differentiably.
 
     Args:
@@ -72,7 +72,7 @@ def all_gather(value: Tree, axis: int) -> Tree:
     return _send(value, "all_gather", sys._getframe(1), joined(axis))
 
 
-def reduce_scatter(op: ReduceOp | str, value: Tree, axis: int = 0) -> Tree:
+def reduce_scatter(op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Tree:
     """Sum or average a value over all replicas and take this one's part, differentiably.
 
     Args:

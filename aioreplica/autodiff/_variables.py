@@ -307,8 +307,10 @@ def new_state(array: npt.NDArray[Any], name: str) -> Variable:
 
     Read elsewhere it is the mean of what they hold; of what has no mean, the first replica's.
     """
-    kind = "mean" if array.dtype.kind == "f" else "only_first_replica"
-    return Variable(array, name=name, trainable=False, synchronization="on_read", aggregation=kind)
+    return Variable(
+        array, name=name, trainable=False, synchronization="on_read",
+        aggregation="mean" if array.dtype.kind == "f" else "only_first_replica",
+    )  # fmt: skip
 
 
 def write_state(values: Mapping[Variable, npt.NDArray[Any]]) -> None:

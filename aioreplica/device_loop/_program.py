@@ -15,7 +15,7 @@ from ..errors import ContextError, MergeMismatchError, ReplicaRow
 from ..replica import RunningReplica, add_note_once
 from ..telemetry import EventLog, source_line
 from ..tree import leaves
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
 from ..values import PerReplica, regroup_results
 from ._infeed import Infeed
 
@@ -128,7 +128,7 @@ class MultiStepContext:
         self._sites: dict[str, tuple[CodeType, int]] = {}
 
     def set_last_step_output(
-        self, name: str, value: Any, reduce_op: ReduceOp | str | None = None
+        self, name: str, value: Any, reduce_op: ReduceOp | OpName | None = None
     ) -> None:
         """Set an output, which the next step finds in `last_step_outputs`.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from .._functions import require_no_yield
+from .._functions import refuse_context_passed, require_no_yield
 from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError
 from ..optimizers import Optimizer
@@ -414,6 +414,7 @@ def _journal_of(given: Any) -> Journal | None:
 def _checked_step_fn(value: Any) -> StepFunction:
     if not callable(value):
         raise TypeError(f"step_fn must be a function of ctx and a batch, got {value!r}.")
+    refuse_context_passed(value, "OnlineLearner")
     require_no_yield(value, "OnlineLearner")
     return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
 

@@ -16,7 +16,7 @@ from .._functions import require_finished
 from ..collectives import CommunicationOptions
 from ..context import PLACE, CurrentReplica, Place
 from ..errors import ContextError
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
 from ..values import Variable
 from ._collectives import Collectives, group_of
 from ._device_waiters import OpWaiter, ThreadWaiter
@@ -56,9 +56,9 @@ class BlockingCollectives(Collectives):
             kwargs: dict[str, Any] | None = None,
         ) -> Any: ...
         def all_reduce(
-            self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+            self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
         ) -> Any: ...
-        def reduce_scatter(self, op: ReduceOp | str, value: Any, axis: int = 0) -> Any: ...
+        def reduce_scatter(self, op: ReduceOp | OpName, value: Any, axis: int = 0) -> Any: ...
         def all_gather(
             self, value: Any, axis: int, options: CommunicationOptions | None = None
         ) -> Any: ...

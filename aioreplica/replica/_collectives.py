@@ -8,11 +8,14 @@ from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
+
+import numpy.typing as npt
 
 from ..collectives import CommunicationOptions, require_axis, require_options
 from ..context import PLACE
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
+from ..values import PerReplica, Variable
 from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
@@ -31,6 +34,10 @@ from ._reductions import (
 )
 
 T = TypeVar("T")
+Op: TypeAlias = ReduceOp | OpName
+Options: TypeAlias = CommunicationOptions | None
+Array: TypeAlias = npt.NDArray[Any]
+Awaited: TypeAlias = Coroutine[Any, Any, T]
 
 
 class Collectives(ABC):  # noqa: B024 - what it lacks is a context
@@ -122,8 +129,16 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
             args = tuple(args)
         return self._call(MERGE_CALL, merge_fn, args, kwargs, sys._getframe(1))
 
+    @overload
+    def all_reduce(self, op: Op, value: float, options: Options = ...) -> Awaited[float]: ...
+    @overload
+    def all_reduce(self, op: Op, value: Variable, options: Options = ...) -> Awaited[Array]: ...
+    @overload
+    def all_reduce(self, op: Op, value: PerReplica[T], options: Options = ...) -> Awaited[T]: ...
+    @overload
+    def all_reduce(self, op: Op, value: T, options: Options = ...) -> Awaited[T]: ...
     def all_reduce(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+        self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
     ) -> Coroutine[Any, Any, Any]:
         """Combine a value over all replicas; every replica gets the result.
 
@@ -154,7 +169,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         return self._call(ALL_REDUCE, argument, args, None, frame)
 
     def start_all_reduce(
-        self, op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+        self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
     ) -> Handle:
         """Start an all_reduce without waiting; `await` the handle for its result.
 
@@ -184,8 +199,14 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         args = payload_of_numbers(value, argument.op, "start_all_reduce", self._waiter.home)
         return self._start(STARTED_ALL_REDUCE, argument, args, frame)
 
+    @overload
+    def reduce_scatter(self, op: Op, value: Variable, axis: int = ...) -> Awaited[Array]: ...
+    @overload
+    def reduce_scatter(self, op: Op, value: PerReplica[T], axis: int = ...) -> Awaited[T]: ...
+    @overload
+    def reduce_scatter(self, op: Op, value: T, axis: int = ...) -> Awaited[T]: ...
     def reduce_scatter(
-        self, op: ReduceOp | str, value: Any, axis: int = 0
+        self, op: ReduceOp | OpName, value: Any, axis: int = 0
     ) -> Coroutine[Any, Any, Any]:
         """Combine a value over all replicas; every replica gets its part along `axis`.
 
@@ -209,6 +230,12 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
             require_axis(leaf, axis, "reduce_scatter")
         return self._call(REDUCE_SCATTER, argument, args, None, frame)
 
+    @overload
+    def all_gather(self, value: Variable, axis: int, options: Options = ...) -> Awaited[Array]: ...
+    @overload
+    def all_gather(self, value: PerReplica[T], axis: int, options: Options = ...) -> Awaited[T]: ...
+    @overload
+    def all_gather(self, value: T, axis: int, options: Options = ...) -> Awaited[T]: ...
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
     ) -> Coroutine[Any, Any, Any]:
@@ -232,6 +259,12 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         args = payload_along(value, axis, "all_gather", self._waiter.home)
         return self._call(ALL_GATHER, Along(axis, options), args, None, frame)
 
+    @overload
+    def all_to_all(self, value: Variable, axis: int = ...) -> Awaited[Array]: ...
+    @overload
+    def all_to_all(self, value: PerReplica[T], axis: int = ...) -> Awaited[T]: ...
+    @overload
+    def all_to_all(self, value: T, axis: int = ...) -> Awaited[T]: ...
     def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
         """Cut every replica's value along `axis`, give the i-th piece of each to replica i.
 
@@ -252,6 +285,12 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         args = payload_along(value, axis, "all_to_all", self._waiter.home)
         return self._call(ALL_TO_ALL, Along(axis), args, None, frame)
 
+    @overload
+    def broadcast(self, value: Variable, source: int = ...) -> Awaited[Array]: ...
+    @overload
+    def broadcast(self, value: PerReplica[T], source: int = ...) -> Awaited[T]: ...
+    @overload
+    def broadcast(self, value: T, source: int = ...) -> Awaited[T]: ...
     def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
         """Give every replica the value of one of them; the others' values are ignored.
 

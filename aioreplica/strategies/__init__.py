@@ -5,6 +5,7 @@ from ._default import DefaultStrategy as DefaultStrategy
 from ._default import get_replica_context as get_replica_context
 from ._default import get_strategy as get_strategy
 from ._default import has_strategy as has_strategy
+from ._default import with_context as with_context
 from ._extended import Extended as Extended
 from ._group_view import GroupView as GroupView
 from ._lifecycle import StrategyStatistics as StrategyStatistics
@@ -44,6 +45,7 @@ __getattr__, __dir__, __all__ = export_lazily(
         "get_replica_context",
         "get_strategy",
         "has_strategy",
+        "with_context",
         "Extended",
         "GroupView",
         "StrategyStatistics",

@@ -4,6 +4,7 @@ from ._default import DefaultStrategy as DefaultStrategy
 from ._default import get_replica_context as get_replica_context
 from ._default import get_strategy as get_strategy
 from ._default import has_strategy as has_strategy
+from ._default import with_context as with_context
 from ._distribute import ValueContext as ValueContext
 from ._extended import Extended as Extended
 from ._group_view import GroupView as GroupView

@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
-from typing import NoReturn, cast, final
+from collections.abc import Callable, Coroutine, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    cast,
+    final,
+    overload,
+)
 
+from .._functions import is_async
 from ..context import PLACE, REGISTRY
 from ..devices import running_loop
+from ..errors import ContextError
 from ..replica import ProcessContext, ReplicaContext, ReplicaGroup, RunningReplica
 from ..values import PlainVariable, default_store
+from ._run_options import RunOptions
 from ._strategy import Strategy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @final
@@ -30,6 +48,20 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(None, lambda _runtime, value, options: PlainVariable(value, options))
+
+    if TYPE_CHECKING:  # values stay plain here
+
+        @overload  # type: ignore[override]  # no PerReplica
+        async def run(
+            self, fn: Callable[..., Coroutine[Any, Any, R]], args: Sequence[Any] = ...,
+            kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
+        ) -> R: ...  # fmt: skip
+        @overload
+        async def run(
+            self, fn: Callable[..., R], args: Sequence[Any] = ...,
+            kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
+        ) -> R: ...  # fmt: skip
+        async def run(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise copy.Error("DefaultStrategy cannot be copied: it is the absence of a strategy.")
@@ -90,6 +122,51 @@ def get_replica_context() -> ReplicaContext | None:
     own = RunningReplica(runtime, group, group.replicas[0], None, None, 0)
     own.waiter.open(place)
     return ReplicaContext(own)
+
+
+def with_context(fn: Callable[Concatenate[ReplicaContext, P], R]) -> Callable[P, R]:
+    """Pass the replica's context to a step function, before its other arguments.
+
+    Args:
+        fn: `async def` or plain. `strategy.run` gets the decorated function; `run_steps` and
+            `OnlineLearner` pass a context of their own and refuse it.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ContextError: When the function is called outside a replica.
+
+    Example:
+        >>> import asyncio
+        >>> @with_context
+        ... async def step(ctx, x):
+        ...     return await ctx.all_reduce("sum", x)
+        >>> asyncio.run(DefaultStrategy().run(step, args=(2,)))
+        2
+    """
+    if not callable(fn):
+        raise TypeError(f"with_context marks a step function, got {fn!r} ({type(fn).__name__}).")
+    call: Any = fn  # Any: awaited if it is async, and the result is marked
+
+    async def await_step(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return await call(_own_context(call), *args, **kwargs)
+
+    def call_step(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return call(_own_context(call), *args, **kwargs)
+
+    step: Any = functools.wraps(fn)(await_step if is_async(fn) else call_step)
+    step.passes_context = True
+    return step  # type: ignore[no-any-return]  # as above
+
+
+def _own_context(fn: Any) -> ReplicaContext:
+    """Return the context of the replica that calls `fn`."""
+    replica = PLACE.get().replica
+    if replica is None:
+        raise ContextError(
+            f"{fn!r} is marked with ar.with_context and was called outside a replica, in "
+            f"{PLACE.get().describe()}. Pass it to strategy.run."
+        )
+    return cast("ReplicaContext", replica.context)
 
 
 def _default_strategy() -> DefaultStrategy:

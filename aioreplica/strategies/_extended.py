@@ -12,7 +12,7 @@ from ..context import PLACE
 from ..devices import Device, require_device
 from ..errors import ContextError
 from ..replica import RunningReplica, update_variable
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
 from ..values import (
     DistributedValues,
     Mirrored,
@@ -101,7 +101,7 @@ class Extended:
 
     async def reduce_to(
         self,
-        op: ReduceOp | str,
+        op: ReduceOp | OpName,
         value: Any,
         destinations: object,
         options: CommunicationOptions | None = None,
@@ -142,7 +142,7 @@ class Extended:
 
     async def batch_reduce_to(
         self,
-        op: ReduceOp | str,
+        op: ReduceOp | OpName,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from ..typing import ReduceOp
+from ..typing import OpName, ReduceOp
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._extended import Extended
 from ._runtime import Replicas, Runtime
@@ -61,7 +61,7 @@ class GroupView:
         """Devices, updates of single components, and reductions of the group's values."""
         return Extended(self._replicas.runtime, self.members)
 
-    async def reduce(self, op: ReduceOp | str, value: object, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | OpName, value: object, axis: Axis = None) -> Any:
         """Reduce values over the members, as `Strategy.reduce` does over all replicas."""
         self._open("reduce", "ctx.group(members).all_reduce(op, value)")
         return await reduce_tree(self._replicas, ReduceOp.parse(op), value, axis)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from .._functions import is_async, require_no_yield
+from .._functions import is_async, refuse_context_passed, require_no_yield
 from ..context import LoopStep
 from ..device_loop import (
     Feeder,
@@ -66,6 +66,7 @@ def checked_plan(
             "Make it a plain `def`: use ctx.blocking for collectives and ar.outside_compilation "
             "for what has to be awaited; or call strategy.run for each step."
         )
+    refuse_context_passed(fn, "run_steps")
     require_no_yield(fn, "run_steps", "Return, and report values with ctx.set_last_step_output.")
     initial = {} if initial_loop_values is None else initial_loop_values
     if not isinstance(initial, Mapping) or not all(isinstance(name, str) for name in initial):

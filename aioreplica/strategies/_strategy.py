@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, overload
+
+import numpy as np
 
 from ..collectives import CommunicationOptions, require_options
 from ..devices import Device
 from ..telemetry import EventLog, Observers, Recorder, ReplicaWait, UsageCounters
-from ..typing import ReduceOp
-from ..values import Snapshot, Variable, VariableOptions, take_snapshot, wait_error
+from ..typing import OpName, ReduceOp
+from ..values import PerReplica, Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._extended import Extended
 from ._group_view import GroupView
@@ -28,6 +30,14 @@ if TYPE_CHECKING:  # these load when they are used
     from ..input import DistributedDataset, InputContext, InputOptions
     from ._distribute import ValueContext
     from ._loop_watch import LoopWatch
+
+T = TypeVar("T")
+AsyncFunction: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
+Args: TypeAlias = Sequence[Any]
+Kwargs: TypeAlias = dict[str, Any] | None
+Opts: TypeAlias = RunOptions | None
+L = TypeVar("L", bound=np.ndarray[Any, Any] | np.generic | complex | str | bytes)
+"""Leaf of a result, which `run` puts into a PerReplica; anything else is regrouped by its type."""
 
 
 class Strategy:
@@ -77,6 +87,18 @@ class Strategy:
 
     # ---- running -------------------------------------------------------------------------
 
+    @overload
+    async def run(
+        self, fn: AsyncFunction[L], args: Args = ..., kwargs: Kwargs = ..., options: Opts = ...
+    ) -> PerReplica[L]: ...
+    @overload
+    async def run(
+        self, fn: Callable[..., L], args: Args = ..., kwargs: Kwargs = ..., options: Opts = ...
+    ) -> PerReplica[L]: ...
+    @overload
+    async def run(
+        self, fn: Callable[..., Any], args: Args = ..., kwargs: Kwargs = ..., options: Opts = ...
+    ) -> Any: ...
     async def run(
         self,
         fn: Callable[..., Any],
@@ -195,7 +217,7 @@ class Strategy:
 
     # ---- combining -----------------------------------------------------------------------
 
-    async def reduce(self, op: ReduceOp | str, value: Any, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | OpName, value: Any, axis: Axis = None) -> Any:
         """Reduce values over replicas, and over `axis` of each component too.
 
         Args:

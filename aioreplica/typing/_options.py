@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, unique
-from typing import TypeVar, final
+from typing import Literal, TypeAlias, TypeVar, final
 
 
 @final
@@ -46,6 +46,14 @@ class ReduceOp(Enum):
             f"A reduce op is an ar.ReduceOp or its name, got {op!r} ({type(op).__name__})."
         )
 
+
+OpName: TypeAlias = Literal["sum", "mean", "min", "max", "SUM", "MEAN", "MIN", "MAX"]
+SynchronizationName: TypeAlias = Literal[
+    "auto", "none", "on_write", "on_read", "AUTO", "NONE", "ON_WRITE", "ON_READ"
+]
+AggregationName: TypeAlias = Literal[
+    "none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"
+]
 
 # The usual spellings, looked up without changing their case.
 _SPELLINGS = {name: op for op in ReduceOp for name in (op.name, op.name.lower())}

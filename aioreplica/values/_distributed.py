@@ -5,16 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, NoReturn, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final, overload
 
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..tree import register_node
 
 T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    V_co = TypeVarWithDefault("V_co", covariant=True, default=Any)
+else:
+    V_co = TypeVar("V_co", covariant=True)  # Python 3.13 has defaults
 
 
-class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
+class DistributedValues(NDArrayOperatorsMixin, Sequence[V_co]):
     """A sequence with one value per replica of a sync group; a pytree node.
 
     Args:
@@ -27,7 +33,7 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
 
     __slots__ = ("_devices", "_values")
 
-    def __init__(self, values: Iterable[Any], *, devices: Sequence[str] | None = None) -> None:
+    def __init__(self, values: Iterable[V_co], *, devices: Sequence[str] | None = None) -> None:
         unordered = isinstance(values, (str, bytes, Mapping, Set))
         if unordered or not isinstance(values, Iterable):
             raise TypeError(
@@ -40,7 +46,7 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
         self._devices = devices
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[V_co, ...]:
         """The components, in replica order."""
         return self._values
 
@@ -53,9 +59,9 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
         return len(self._values)
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> V_co: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Any, ...]: ...
+    def __getitem__(self, index: slice) -> tuple[V_co, ...]: ...
     def __getitem__(self, index: int | slice) -> Any:
         return self._values[index]
 
@@ -88,7 +94,7 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[Any]):
 
 
 @final
-class PerReplica(DistributedValues):
+class PerReplica(DistributedValues[V_co]):
     """One value per replica, in replica order.
 
     Example:
@@ -107,7 +113,7 @@ class PerReplica(DistributedValues):
 
 
 @final
-class Mirrored(DistributedValues):
+class Mirrored(DistributedValues[V_co]):
     """The same value on each replica.
 
     Example:

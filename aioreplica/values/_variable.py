@@ -14,7 +14,12 @@ import numpy.typing as npt
 from ..context import CARRIER, OVERRIDES, PLACE, CurrentStrategy, Place
 from ..devices import Publication, run_on_host
 from ..errors import ContextError
-from ..typing import VariableAggregation, VariableSynchronization
+from ..typing import (
+    AggregationName,
+    SynchronizationName,
+    VariableAggregation,
+    VariableSynchronization,
+)
 from ._array_like import ArrayLike
 from ._distributed import Mirrored, PerReplica
 from ._indexed_slices import IndexedSlices, scatter
@@ -66,10 +71,12 @@ class VariableOptions:
 class _VariableType(ABCMeta):
     """Lets `Variable(...)` give what the current strategy makes."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # Any: any subclass, any signature
-        if cls is Variable:
-            return _create_variable(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+    if not TYPE_CHECKING:  # checkers take the signature of `Variable.__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is Variable:
+                return _create_variable(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
 
 
 class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
@@ -122,8 +129,8 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             trainable: bool = True,
             name: str | None = None,
             dtype: npt.DTypeLike | None = None,
-            synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-            aggregation: VariableAggregation | str = VariableAggregation.NONE,
+            synchronization: VariableSynchronization | SynchronizationName = "auto",
+            aggregation: VariableAggregation | AggregationName = "none",
             constraint: Constraint | None = None,
         ) -> None: ...
 

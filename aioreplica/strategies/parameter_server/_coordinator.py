@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import Any, Self, TypeAlias, TypeVar, final, overload
 
 from anyio import WouldBlock
 
@@ -24,6 +24,10 @@ from ._runner import ClosureRunner
 from ._strategy import ParameterServerStrategy
 
 T = TypeVar("T")
+AsyncFunction: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
+Args: TypeAlias = Sequence[Any]
+Named: TypeAlias = dict[str, Any] | None
+Limit: TypeAlias = float | None
 ResourceT = TypeVar("ResourceT", bound=PerWorkerResource)
 
 
@@ -98,14 +102,18 @@ class ClusterCoordinator:
 
     # ---- scheduling ------------------------------------------------------------------------
 
+    @overload
     async def schedule(
-        self,
-        fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> RemoteValue[T]:
+        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
+    ) -> RemoteValue[T]: ...
+    @overload
+    async def schedule(
+        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
+    ) -> RemoteValue[T]: ...
+    async def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None,
+    ) -> RemoteValue[Any]:  # fmt: skip
         """Queue a function for the next worker that is free; wait for room in the queue.
 
         Args:
@@ -139,14 +147,18 @@ class ClusterCoordinator:
             self._runner.raise_error()
         return self._add(fn, args, kwargs, timeout_s)
 
+    @overload
     def schedule_nowait(
-        self,
-        fn: Callable[..., T],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-    ) -> RemoteValue[T]:
+        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
+    ) -> RemoteValue[T]: ...
+    @overload
+    def schedule_nowait(
+        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
+    ) -> RemoteValue[T]: ...
+    def schedule_nowait(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None,
+    ) -> RemoteValue[Any]:  # fmt: skip
         """Do what `schedule` does, in an `async with` block of the coordinator, without waiting.
 
         Raises:
