@@ -17,7 +17,8 @@ from typing import Any, final
 import numpy as np
 
 import aioreplica as ar
-from aioreplica.telemetry import Observer, TraceRecorder
+from aioreplica.telemetry import Observer
+from aioreplica.telemetry._trace import TraceRecorder
 
 from ._command import parse_options
 from ._loops import open_runners
