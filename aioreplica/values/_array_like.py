@@ -46,7 +46,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
                 )
         return getattr(ufunc, method)(*map(_value_of, inputs), **kwargs)
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # a mixin sets None
 
     def __eq__(self, other: object) -> Any:
         return NotImplemented if other is None else self.value == _value_of(other)

@@ -66,9 +66,9 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[V_co]):
         return self._values[index]
 
     # Arithmetic is refused with a text of our own; equality stays that of objects.
-    __eq__ = object.__eq__
-    __ne__ = object.__ne__
-    __hash__ = object.__hash__
+    __eq__ = object.__eq__  # pyright: ignore[reportAssignmentType]  # as above
+    __ne__ = object.__ne__  # pyright: ignore[reportAssignmentType]  # as above
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # a mixin sets None
 
     def __repr__(self) -> str:
         parts = zip(self._devices or range(len(self)), self._values, strict=True)

@@ -32,7 +32,7 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
     # Two snapshots are equal if they are one: comparing arrays gives no truth value.
     __eq__ = object.__eq__
     __ne__ = object.__ne__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # a mixin sets None
 
     def __init__(self, version: int, components: dict[Variable, Components]) -> None:
         self._version = version
