@@ -228,6 +228,7 @@ ROWS: dict[str, Row] = {
     "ReplicaContext.run_on_device(fn)": lambda fn: in_step(lambda ctx: ctx.run_on_device(fn)),
     "run_on_host(fn)": lambda fn: ar.run_on_host(fn),
     "device_op(fn)": lambda fn: ar.device_op(fn)(),
+    "with_context(fn)": lambda fn: with_strategy(lambda s, _: s.run(ar.with_context(fn))),
     "outside_compilation(fn)": lambda fn: in_program(lambda _: ar.outside_compilation(fn)),
     "Handle.add_done_callback(fn)": lambda fn: in_step(lambda ctx: done_callback(ctx, fn)),
     "Dataset.map(fn)": mapped,
