@@ -195,6 +195,7 @@ async def test_an_anyio_scope_that_is_cancelled(strategy: ar.Strategy, in_flight
         group.cancel_scope.cancel()
         opener = spawn(idle())
         opener.add_done_callback(lambda _: op.gate.set())
+    await opener
 
     assert op.ended == in_flight
     assert strategy.statistics().num_active == 0
