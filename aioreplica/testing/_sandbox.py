@@ -88,6 +88,8 @@ REAL_CLOCK: Final = (
 )
 EPOCH_S: Final = 1_700_000_000.0 - 1000.0
 """What `time.time()` shows when virtual time is 0."""
+LATEST_S: Final = 253_402_000_000.0
+"""The end of the year 9999, which `datetime` cannot pass; a timer may be set beyond it."""
 
 
 @final
@@ -398,7 +400,7 @@ class WallClock:
 
     def show(self, now: float) -> None:
         """Show a moment of virtual time, until told otherwise."""
-        self._traveller.move_to(EPOCH_S + now, tick=False)
+        self._traveller.move_to(min(EPOCH_S + now, LATEST_S), tick=False)
 
     def go_on(self) -> None:
         """Show real time."""

@@ -47,6 +47,16 @@ def test_a_schedule_by_the_clock_of_datetime_comes() -> None:
     art.explore(expires, schedules=50).check()
 
 
+def test_datetime_ends_where_its_years_do_though_a_timer_comes_later() -> None:
+    pytest.importorskip("time_machine")
+
+    async def a_long_time() -> int:
+        await asyncio.sleep(1e300)
+        return dt.datetime.now(dt.UTC).year
+
+    assert art.run(a_long_time) == 9999
+
+
 def test_a_clock_that_a_test_has_set_stays() -> None:
     machine = pytest.importorskip("time_machine")
 
