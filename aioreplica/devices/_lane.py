@@ -94,6 +94,11 @@ class LaneStatistics:
     busy_s: float
     process: ProcessStatistics | None = None
 
+    @property
+    def worker(self) -> ProcessStatistics | None:
+        """The same as `process`, which is the name to use."""
+        return self.process
+
 
 @final
 class Lane:

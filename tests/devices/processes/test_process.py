@@ -358,6 +358,7 @@ async def test_a_device_process_without_memory_raises_and_lives(
 def process_statistics() -> Any:
     lane = lane_table().statistics()["cpu:0"]
     assert lane.process is not None
+    assert lane.worker is lane.process
     return lane.process
 
 
