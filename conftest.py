@@ -5,14 +5,12 @@ from importlib.util import find_spec
 import pytest
 
 _ADAPTERS = {
-    "aioreplica/autodiff/_jax.py": "jax",
-    "aioreplica/autodiff/_jax_variables.py": "jax",
-    "aioreplica/autodiff/_torch.py": "torch",
-    "aioreplica/autodiff/_torch_module.py": "torch",
-    "aioreplica/autodiff/_torch_random.py": "torch",
+    "aioreplica/autodiff/_jax*.py": "jax",
+    "aioreplica/autodiff/_torch*.py": "torch",
     "tests/autodiff/ports": "torch",
+    "tests/autodiff/prepared": "torch",
 }
-collect_ignore = [path for path, package in _ADAPTERS.items() if find_spec(package) is None]
+collect_ignore_glob = [path for path, package in _ADAPTERS.items() if find_spec(package) is None]
 
 _EXAMPLES = {
     "aioreplica.optimizers.from_optax": "optax",

@@ -19,7 +19,8 @@ COMMANDS = {
     "devices": "List the devices of this machine, and the backends that hold arrays on them.",
     "trace": "Sum a trace up: steps, what took the time, how busy each replica and device was.",
     "top": "Watch the replicas and devices of a running process.",
-    "ckpt": "Look at checkpoints.",
+    "ckpt": "Look at checkpoints, and remove them.",
+    "explore": "Run an async program under many schedules, until one fails.",
     "bench": "Run one of the project's benchmarks, or list them.",
 }
 """The commands in the order in which help lists them."""
@@ -65,16 +66,23 @@ def _run(given: list[str]) -> None:
 
 
 def _add_commands(app: Any, typer: Any) -> None:
-    from ._ckpt import list_steps, show_step, verify_steps
+    from ._ckpt import collect, list_steps, remove_steps, show_step, verify_steps
     from ._commands import bench, devices, top
     from ._doctor import doctor
+    from ._explore import explore
     from ._trace import trace
 
     command: Any
-    for command in (doctor, devices, trace, top):
+    for command in (doctor, devices, trace, top, explore):
         app.command()(command)
     group = typer.Typer(help=COMMANDS["ckpt"], no_args_is_help=True)
-    for name, command in (("ls", list_steps), ("verify", verify_steps), ("show", show_step)):
+    for name, command in (
+        ("ls", list_steps),
+        ("verify", verify_steps),
+        ("show", show_step),
+        ("rm", remove_steps),
+        ("gc", collect),
+    ):
         group.command(name)(command)
     app.add_typer(group, name="ckpt")
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}

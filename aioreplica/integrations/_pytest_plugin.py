@@ -1,7 +1,7 @@
 """The pytest plugin of aioreplica: async tests under many schedules.
 
-pytest imports every plugin that is installed, so the kit itself is imported only when a test
-carries the marker.
+pytest imports every plugin that is installed, so the kit itself is imported only when a test is
+explored. Whether a test is, and why not, is decided once, before anything of it is set up.
 """
 
 from __future__ import annotations
@@ -9,28 +9,60 @@ from __future__ import annotations
 import inspect
 import sys
 import unittest
-from collections.abc import Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-from _pytest.compat import is_async_function
 from _pytest.unittest import TestCaseFunction
+
+from ._pytest_suite import (
+    DEFAULT_SCHEDULES,
+    PROPERTY,
+    async_function,
+    check_pattern,
+    is_meant,
+    is_skipped_case,
+    outcome_of,
+    refusal,
+    why_not_explored,
+    write_table,
+)
 
 if TYPE_CHECKING:
     from _pytest.fixtures import SubRequest
+    from _pytest.terminal import TerminalReporter
 
     from aioreplica.testing import Report
     from aioreplica.testing._fixtures import Fixtures
     from aioreplica.testing._report import UnreadReport
 
-MARKER = "explore"
+MARKER: Final = "explore"
+OPTIONS: Final = pytest.StashKey[dict[str, Any]]()
+"""How a test is explored; absent for a test that is not."""
+FIXTURES: Final = pytest.StashKey["Fixtures"]()
+OF_SUITE: Final = pytest.StashKey[bool]()
+"""Whether a test is explored for `--ar-explore` alone."""
+ENDED_EARLY: Final = (pytest.skip.Exception, pytest.xfail.Exception, unittest.SkipTest)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the command line."""
     group = parser.getgroup("aioreplica", "schedules of async tests (aioreplica.testing)")
+    group.addoption(
+        "--ar-explore",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="explore every async test, as if it were marked; with =PATTERN, those whose id has "
+        "that in it, with wildcards as in file names",
+    )
+    group.addoption(
+        "--ar-fidelity",
+        choices=("asyncio", "reorder", "adversarial"),
+        help="what the schedules of every exploration vary",
+    )
     group.addoption(
         "--ar-replay",
         metavar="TOKEN",
@@ -48,6 +80,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
+    check_pattern(config)
     config.addinivalue_line(
         "markers",
         "explore(schedules=1000, seed=0, strategy='portfolio', fidelity='reorder', faults=None, "
@@ -56,35 +89,46 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:
+    """Tell what became of a suite that was explored."""
+    if config.getoption("--ar-explore") is not None:
+        write_table(terminalreporter)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a marked test under its schedules; leave all others alone."""
-    __tracebackhide__ = True
-    marker = pyfuncitem.get_closest_marker(MARKER)
-    if marker is None:
-        return None
-    function = _async_function(pyfuncitem.obj)
-    _check_marked(pyfuncitem, marker, function)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Decide whether a test is explored, before its fixtures are made."""
+    if not isinstance(item, pytest.Function):
+        return
+    marker = item.get_closest_marker(MARKER)
+    if (marker is None and not is_meant(item)) or is_skipped_case(item):
+        return
+    item.stash[OF_SUITE] = marker is None
+    if marker is not None:
+        _check_marked(item, marker)
+    reason = refusal(item)
+    if reason is not None:
+        _refuse(item, reason)
     from aioreplica.testing._fixtures import Fixtures
 
-    fixtures = Fixtures(pyfuncitem)
+    item.stash[OPTIONS] = {} if marker is None else dict(marker.kwargs)
+    if not isinstance(item, TestCaseFunction):
+        item.stash[FIXTURES] = fixtures = Fixtures(item, async_function(item))
+        wide = fixtures.wide_async()
+        if wide is not None:
+            text = (
+                f"the async fixture {wide[0]!r} has {wide[1]} scope, so that what it makes belongs "
+                "to an event loop that schedules do not have"
+            )
+            if marker is None:
+                _refuse(item, text)
+            raise pytest.UsageError(
+                f"{item.name} is marked `explore`, but {text}. Give it function scope."
+            )
 
-    @wraps(function)
-    async def main() -> None:
-        await fixtures.call(function)
 
-    del main.__wrapped__  # its signature has arguments
-    try:
-        _run(main, dict(marker.kwargs), pyfuncitem)
-    except BaseException as error:
-        _name_shared(error, fixtures)
-        raise
-    return True
-
-
-def _check_marked(item: pytest.Function, marker: pytest.Mark, function: Any) -> None:
+def _check_marked(item: pytest.Function, marker: pytest.Mark) -> None:
     """Refuse what carries the marker and cannot be explored."""
-    __tracebackhide__ = True
     if marker.args:
         raise pytest.UsageError(
             f"The marker of {item.name} takes keywords only, as in explore(schedules=200)."
@@ -95,70 +139,41 @@ def _check_marked(item: pytest.Function, marker: pytest.Mark, function: Any) -> 
             "run. Let Hypothesis draw the schedule too: in a plain test with @given(..., "
             "schedule=art.schedules()), call art.run(main, schedule=schedule)."
         )
-    if not inspect.iscoroutinefunction(function):
+    if async_function(item) is None:
         raise pytest.UsageError(f"{item.name} is marked `explore` but is not an async function.")
-
-
-def _explore_case(item: pytest.Function, marker: pytest.Mark) -> None:
-    """Run a marked method of an `IsolatedAsyncioTestCase` under its schedules.
-
-    unittest would run it once, in an event loop of its own. In each schedule there is a new
-    instance, with its own `setUp`, `asyncSetUp`, cleanups and so on.
-    """
-    __tracebackhide__ = True
-    if getattr(item.obj, "__unittest_skip__", False):
-        pytest.skip(item.obj.__unittest_skip_why__)
-    cls = type(item.instance)
-    _check_marked(item, marker, item.obj)
-    if not issubclass(cls, unittest.IsolatedAsyncioTestCase):
+    cls: Any = item.cls
+    is_async = inspect.iscoroutinefunction(item.obj) and isinstance(item, TestCaseFunction)
+    if is_async and not issubclass(cls, unittest.IsolatedAsyncioTestCase):
         raise pytest.UsageError(
             f"{item.name} is marked `explore`, but {cls.__name__} is no "
             "unittest.IsolatedAsyncioTestCase: nothing would run its async methods."
         )
-    from aioreplica.testing._fixtures import run_case
 
-    async def main() -> None:
-        await run_case(cls, item.originalname)
 
-    main.__name__ = item.originalname  # by which tokens know it
-    _run(main, dict(marker.kwargs), item)
+def _refuse(item: pytest.Item, reason: str) -> None:
+    """Skip a test that cannot be explored, and note it for the table."""
+    item.user_properties.append((PROPERTY, ("refused", reason)))
+    pytest.skip(f"not explored: {reason}")
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: SubRequest) -> object | None:
-    """Leave async fixtures that no other plugin takes to the schedules of a marked test.
-
-    Those are made in each schedule anyhow, and so is what they are for.
-    """
-    __tracebackhide__ = True
-    item = request._pyfuncitem
-    if item.get_closest_marker(MARKER) is None or isinstance(item, TestCaseFunction):
+    """Leave the fixtures of an explored test to its schedules, which make them anew."""
+    fixtures = request._pyfuncitem.stash.get(FIXTURES, None)
+    if fixtures is None or not fixtures.is_remade(fixturedef.argname):
         return None
-    from aioreplica.testing._fixtures import LATER, Fixtures
+    from aioreplica.testing._fixtures import LATER
 
-    names = [name for name in fixturedef.argnames if request.getfixturevalue(name) is LATER]
-    if not (names or is_async_function(fixturedef.func)):
-        return None
-    if Fixtures(item).is_remade(fixturedef.argname):
-        fixturedef.cached_result = (LATER, fixturedef.cache_key(request), None)
-        return LATER
-    if names:
-        pytest.fail(
-            f"The fixture {fixturedef.argname!r} ({fixturedef.scope} scope) is made once for all "
-            f"schedules of {item.name}, and {names[0]!r}, an async fixture, anew in each. Give it "
-            "function scope, and neither parameters nor the request, or make both with "
-            "pytest_asyncio.fixture.",
-            pytrace=False,
-        )
-    return None  # pytest refuses it
+    fixturedef.cached_result = (LATER, fixturedef.cache_key(request), None)
+    return LATER
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Fail a test that got a failed report from the kit and did not look at it."""
+    """Explore a test; fail one that got a failed report from the kit and did not look at it."""
     __tracebackhide__ = True
-    marker = item.get_closest_marker(MARKER)
-    if marker is not None and isinstance(item, TestCaseFunction):
-        item.runtest = partial(_explore_case, item, marker)  # type: ignore[method-assign]
+    if OPTIONS in item.stash and isinstance(item, pytest.Function):
+        # in place of what other plugins make of an async test
+        item.runtest = partial(_explore, item)  # type: ignore[method-assign]
     before = list(_unread_reports())
     result = yield
     forgotten = [each for each in _unread_reports() if all(each is not old for old in before)]
@@ -175,6 +190,55 @@ def _unread_reports() -> Sequence[UnreadReport]:
     return () if kit is None else kit.unread_reports()
 
 
+def _explore(item: pytest.Function) -> None:
+    """Run a test under its schedules."""
+    __tracebackhide__ = True
+    if isinstance(item, TestCaseFunction):
+        _explore_program(item, _program_of_case(item))
+        return
+    backend = item.funcargs.get("anyio_backend", "asyncio")
+    reason = refusal(item, backend)  # a fixture without parameters may choose it too
+    if reason is not None:
+        _refuse(item, reason)
+    fixtures = item.stash[FIXTURES]
+    try:
+        _explore_program(item, fixtures.call)
+    except BaseException as error:
+        _name_shared(error, fixtures)
+        raise
+
+
+def _program_of_case(item: pytest.Function) -> Callable[[], Awaitable[None]]:
+    """Return what runs an async method of a test case in the loop that is there.
+
+    unittest would run it once, in an event loop of its own. In each schedule there is a new
+    instance, with its own `setUp`, `asyncSetUp`, cleanups and so on.
+    """
+    from aioreplica.testing._fixtures import run_case
+
+    cls: Any = item.cls
+    return partial(run_case, cls, item.originalname, async_function(item))
+
+
+def _explore_program(item: pytest.Function, program: Callable[[], Awaitable[None]]) -> None:
+    """Run a program under the schedules of a test; raise what ended one of them early."""
+    __tracebackhide__ = True
+    ended: list[BaseException] = []
+
+    @wraps(item.obj)
+    async def main() -> None:
+        try:
+            await program()
+        except ENDED_EARLY as error:  # a skip is no failure of a schedule
+            ended.append(error)
+
+    del main.__wrapped__  # its signature has arguments
+    main.__name__ = item.originalname or item.name  # by which tokens know it
+    _run(main, item)
+    if ended:
+        raise ended[0]
+
+
 def _name_shared(error: BaseException, fixtures: Fixtures) -> None:
     """Name the fixtures that schedules share, where that may be the cause."""
     from aioreplica.testing import NondeterminismError
@@ -183,26 +247,16 @@ def _name_shared(error: BaseException, fixtures: Fixtures) -> None:
     if names and isinstance(error, NondeterminismError):
         error.add_note(
             f"All schedules share these fixtures, which may keep what one has changed: "
-            f"{', '.join(names)}. Those of function scope without parameters are made anew for "
-            "each schedule."
+            f"{', '.join(names)}. Those of function scope are made anew for each schedule."
         )
 
 
-def _async_function(function: Any) -> Any:
-    """Return the test function itself where another plugin has wrapped it into a plain one."""
-    if inspect.iscoroutinefunction(function):
-        return function
-    owner = getattr(function, "__self__", None)
-    inner = inspect.unwrap(getattr(function, "__func__", function))
-    return inner if owner is None else inner.__get__(owner)
-
-
-def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
+def _run(main: Any, item: pytest.Function) -> None:
     """Explore or replay, as the command line says."""
     __tracebackhide__ = True  # what failed is the test
     import aioreplica.testing as art
 
-    config = item.config
+    config, options, is_of_suite = item.config, item.stash[OPTIONS], item.stash[OF_SUITE]
     token = config.getoption("--ar-replay")
     if token is not None:
         if not art.is_token_of(token, main):
@@ -210,15 +264,32 @@ def _run(main: Any, options: dict[str, Any], item: pytest.Function) -> None:
         shared = {name: options[name] for name in ("faults", "leaks") if name in options}
         art.replay(main, token, **shared)
         return
-    for name in ("seed", "schedules"):
+    if is_of_suite:
+        options["schedules"] = DEFAULT_SCHEDULES
+    for name in ("seed", "schedules", "fidelity"):
         given = config.getoption(f"--ar-{name}")
         if given is not None:
             options[name] = given
     report = art.explore(main, **options)
+    if is_of_suite:
+        refused = why_not_explored(report)
+        if refused is not None:
+            _refuse(item, refused)
     _save_timeline(report, item)
-    for warning in report.warnings:
-        item.warn(pytest.PytestWarning(warning))
+    _note(report, item)
     report.check()
+
+
+def _note(report: Report, item: pytest.Function) -> None:
+    """Note for the table what became of a test, and what was not simulated."""
+    item.user_properties.append((PROPERTY, outcome_of(report)))
+    if report.confirmed:
+        item.user_properties.append((PROPERTY, ("confirmed", report.confirmed_token)))
+    for warning in report.warnings:
+        if item.stash[OF_SUITE]:  # which may make errors of its warnings
+            item.user_properties.append((PROPERTY, ("warned", warning)))
+        else:
+            item.warn(pytest.PytestWarning(warning))
 
 
 def _save_timeline(report: Report, item: pytest.Function) -> None:

@@ -15,6 +15,8 @@ from ._explore import run as run
 from ._faults import Faults as Faults
 from ._faults import fault_point as fault_point
 from ._hypothesis import schedules as schedules
+from ._linearizable import History as History
+from ._linearizable import linearizable as linearizable
 from ._report import Failure as Failure
 from ._report import Report as Report
 from ._schedule import Schedule as Schedule
@@ -25,6 +27,7 @@ __all__ = [
     "DeadlockError",
     "Failure",
     "Faults",
+    "History",
     "LeakError",
     "NondeterminismError",
     "RealIOError",
@@ -37,6 +40,7 @@ __all__ = [
     "exhaustive",
     "explore",
     "fault_point",
+    "linearizable",
     "replay",
     "run",
     "schedules",

@@ -226,6 +226,9 @@ class SimLaneTable:
         for name in names:
             self._users[name] = self._users.get(name, 0) + 1
 
+    def retire(self, name: str) -> None:
+        """Do nothing: no op hangs here."""
+
     def release(self, names: tuple[str, ...]) -> None:
         """Count one user less; a lane without users takes no more ops."""
         for name in names:

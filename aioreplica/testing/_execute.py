@@ -175,7 +175,7 @@ def _run(
         order = loop.order[:]
         with suppress(StuckStepError):
             _abandon(loop, pools)
-        return Outcome("stuck", None, _stuck(loop, order, watchdog.stack), order)
+        return Outcome("stuck", None, _stuck(loop, order, watchdog), order)
     except SystemExit as error:  # it leaves the loop at once, as it does a real one
         order = loop.order
         _abandon(loop, pools)
@@ -186,6 +186,7 @@ def _run(
     _give_up_if_threads_are_needed(loop, pools)
     order = loop.order
     loop.order = array("i")
+    loop.is_logging = False
     if kind != "done":
         if observer is not None:
             observer.end(kind)
@@ -201,14 +202,15 @@ def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
         raise NeedsThreads
 
 
-def _stuck(loop: SimLoop, order: Sequence[int], stack: Sequence[str]) -> StarvationError:
+def _stuck(loop: SimLoop, order: Sequence[int], watchdog: Watchdog) -> StarvationError:
     """Return the error for a step that had to be interrupted."""
     tasks = [describe_task(task) for task in loop.sim_tasks if task.index == order[-1]]
     who = tasks[0] if tasks else "a callback or a call in a pool"
-    lines = "".join(f"\n  {line}" for line in stack)
+    lines = "".join(f"\n  {line}" for line in watchdog.stack)
     return StarvationError(
-        f"Step {len(order)}, of {who}, neither awaits nor ends: it was interrupted, after using "
-        f"the processor for a long time, at{lines or ' an unknown line'}\nNothing else can go on "
+        f"Step {len(order)}, of {who}, neither awaits nor ends: it was interrupted after "
+        f"{watchdog.stuck_s:.0f} s, in which the process used {watchdog.used_s:.0f} s of a "
+        f"processor, at{lines or ' an unknown line'}\nNothing else can go on "
         "meanwhile, on a real event loop too. Await what it waits for.",
         steps=len(order),
         running=(who,),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
+from ._branches import Search
 from ._errors import NondeterminismError
 from ._execute import Outcome
 from ._report import Failure, Report
 from ._runner import Runner, same_end, same_failure
-from ._schedule import HELD, Hold, Schedule
+from ._schedule import CANCELLED, HELD, Hold, Schedule
 from ._shrink import Shrunk, describe, shrink
-from ._strategies import maker_of, mix
+from ._strategies import FIFO, maker_of, mix
 from ._token import TokenTooLongError, decode, encode
 from ._trace import RECENT, Trace
 
@@ -22,6 +23,15 @@ ENDLESS_STEPS: Final = 2_500
 FOLLOWS_UUIDS: Final = (
     "Behaviour follows uuids, or state that outlives a schedule: runs of one schedule differed, "
     "and no longer with the same uuids. So the seed of a schedule decides them here."
+)
+CONFIRM: Final = 100
+"""How many schedules of fidelity "asyncio" are searched for a failure, and how many sampled."""
+CONFIRM_STEPS: Final = 200_000
+"""After so many steps the search for it ends."""
+UNSEEN_SETS: Final = (
+    "Runs no longer differ if objects of these classes are walked in one order: {}. They hash by "
+    "their addresses, and a set of them, which no task holds while it waits, is walked in another "
+    "order in every run. Keep them in a dict or a list, or give them a `__hash__`."
 )
 SEARCH: Final = 600
 """How many schedules to search for one that fits into a token."""
@@ -42,7 +52,19 @@ def with_same_runs(runner: Runner, attempt: Callable[[], Report]) -> Report:
         runner.freshen_uuids(is_on=True)
     while _differs(report) and runner.order_sets():
         report = attempt()
+    if _differs(report):
+        _name_unseen_sets(runner, report, attempt)
     return replace(report, warnings=(*report.warnings, *runner.warnings, *runner.notes))
+
+
+def _name_unseen_sets(runner: Runner, report: Report, attempt: Callable[[], Report]) -> None:
+    """Find out whether sets decided that no task could see when it waited, and say so.
+
+    They are not given an order for good: a replay could not know that it has to.
+    """
+    hashed = runner.order_unseen_sets()
+    if report.failure is not None and not _differs(attempt()) and hashed:
+        report.failure.error.add_note(UNSEEN_SETS.format(", ".join(sorted(hashed))))
 
 
 def _differs(report: Report) -> bool:
@@ -102,7 +124,7 @@ def explain(
         found.num_runs,
         shown.lost,
     )
-    return replace(report, failed=True, failure=failure)
+    return confirm(runner, replace(report, failed=True, failure=failure), schedule, again)
 
 
 def _told(
@@ -133,7 +155,7 @@ def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseExcep
     """Report what no token can be checked for: a step that is stuck, or runs that differ."""
     token = ""
     with suppress(TokenTooLongError):
-        token = encode(schedule, runner.main)
+        token = encode(_with_uuids(runner, schedule), runner.main)
     failure = Failure(error, token, (), ())
     return replace(report, failed=True, failure=failure)
 
@@ -141,6 +163,11 @@ def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseExcep
 def held(schedule: Schedule, holds: Sequence[Hold]) -> Schedule:
     """Return asyncio's order under constraints, with the seed and the faults of a schedule."""
     return replace(schedule, maker=HELD, length=0, choices=(), holds=tuple(holds))
+
+
+def _with_uuids(runner: Runner, schedule: Schedule) -> Schedule:
+    """Return a schedule that says where its uuids come from, if any are drawn."""
+    return replace(schedule, own_uuids=runner.has_own_uuids)
 
 
 def checked_token(
@@ -155,7 +182,7 @@ def checked_token(
         limit: Steps after which an endless one is cut.
     """
     with suppress(TokenTooLongError):
-        token = encode(schedule, runner.main)
+        token = encode(_with_uuids(runner, schedule), runner.main)
         if same_failure(outcome, runner.run(decode(token, runner.main), limit)):
             return token
     return ""
@@ -187,3 +214,55 @@ def token_of(
             if found:
                 return found
     return ""
+
+
+# --- is it real? ----------------------------------------------------------------------------
+
+
+def confirm(runner: Runner, report: Report, schedule: Schedule, outcome: Outcome) -> Report:
+    """Look for a failure at fidelity "asyncio", where only events from outside vary.
+
+    Args:
+        runner: Runs the program.
+        report: With the failure.
+        schedule: What failed.
+        outcome: How.
+    """
+    if schedule.fidelity == "asyncio":
+        assert report.failure is not None
+        return replace(report, confirmed=True, confirmed_token=report.failure.token)
+    real = replace(schedule, fidelity="asyncio", choices=(), holds=())
+    num_run = num_steps = 0
+    search = Search(runner, real, None, CONFIRM)
+    for tried, ended in _of_asyncio(runner, real, search, len(outcome.order)):
+        num_run += 1
+        num_steps += len(ended.order)
+        if same_failure(outcome, ended):
+            token = token_of(runner, tried, (), ended)
+            return replace(report, confirmed=True, confirmed_token=token, confirmation_runs=num_run)
+        if num_steps > CONFIRM_STEPS:
+            break
+    is_excluded = search.num_run > 0 and search.is_complete
+    confirmed = False if is_excluded else None
+    return replace(report, confirmed=confirmed, confirmation_runs=num_run)
+
+
+def _of_asyncio(
+    runner: Runner, real: Schedule, search: Search, length: int
+) -> Iterator[tuple[Schedule, Outcome]]:
+    """Run schedules of fidelity "asyncio": all of them if they are few, else a sample besides.
+
+    Where a cancellation or a fault has to strike, all orders would not be all schedules.
+    """
+    if real.maker == CANCELLED:
+        real = replace(real, order=FIFO)
+        yield real, runner.run(real)
+        return
+    if real.faults is None:
+        yield from search.outcomes()
+        if search.is_complete:
+            return
+    for at in range(CONFIRM):
+        seed = mix(0, at) if at else real.seed
+        tried = replace(real, maker=maker_of("portfolio", at), seed=seed, length=length)
+        yield tried, runner.run(tried)

@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
-from ._explain import ENDLESS_STEPS, checked_token, explain, with_same_runs
+from ._explain import ENDLESS_STEPS, checked_token, confirm, explain, with_same_runs
 from ._faults import Faults
 from ._leaks import Ignored
 from ._report import Failure, Report, handed_out, text_timeline
+from ._repro import Program
 from ._runner import Runner, check_integer, check_no_loop, same_end
 from ._sandbox import Sandbox
 from ._schedule import CANCELLED, FIDELITIES, Schedule
@@ -44,7 +45,8 @@ def explore(
         main: An async callable without arguments that builds its own state.
         schedules: How many schedules at most.
         seed: Other seeds give other schedules.
-        strategy: "portfolio" (all of the following in turns), "fifo", "random", "pct" or "pos".
+        strategy: "portfolio", which takes several in turns. One of them alone ("fifo", "random",
+            "pct", "pos") is of use for comparisons only.
         fidelity: "reorder" lets tasks interleave freely; "asyncio" keeps its real ready queue, so
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
@@ -79,15 +81,43 @@ def explore(
         >>> explore(main, schedules=50)
         <Report portfolio | 50 schedules, no failure>
     """
+    report = explored(
+        main, schedules=schedules, seed=seed, strategy=strategy, fidelity=fidelity, faults=faults,
+        max_steps=max_steps, leaks=leaks,
+    )  # fmt: skip
+    return handed_out(report, Program(main, leaks, faults is not None), "explore", sys._getframe(1))
+
+
+def explored(
+    main: Main,
+    *,
+    schedules: int,
+    seed: int,
+    strategy: str = "portfolio",
+    fidelity: str,
+    faults: Faults | None = None,
+    max_steps: int | None,
+    leaks: Ignored,
+    told: Callable[[int], None] | None = None,
+) -> Report:
+    """Explore for one who looks at the report, and is told how many schedules were run so far."""
     _check(main, schedules, seed, strategy, fidelity, faults, max_steps)
     base = Schedule(FIFO, mix(seed, 0), 0, fidelity, faults=faults)
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, max_steps, leaks)
-        report = with_same_runs(runner, lambda: _sample(runner, base, schedules, seed, strategy))
-    return handed_out(report, "explore", sys._getframe(1))
+        return with_same_runs(
+            runner, lambda: _sample(runner, base, schedules, seed, strategy, told)
+        )
 
 
-def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy: str) -> Report:
+def _sample(
+    runner: Runner,
+    base: Schedule,
+    schedules: int,
+    seed: int,
+    strategy: str,
+    told: Callable[[int], None] | None,
+) -> Report:
     """Run schedule after schedule until one fails."""
     start = perf_counter()
     first, base_trace = runner.trace_first(base)
@@ -103,6 +133,8 @@ def _sample(runner: Runner, base: Schedule, schedules: int, seed: int, strategy:
         outcome = runner.run(schedule)
         rotation.ran(maker, outcome.order.tobytes())
         num_run += 1
+        if told is not None:
+            told(num_run)
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
@@ -212,6 +244,7 @@ def replay(main: Main, token: str, *, faults: Faults | None = None, leaks: Ignor
     check_no_loop("art.replay")
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
+        runner.freshen_uuids(is_on=schedule.own_uuids)
         outcome, error = _run_one(runner, schedule)
         while outcome.kind != "stuck" and runner.find_sets(schedule) and runner.order_sets():
             outcome, error = _run_one(runner, schedule)  # with the orders that the token is of
@@ -230,7 +263,7 @@ def _run_one(runner: Runner, schedule: Schedule) -> tuple[Outcome, BaseException
     error = again.error
     if not same_end(outcome, again) and runner.freshen_uuids(is_on=True):
         again, trace = runner.trace(schedule, limit)  # the first run may have left something behind
-        runner.freshen_uuids(is_on=False)
+        runner.freshen_uuids(is_on=schedule.own_uuids)
         error = again.error
     if not same_end(outcome, again):
         _, third = runner.trace(schedule, limit)
@@ -289,7 +322,7 @@ def cancel_everywhere(
     with Sandbox() as sandbox:
         runner = Runner(main, sandbox, None, leaks)
         report = with_same_runs(runner, lambda: _cancel_in_orders(runner, task, orders))
-    return handed_out(report, "cancel_everywhere", sys._getframe(1))
+    return handed_out(report, Program(main, leaks, True), "cancel_everywhere", sys._getframe(1))
 
 
 def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, orders: int) -> Report:
@@ -368,4 +401,4 @@ def _failed(
         report.schedules_run - 1,
         causes=trace.lost,
     )
-    return replace(report, failed=True, failure=failure)
+    return confirm(runner, replace(report, failed=True, failure=failure), schedule, again)

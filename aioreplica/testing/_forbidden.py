@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -20,14 +22,50 @@ def is_foreign(file: str) -> bool:
 
 
 def call_site(frame: FrameType | None = None) -> str:
-    """Return `file:line` of the innermost call in the program under test, here or in `frame`."""
+    """Return `file:line` of the innermost call in the program under test, here or in `frame`.
+
+    A call in a pool that has no line of the program is where a task awaits it. Below the frames of
+    a run there is only who explores, who has called nothing.
+    """
     frame = frame or sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
         if not is_foreign(name):
             return f"{name}:{frame.f_lineno}"
+        if name.startswith(_PACKAGE + "testing/"):
+            if function == "perform":
+                return _awaited_at(frame.f_locals["self"])
+            if function == "run_until":
+                break
         frame = frame.f_back
     return "unknown"
+
+
+def _awaited_at(op: Any) -> str:
+    """Return the line at which a task awaits a call in a pool."""
+    for callback, _ in getattr(op.future, "_callbacks", None) or ():
+        task = getattr(callback, "__self__", None)
+        if isinstance(task, asyncio.Task):
+            for frame in reversed([*suspended_frames(task.get_coro())]):
+                if not is_foreign(frame.f_code.co_filename):
+                    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "unknown"
+
+
+def suspended_frames(coroutine: object) -> Iterator[FrameType]:
+    """Yield the frames of a suspended coroutine, or generator, and of what it awaits."""
+    thing: Any = coroutine
+    while thing is not None:
+        frame = getattr(thing, "cr_frame", None) or getattr(thing, "gi_frame", None)
+        frame = frame or getattr(thing, "ag_frame", None)
+        if frame is not None:
+            yield frame
+        following = getattr(thing, "cr_await", None)
+        if following is None:
+            following = getattr(thing, "gi_yieldfrom", None)
+        if following is None:
+            following = getattr(thing, "ag_await", None)
+        thing = following
 
 
 def is_importing() -> bool:

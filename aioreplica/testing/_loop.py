@@ -25,6 +25,7 @@ import sys
 import threading
 from array import array
 from asyncio import events
+from asyncio.log import logger
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -151,6 +152,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self.external: list[Participant] = []  # steps of ops: they may happen at any moment
         self.waiting: deque[Any] = deque()  # the first callback and whatever came after it
         self.complaints: list[dict[str, Any]] = []
+        self.is_logging = True  # until the program has ended
         self.notes: dict[str, None] = {}  # what is not simulated, in words; of all runs
         self._generators: WeakValueDictionary[int, AsyncGenerator[Any, Any]] | None = None
         self._num_generators = 0
@@ -211,7 +213,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self.waiting.append(handle)
         return handle
 
-    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # it has no `self._write_to_self`
+    call_soon_threadsafe = NetworkLoop.call_from_thread  # type: ignore[assignment]  # by position
 
     def call_later(
         self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
@@ -440,11 +442,13 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
             task.ends_with_run = True
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Record an unhandled exception, unless the program has a handler of its own."""
+        """Record an unhandled exception and log it, unless the program has a handler of its own."""
         if self._exception_handler is not None:  # type: ignore[attr-defined]
             super().call_exception_handler(context)
         elif not self._closed:
             self.complaints.append(context)
+            if self.is_logging and logger.hasHandlers():  # else every schedule would print it
+                self.default_exception_handler(context)
 
     def _timer_handle_cancelled(self, handle: Any) -> None:
         if handle.is_due:

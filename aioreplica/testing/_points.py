@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import PurePath
 from types import FrameType, GetSetDescriptorType
 from typing import Any, Final
 
-from ._forbidden import is_foreign
+from ._forbidden import is_foreign, suspended_frames
 from ._pools import PoolOp
 
 AWAITED_METHODS: Final = {
@@ -42,7 +41,7 @@ PACKAGES: Final = {
 def frames_of(participant: asyncio.Task[Any] | PoolOp) -> list[FrameType]:
     """Return the frames a task or an op is suspended in, outermost first."""
     if not isinstance(participant, PoolOp):
-        return [] if participant.done() else list(_walk(participant.get_coro()))
+        return [] if participant.done() else list(suspended_frames(participant.get_coro()))
     frame = participant.run.thread.frame() if participant.run is not None else None
     frames = []
     while frame is not None:
@@ -59,20 +58,6 @@ def site_of(participant: asyncio.Task[Any] | PoolOp) -> str:
     if frame is None and frames and not isinstance(participant, PoolOp):
         frame = frames[-1]
     return "-" if frame is None else _place_of(frame, frames)
-
-
-def _walk(thing: object) -> Iterator[FrameType]:
-    while thing is not None:
-        frame = getattr(thing, "cr_frame", None) or getattr(thing, "gi_frame", None)
-        frame = frame or getattr(thing, "ag_frame", None)
-        if frame is not None:
-            yield frame
-        following = getattr(thing, "cr_await", None)
-        if following is None:
-            following = getattr(thing, "gi_yieldfrom", None)
-        if following is None:
-            following = getattr(thing, "ag_await", None)
-        thing = following
 
 
 def _place_of(frame: FrameType, frames: list[FrameType]) -> str:
@@ -177,6 +162,13 @@ def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
             return "its start"
     place = _place_of(frame, frames)
     return f"{what} at {place}" if what else place
+
+
+def inner_line_of(task: asyncio.Task[Any]) -> str:
+    """Return the innermost line of a task where that is inside asyncio or anyio; else ""."""
+    frames = frames_of(task)
+    is_inside = frames and is_foreign(frames[-1].f_code.co_filename)
+    return _line_of(frames[-1]) if is_inside else ""
 
 
 def line_of_error(error: BaseException) -> tuple[str, int]:

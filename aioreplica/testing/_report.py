@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
+from ._repro import Program, save_scripts
 from ._trace import CALLBACKS_KEY, Step
 
 MAX_LINES: Final = 60
@@ -164,6 +165,13 @@ class Report:
         fidelity: What they varied.
         warnings: What did not fail but could, such as orders of collectives that only chance
             kept; and what was not simulated, such as tasks of a class of the program's own.
+        cross_checked: After `exhaustive`, how many schedules of the portfolio were run besides,
+            which know no bound on preemptions.
+        confirmed: Whether the failure comes at fidelity "asyncio" too, where tasks keep their real
+            queue and only events from outside vary: True if a schedule of it fails alike, False
+            only if every one was run and none does; None if none was found, or without a failure.
+        confirmed_token: Replays the failure at that fidelity; empty if it was not confirmed.
+        confirmation_runs: How many schedules of that fidelity were run to find out.
     """
 
     failed: bool
@@ -175,6 +183,11 @@ class Report:
     strategy: str = "portfolio"
     fidelity: str = "reorder"
     warnings: tuple[str, ...] = ()
+    cross_checked: int = 0
+    confirmed: bool | None = None
+    confirmed_token: str = ""
+    confirmation_runs: int = 0
+    _program: Program | None = field(default=None, init=False, repr=False, compare=False)
     _unread: UnreadReport | None = field(default=None, init=False, repr=False, compare=False)
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
@@ -186,6 +199,23 @@ class Report:
                     unread.read()
             return object.__getattribute__(self, name)
 
+    @property
+    def verdict(self) -> str:
+        """Line on the failure at fidelity "asyncio": confirmed, excluded or not found; or ""."""
+        if self.failure is None:
+            return ""
+        tried = self.confirmation_runs
+        if self.confirmed:
+            token = self.confirmed_token
+            how = f", as token {token!r} replays" if token else ""
+            return f"Confirmed at fidelity 'asyncio', where tasks keep their real queue{how}."
+        if self.confirmed is False:
+            return (
+                f"Excluded at fidelity 'asyncio': every schedule of it was run, {tried}, and none "
+                "fails so. It takes a task that is held although it is ready."
+            )
+        return f"Not found at fidelity 'asyncio' in {tried} schedules." if tried else ""
+
     def check(self) -> Report:
         """Raise the failure with its trace as a note; return the report itself if there is none.
 
@@ -196,11 +226,40 @@ class Report:
         __tracebackhide__ = True  # pytest shows the program's own frames
         if self.failure is not None:
             error = self.failure.error
-            note = "\n".join([*self.failure.summary, "", self.failure.timeline])
+            lines = filter(None, [*self.failure.summary, self.verdict])
+            note = "\n".join([*lines, "", self.failure.timeline])
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise error
         return self
+
+    def save_repro(self, path: str | Path) -> tuple[Path, ...]:
+        """Write scripts that show the failure to others.
+
+        Of a confirmed failure, the one at `path` needs nothing but Python and the program: it runs
+        the program on plain asyncio up to 1,000 times, for a minute at most, with calls, timers and
+        sockets that come a little later each time, and says how often it failed so. The other one,
+        beside it with `_replay` in its name, replays the token under the kit.
+
+        Args:
+            path: A file to be written, such as "repro.py".
+
+        Returns:
+            The files that were written; without the first if the failure was not confirmed, or
+            where faults or cancellations of the kit may have a part in it, without the second if
+            it has no token.
+
+        Raises:
+            ValueError: If there is no failure, or no script can import the program: it is not a
+                function of a module.
+        """
+        if self.failure is None or self._program is None:
+            raise ValueError("There is no failure to be shown: no schedule that was run fails.")
+        title = _error_lines(self.failure.error)[0]
+        about = [*self.failure.summary, *filter(None, [self.verdict])]
+        return save_scripts(
+            Path(path), self._program, title, about, (self.failure.token, self.confirmed_token)
+        )
 
     def __repr__(self) -> str:
         if self.failure is not None:
@@ -210,17 +269,19 @@ class Report:
         return f"<Report {self.strategy} | {self.schedules_run} schedules, {end}>"
 
 
-def handed_out(report: Report, name: str, frame: FrameType) -> Report:
+def handed_out(report: Report, program: Program, name: str, frame: FrameType) -> Report:
     """Return a report to the user, who has to look at it if it is a failed one.
 
     Args:
         report: What was found.
+        program: In which.
         name: What was called for it.
         frame: Where.
     """
     failure, file, line = report.failure, frame.f_code.co_filename, frame.f_lineno
     if failure is not None:
-        lines = "\n".join([*_error_lines(failure.error)[:1], *failure.summary])
+        told = [*_error_lines(failure.error)[:1], *failure.summary, report.verdict]
+        lines = "\n".join(filter(None, told))
         unread = UnreadReport(
             f"art.{name}, called at {file}:{line}, found a schedule that fails, and nobody looked "
             f"at its report. Call report.check(), which raises the failure.\n{lines}",
@@ -228,6 +289,7 @@ def handed_out(report: Report, name: str, frame: FrameType) -> Report:
             line,
         )
         unread_reports().append(unread)
+        object.__setattr__(report, "_program", program)
         object.__setattr__(report, "_unread", unread)
         weakref.finalize(report, unread.warn)  # when it is collected, at exit at the latest
     return report

@@ -18,7 +18,7 @@ from ._participants import Choose
 from ._points import describe_error, line_of_error
 from ._sandbox import Sandbox
 from ._schedule import HELD, Hold, Schedule
-from ._sets import PlainSet, SetFinder
+from ._sets import PlainSet, SetFinder, program_classes
 from ._shrink import HoldChooser
 from ._strategies import FIFO
 from ._threads import NeedsThreads
@@ -170,6 +170,11 @@ class Runner:
         self._sandbox.has_fresh_uuids = is_on
         return self._sandbox.draws_uuids
 
+    @property
+    def has_own_uuids(self) -> bool:
+        """True if runs draw uuids, and each has its own."""
+        return self._sandbox.has_fresh_uuids and self._sandbox.draws_uuids
+
     def order_sets(self) -> bool:
         """Give the sets that were found last an order; tell whether that may change anything."""
         plain, self._plain_sets = self._plain_sets, ()
@@ -180,6 +185,17 @@ class Runner:
             for each in ordered
         )
         return bool(ordered)
+
+    def order_unseen_sets(self) -> dict[str, None]:
+        """Give all objects of the program's own classes an order.
+
+        Returns:
+            Takes the names of those classes that are hashed from now on.
+        """
+        hashed: dict[str, None] = {}
+        for cls in program_classes():
+            self._sandbox.order_sets_of(cls, hashed)
+        return hashed
 
     def nondeterminism(
         self, schedule: Schedule, first: Trace, second: Trace, ends: Sequence[Outcome]

@@ -13,6 +13,7 @@ import gc
 import os
 import queue
 import random
+import select
 import subprocess
 import sys
 import threading
@@ -86,6 +87,15 @@ REAL_CLOCK: Final = (
     "The program reads datetime.now(), which is real beside virtual time: what waits for it hardly "
     "goes on. Install time-machine (`pip install time-machine`), and it shows virtual time."
 )
+KEPT_CLOCKS: Final = ("time", "time_ns", "monotonic", "monotonic_ns", "sleep")
+KEPT_CLOCK: Final = (
+    "The program calls the real time.{}: it was kept before the run, in a class or as a default "
+    "argument, where nothing can replace it. Look it up when it is called (`time.{}`)."
+)
+OTHER_LOOP: Final = (
+    "The program runs an event loop of uvloop: it and what it opens are real, and no schedule "
+    "decides about them. Use asyncio.run() in the program."
+)
 EPOCH_S: Final = 1_700_000_000.0 - 1000.0
 """What `time.time()` shows when virtual time is 0."""
 LATEST_S: Final = 253_402_000_000.0
@@ -122,6 +132,7 @@ class Sandbox:
         self._lane_table: Any = None
         self._source_lanes: Any = None
         self._wall: WallClock | None = None
+        self._kept_clocks: dict[int, str] = {}
 
     # ---- around all schedules ----------------------------------------------------------------
 
@@ -205,13 +216,19 @@ class Sandbox:
 
     def find_real_clocks(self) -> AbstractContextManager[None]:
         """Note, inside a `with` block, whether the program reads a clock that is real."""
-        is_needed = self._wall is None and sys.getprofile() is None
-        return _noting_clocks(self.simulation) if is_needed else nullcontext()
+        if sys.getprofile() is not None:
+            return nullcontext()
+        return _noting_clocks(self.simulation, self._kept_clocks, self._wall is None)
 
-    def order_sets_of(self, cls: type) -> bool:
-        """Let the objects of a class hash by number from now on; False if it cannot be changed."""
+    def order_sets_of(self, cls: type, hashed: dict[str, None] | None = None) -> bool:
+        """Let the objects of a class hash by number from now on; False if it cannot be changed.
+
+        Args:
+            cls: The class.
+            hashed: Takes its name if one of its objects is hashed in a run.
+        """
         try:
-            for owner, name, value in numbered(cls, self.simulation):
+            for owner, name, value in numbered(cls, self.simulation, hashed):
                 self._patch(owner, name, value)
         except TypeError:  # it is written in C
             self._undo.pop()
@@ -227,6 +244,7 @@ class Sandbox:
     def _patch_all(self) -> None:
         here = self.simulation
         real = {name: getattr(time, name) for name in CLOCK_NAMES}
+        self._kept_clocks = {id(real[name]): name for name in CLOCK_NAMES if name in KEPT_CLOCKS}
         real |= {} if self._wall is None else self._wall.real
         for name, value in clock_functions(here, real).items():
             self._patch(time, name, value)
@@ -288,6 +306,11 @@ class Sandbox:
         for owner in filter(None, (sys.modules.get("trio"), sys.modules.get("trio.lowlevel"))):
             for name in {"run", "start_guest_run"} & vars(owner).keys():
                 self._refuse(owner, name, "An event loop of trio", ONLY_ASYNCIO)
+        for name in {"epoll", "kqueue", "devpoll"} & vars(select).keys():  # also of a later trio
+            self._refuse(select, name, f"select.{name}, made by another event loop", ONLY_ASYNCIO)
+        uvloop: Any = sys.modules.get("uvloop")
+        if uvloop is not None:
+            self._patch(uvloop, "new_event_loop", self._noting(uvloop.new_event_loop, OTHER_LOOP))
         for owner in filter(None, (sys.modules.get("grpc.aio"),)):
             for name in {"insecure_channel", "secure_channel", "server"} & vars(owner).keys():
                 self._refuse(owner, name, "A connection of grpc.aio", ONLY_PYTHON)
@@ -311,6 +334,16 @@ class Sandbox:
                 return real(*args, **kwargs)
 
         self._patch(owner, name, stand_in)
+
+    def _noting(self, real: Callable[..., Any], text: str) -> Callable[..., Any]:
+        """Return a function that does the same, and notes if a program calls it."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if self.simulation.is_here():
+                self.simulation.notes[text] = None
+            return real(*args, **kwargs)
+
+        return stand_in
 
     def _visit(self, name: str) -> None:
         """Let a fault strike at a point of the program."""
@@ -412,9 +445,17 @@ class WallClock:
 
 
 @contextmanager
-def _noting_clocks(simulation: Simulation) -> Iterator[None]:
+def _noting_clocks(
+    simulation: Simulation, kept: dict[int, str], is_datetime_real: bool
+) -> Iterator[None]:
     def note(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and getattr(called, "__name__", "") in ("now", "utcnow"):
+        if event != "c_call":
+            return
+        name = kept.get(id(called))
+        if name is not None:
+            if simulation.is_here() and not is_foreign(frame.f_code.co_filename):
+                simulation.notes[KEPT_CLOCK.format(name, name)] = None
+        elif is_datetime_real and getattr(called, "__name__", "") in ("now", "utcnow"):
             cls = called.__self__
             if (
                 isinstance(cls, type)

@@ -58,6 +58,7 @@ class Schedule:
         order: For `CANCELLED`, the number of the strategy that orders the steps.
         holds: For `HELD`, the constraints.
         faults: What may go wrong, or None.
+        own_uuids: Whether each run of it has uuids of its own; else the seed decides them.
     """
 
     maker: int = FIFO
@@ -70,6 +71,7 @@ class Schedule:
     order: int = FIFO
     holds: tuple[Hold, ...] = ()
     faults: Faults | None = None
+    own_uuids: bool = False
 
     def chooser(self) -> Choose:
         """Return a fresh function that chooses."""

@@ -8,12 +8,14 @@ objects that are older than the run must keep the hash that they had.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
+from weakref import KeyedRef, ref
 
 from ._cancel import Canceller
 from ._forbidden import is_foreign
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 MAX_LOOKED_AT: Final = 500
 """How many objects of a frame are looked into, for the sets in their attributes."""
 MAX_STEPS: Final = 2_000
+MAX_CLASSES: Final = 1_000
 DEPTH: Final = 2
 
 
@@ -81,7 +84,9 @@ class SetFinder:
         if isinstance(chosen, SimTask) and self._num_steps <= MAX_STEPS:
             for frame in frames_of(chosen):
                 if not is_foreign(frame.f_code.co_filename):
-                    for name, held in _sets_in(frame.f_locals):
+                    known = frame.f_globals
+                    shared = {name: known[name] for name in frame.f_code.co_names if name in known}
+                    for name, held in _sets_in({**shared, **frame.f_locals}):
                         self._note(name, held)
 
     def end(self, kind: str) -> None:
@@ -89,10 +94,15 @@ class SetFinder:
 
     def _note(self, name: str, held: Any) -> None:
         base = set if issubclass(type(held), set) else frozenset  # whose methods cannot fail
-        members = tuple(base.__iter__(held))
+        members = tuple(map(_referent, base.__iter__(held)))
         classes = {type(each): None for each in members if _hashes_by_address(type(each))}
         if len(members) > 1 and classes:
             self.found[name] = PlainSet(name, tuple(classes))
+
+
+def _referent(member: Any) -> Any:
+    """Return what a weak reference refers to, whose hash is its own; anything else as it is."""
+    return ref.__call__(member) if type(member) in (ref, KeyedRef) else member
 
 
 def _hashes_by_address(cls: type) -> bool:
@@ -128,8 +138,33 @@ def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
                     yield mangled, descriptor.__get__(value, cls)
 
 
-def numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what to replace in a class, so that those that a run makes hash by a number."""
+def program_classes() -> list[type]:
+    """Return the classes of the program's own modules whose objects hash by address."""
+    found: dict[type, None] = {}
+    todo: list[type] = [object]
+    while todo and len(found) < MAX_CLASSES:
+        subclasses: list[type] = type.__subclasses__(todo.pop())
+        for cls in subclasses:
+            if cls in found or issubclass(cls, (type, BaseException)):
+                continue
+            todo.append(cls)
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "<frozen"
+            is_own = not is_foreign(file) and "-packages" not in file
+            if is_own and _hashes_by_address(cls) and not getattr(cls, "_is_protocol", False):
+                found[cls] = None
+    return list(found)
+
+
+def numbered(
+    cls: Any, simulation: Simulation, hashed: dict[str, None] | None = None
+) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return what to replace in a class, so that those that a run makes hash by a number.
+
+    Args:
+        cls: The class.
+        simulation: The run.
+        hashed: Takes the name of the class when one of its objects is hashed in a run.
+    """
     real_init, numbers = cls.__init__, simulation.numbers
 
     @wraps(real_init)
@@ -141,6 +176,8 @@ def numbered(cls: Any, simulation: Simulation) -> list[tuple[Any, str, Callable[
 
     def __hash__(self: Any) -> int:  # noqa: N807 - it replaces one
         number = numbers.get(id(self)) if simulation.is_here() else None
+        if hashed is not None and number is not None:
+            hashed[cls.__qualname__] = None
         return object.__hash__(self) if number is None else number
 
     return [(cls, "__init__", __init__), (cls, "__hash__", __hash__)]

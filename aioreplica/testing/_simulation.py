@@ -40,6 +40,7 @@ class Simulation:
         self.loop, self.pools = loop, pools
         loop.make_network = self.open_network
         loop.notes = self.notes
+        loop.is_here = self.is_here
         self.numbers.clear()
         self._num_numbers = 0
         self._is_running = True

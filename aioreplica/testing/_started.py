@@ -16,6 +16,7 @@ import inspect
 import queue
 import selectors
 import threading
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -295,6 +296,16 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     def make_by_policy(self: Any) -> Any:
         return ThreadLoop(simulation) if here() else real_make(self)
 
+    def begin_loop(self: Any, selector: Any = None) -> None:
+        if here() and type(self) is not ThreadLoop:
+            self._closed = True  # for its finaliser
+            refuse(
+                f"An event loop of {type(self).__qualname__}, made by its class,",
+                "Call asyncio.new_event_loop() or asyncio.run().",
+            )
+        real_begin(self, selector)
+
+    real_begin: Any = BaseSelectorEventLoop.__init__
     policy: Any = vars(asyncio.events).get("BaseDefaultEventLoopPolicy")
     policy = policy or vars(asyncio.events)["_BaseDefaultEventLoopPolicy"]  # from Python 3.14 on
     real_make = policy.new_event_loop
@@ -306,6 +317,7 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         (asyncio, "new_event_loop", new_event_loop),
         (asyncio.events, "new_event_loop", new_event_loop),
         (policy, "new_event_loop", make_by_policy),
+        (BaseSelectorEventLoop, "__init__", begin_loop),
     ]
 
 

@@ -66,8 +66,9 @@ def _make_pct(seed: int, length: int, depth: int, *, redraws: bool = False) -> C
     """Make a strategy of random priorities with `depth` - 1 changes.
 
     The most urgent participant goes on until it has to wait; at each change the one that would go
-    on becomes the least urgent of all. Finds a bug of that depth among n participants and k
-    decisions with a probability of at least 1/(n k**(depth-1)).
+    on becomes the least urgent of all. The bound of the theory, 1/(n k**(depth-1)) for a bug of
+    that depth among n participants and k decisions, is not promised here: `length` only estimates
+    k, after many decisions the walk is random, and `redraws` draws priorities again.
 
     Args:
         seed: Decides all.

@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from contextvars import Context
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 from ._participants import SimFuture
+
+REAL_THREAD: Final = (
+    "The thread {!r} called the event loop and is real: it was started before the program, or in "
+    "C. No schedule decides when it calls, and none waits for it. Start it in the program, or put "
+    "a stub in its place."
+)
 
 
 class Networks(Protocol):
@@ -146,11 +154,14 @@ class NetworkLoop(StreamLoop):
         followers: Takes the steps that the callback makes possible that runs, where it is one of
             a socket; else None.
         postponed: What comes from sockets once their followers have gone on.
+        is_here: Tells whether the caller is the program under test; set before the run.
     """
 
     _closed: bool
     enabled: list[Any]
     external: list[Any]
+    notes: dict[str, None]
+    call_soon: Callable[..., Any]
     _transports: WeakValueDictionary[int, Any]
 
     def begin_network(self) -> None:
@@ -160,6 +171,15 @@ class NetworkLoop(StreamLoop):
         self.make_network: Callable[[], Any] | None = None
         self.followers: list[tuple[Any, Any]] | None = None
         self.postponed: list[Any] = []
+        self.is_here: Callable[[], bool] | None = None
+
+    def call_from_thread(
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> Any:
+        """Register a callback, and note if a thread does that no schedule decides about."""
+        if self.is_here is not None and not self.is_here():
+            self.notes[REAL_THREAD.format(threading.current_thread().name)] = None
+        return self.call_soon(callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
         """Make a future; where there is a network, one whose place in a set is known."""

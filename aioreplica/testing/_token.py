@@ -23,6 +23,8 @@ SHOWN: Final = 60
 ROOM: Final = (MAX_LENGTH - len(PREFIX)) * 6 // 8
 CRC_BYTES: Final = 4
 SEED_BYTES: Final = SEED_BITS // 8
+OWN_UUIDS: Final = 0x80
+"""Mark, in the first byte, that each run has uuids of its own; makers are below 32."""
 NO_FAULTS, FAULTS_INSIDE, FAULTS_ELSEWHERE = range(3)
 
 
@@ -51,7 +53,8 @@ def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
     Raises:
         TokenTooLongError: If its decisions do not fit.
     """
-    body = bytearray([schedule.maker << 2 | FIDELITIES.index(schedule.fidelity)])
+    head = schedule.maker << 2 | FIDELITIES.index(schedule.fidelity)
+    body = bytearray([head | (OWN_UUIDS if schedule.own_uuids else 0)])
     body += program_number(main).to_bytes(2)
     body += schedule.seed.to_bytes(SEED_BYTES)
     faults = schedule.faults if schedule.faults is not None and schedule.faults.entries else None
@@ -107,10 +110,10 @@ def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -
 
 def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
     """Read the content of a token."""
-    maker, fidelity = body[0] >> 2, FIDELITIES[body[0] & 3]
+    maker, fidelity = _maker_in(body), FIDELITIES[body[0] & 3]
     seed = int.from_bytes(body[3 : 3 + SEED_BYTES])
     rest = iter(body[3 + SEED_BYTES :])
-    schedule = Schedule(maker, seed, 0, fidelity)
+    schedule = Schedule(maker, seed, 0, fidelity, own_uuids=bool(body[0] & OWN_UUIDS))
     if maker == CHOICES:
         schedule = replace(schedule, choices=tuple(_choices(rest)))
     elif maker == CANCELLED:
@@ -178,10 +181,14 @@ def _damaged(token: str) -> str:
 
 
 def _is_known(content: bytes) -> bool:
-    maker = content[0] >> 2
+    maker = _maker_in(content)
     return content[0] & 3 < len(FIDELITIES) and (
         maker in (CHOICES, CANCELLED, HELD) or maker < len(MAKERS)
     )
+
+
+def _maker_in(content: bytes) -> int:
+    return (content[0] & ~OWN_UUIDS) >> 2
 
 
 def _choices(rest: Iterator[int]) -> Iterator[tuple[int, int]]:

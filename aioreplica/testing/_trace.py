@@ -33,7 +33,7 @@ from ._participants import (
     SimTask,
     SimTimer,
 )
-from ._points import describe_error, point_of
+from ._points import describe_error, inner_line_of, point_of
 from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp, PoolTable
 from ._ready import Ready
 from ._schedule import Key
@@ -175,6 +175,7 @@ class Trace:
         self._since: dict[int, int] = {}
         self._num_possible = 0
         self._points: dict[int, str] = {}
+        self._inner: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._replicas: dict[int, tuple[Any, SimTask]] = {}  # kept alive: ids are used again
         self._op_counts: dict[int, int] = {}
@@ -233,7 +234,10 @@ class Trace:
         reached = did
         if isinstance(chosen, SimTask):
             reached = self._point_of(chosen)
-            did = f"{at} -> {reached}"
+            was, now = self._inner.get(index, ""), inner_line_of(chosen)
+            self._inner[index] = now
+            is_inside = at == reached and was and now and was != now
+            did = f"{at} > {was} -> {reached} > {now}" if is_inside else f"{at} -> {reached}"
         elif isinstance(chosen, PoolOp) and chosen.run is not None:
             reached = self._point_of(chosen)
             did = f"{did} -> {reached}"

@@ -42,10 +42,13 @@ class Watchdog:
 
     Attributes:
         stack: Where the step was that was interrupted last, outermost frame first.
+        stuck_s: How long it had taken, in real time.
+        used_s: How much of the processor the process had used meanwhile, in seconds.
     """
 
     def __init__(self, simulation: Simulation) -> None:
         self.stack: tuple[str, ...] = ()
+        self.stuck_s = self.used_s = 0.0
         self._simulation = simulation
         self._stop = allocate_lock()
         self._stopped = allocate_lock()
@@ -69,8 +72,9 @@ class Watchdog:
                 if now is None or now != progress:
                     progress, since, used = now, real_time(), real_process_time()
                     continue
-                is_slow = real_time() - since >= STUCK_S
-                if is_slow and real_process_time() - used >= STUCK_S / 2:
+                stuck_s, used_s = real_time() - since, real_process_time() - used
+                if stuck_s >= STUCK_S and used_s >= STUCK_S / 2:
+                    self.stuck_s, self.used_s = stuck_s, used_s
                     self._interrupt(self._simulation.running_thread())
                     since, used = real_time(), real_process_time()
         finally:

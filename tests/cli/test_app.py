@@ -22,7 +22,7 @@ def test_without_a_command_it_prints_help(capsys: pytest.CaptureFixture[str]) ->
     _, out, _ = ended(capsys)
 
     assert "python -m aioreplica" in out
-    for command in ("bench", "ckpt", "devices", "doctor", "top", "trace"):
+    for command in ("bench", "ckpt", "devices", "doctor", "explore", "top", "trace"):
         assert command in out
 
 

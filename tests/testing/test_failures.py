@@ -3,8 +3,9 @@
 import asyncio
 import pickle
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
+from weakref import WeakSet
 
 import anyio
 import pytest
@@ -17,6 +18,7 @@ from aioreplica.testing._sandbox import Sandbox
 from aioreplica.testing._schedule import Hold
 from aioreplica.testing._shrink import holds_of, shrink, stronger
 from aioreplica.testing._strategies import RANDOM
+from aioreplica.testing._token import decode
 from aioreplica.testing._trace import Trace
 from tests.testing import programs
 from tests.testing.programs import step
@@ -219,9 +221,15 @@ def test_a_registry_keyed_by_uuids_is_as_empty_in_every_run() -> None:
 
     fails = True
     failure = failure_of(main)
-    with pytest.raises(AssertionError) as caught:
-        art.replay(main, failure.token)
-    assert str(caught.value) == str(failure.error)
+    for _ in range(3):
+        with pytest.raises(AssertionError) as caught:
+            art.replay(main, failure.token)
+        assert str(caught.value) == str(failure.error)
+    assert decode(failure.token, main).own_uuids
+
+    fails = False
+    for _ in range(3):
+        art.replay(main, failure.token)  # as it was mended
 
 
 def test_uuids_that_behaviour_follows_are_those_of_the_schedule() -> None:
@@ -242,6 +250,7 @@ def test_uuids_that_behaviour_follows_are_those_of_the_schedule() -> None:
     with pytest.raises(AssertionError) as caught:
         art.replay(main, failure.token)
     assert str(caught.value) == str(failure.error)
+    assert not decode(failure.token, main).own_uuids
 
 
 def test_state_that_outlives_schedules_beside_uuids_is_still_named() -> None:
@@ -298,6 +307,62 @@ def test_a_set_of_plain_objects_has_one_order_in_every_schedule() -> None:
     with pytest.raises(KeyError) as caught:
         art.replay(main, failure.token)
     assert caught.value.args == failure.error.args
+
+
+SHARED: set[Job] = set()
+
+
+def jobs_at_other_addresses(runs: list[int], kept: list[list[Job]]) -> list[Job]:
+    """Make jobs whose order in a set is another in every second run."""
+    runs.append(1)
+    spare = [Job.__new__(Job) for _ in range(64)]
+    while spare:  # what is freed last is used first, so addresses go up and down in turns
+        spare.pop(-(len(runs) % 2))
+    jobs = [Job() for _ in range(8)]
+    kept.append(jobs)
+    for number, job in enumerate(jobs):
+        job.result = number
+    return jobs
+
+
+async def walk(jobs: Iterable[Job]) -> None:
+    """Let the order decide what happens; the set itself is gone when a task waits."""
+    await asyncio.gather(*[step(job.result) for job in jobs])
+
+
+@pytest.mark.parametrize("kind", ["global", "weak"])
+def test_sets_that_are_global_or_weak_are_named(kind: str) -> None:
+    runs: list[int] = []
+    kept: list[list[Job]] = []
+
+    async def main() -> None:
+        jobs = jobs_at_other_addresses(runs, kept)
+        weak = WeakSet(jobs if kind == "weak" else ())
+        SHARED.clear()
+        SHARED.update(jobs if kind == "global" else ())
+        await walk([*SHARED, *weak])
+
+    report = art.explore(main, schedules=20)
+
+    report.check()
+    [warning] = report.warnings
+    assert ("SHARED" if kind == "global" else "WeakSet.data") in warning
+    SHARED.clear()
+
+
+def test_classes_are_named_whose_sets_are_gone_when_a_task_waits() -> None:
+    runs: list[int] = []
+    kept: list[list[Job]] = []
+
+    async def main() -> None:
+        await walk(sorted({*jobs_at_other_addresses(runs, kept)}, key=lambda job: 0))
+
+    failure = art.explore(main, schedules=20).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.NondeterminismError)
+    [note] = failure.error.__notes__
+    assert "objects of these classes are walked in one order: Job." in note
 
 
 class Proxy:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import aioreplica.testing as art
+from aioreplica.testing._participants import JITTER_S
 
 FIDELITIES = ["asyncio", "reorder"]
 
@@ -225,3 +226,27 @@ def test_a_polled_condition_is_met_in_every_schedule(fidelity: str, num_timers: 
     program = partial(polls_until_timers_have_fired, num_timers)
 
     art.explore(program, schedules=15, fidelity=fidelity).check()
+
+
+def test_what_was_woken_is_held_no_longer_than_timers_may_be_early() -> None:
+    longest = 0.0
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        async def wait(delays: list[float]) -> None:
+            nonlocal longest
+            for delay in delays:
+                woken_at: asyncio.Future[float] = loop.create_future()
+                loop.call_later(delay, lambda told=woken_at: told.set_result(loop.time()))
+                woken = await woken_at
+                longest = max(longest, loop.time() - woken)
+                await asyncio.to_thread(int)
+
+        await asyncio.gather(
+            wait([0.001, 0.3]), wait([0.005, 0.02]), wait([0.1, 0.004]), asyncio.sleep(0.015)
+        )
+
+    art.explore(main, schedules=300).check()
+
+    assert longest <= JITTER_S + 1e-9

@@ -154,8 +154,14 @@ def test_that_fails_by_itself():
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("-W", "ignore"), ("-W", "error::RuntimeWarning")])
+OPTIONS = [
+    pytest.param((), marks=pytest.mark.slow),
+    pytest.param(("-W", "ignore"), marks=pytest.mark.xslow),
+    pytest.param(("-W", "error::RuntimeWarning"), marks=pytest.mark.xslow),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_the_test_that_made_it_fails(tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "test_it.py").write_text(FAILS + TESTS, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rf", *options]
