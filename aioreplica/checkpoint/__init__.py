@@ -11,13 +11,17 @@ from ._lock import FileLock as FileLock
 from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._preemption import EXIT_CODE as EXIT_CODE
+from ._reading import find_leftovers as find_leftovers
 from ._restoring import Restored as Restored
 from ._savepoint import Savepoint as Savepoint
 from ._savepoint import model_variables as model_variables
+from ._state import DescribedState as DescribedState
 from ._storage import LocalStorage as LocalStorage
 from ._storage import Sink as Sink
 from ._storage import Source as Source
 from ._storage import Storage as Storage
+from ._writing import remove_leftover as remove_leftover
+from ._writing import remove_step as remove_step
 
 __all__ = [
     "EXIT_CODE",

@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_DIMENSIONS = 32
 MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as that package takes it
 
 STEP_FOLDER = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})")
 DATA_FILE = re.compile(r"data-([0-9]{4,9})-[0-9]{3,9}\.safetensors")
@@ -196,6 +197,22 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
+def label_of(key: str, index: int) -> str:
+    """Return the label of a tensor in its file: no other one has it, and all readers take it.
+
+    A key may have `#`, the name of the file's metadata, and lone surrogates, which Unicode has not.
+    `%` stands for itself in a key, as `%25`.
+
+    Example:
+        >>> label_of("model/0", 0), label_of("model/0", 1), label_of("a#1", 0)
+        ('model/0', 'model/0#1', 'a%231')
+    """
+    label = "%5F_metadata__" if key == "__metadata__" else key.replace("#", "%23")
+    if not label.isascii():
+        label = "".join(f"%u{ord(c):04X}" if "\ud800" <= c <= "\udfff" else c for c in label)
+    return f"{label}#{index}" if index else label
+
+
 def tensors_header(
     tensors: Iterable[tuple[str, Sequence[int], str, int]],
     metadata: Mapping[str, str],
@@ -315,6 +332,8 @@ def _file_record(found: Mapping[str, Any]) -> FileRecord:
     if not isinstance(name, str) or DATA_FILE.fullmatch(name) is None:
         raise ValueError(f"{name!r} is not the name of a data file")
     numbers = (found["bytes"], found["crc32"], found["header_bytes"], found["header_crc32"])
+    if not 0 <= numbers[2] <= min(MAX_HEADER_BYTES, numbers[0]):
+        raise ValueError(f"a header of {numbers[2]!r} bytes cannot be in {name}")
     return FileRecord(name, *map(_natural, numbers))
 
 

@@ -23,15 +23,19 @@ class FileLock:
     Args:
         path: The file; made if it is not there, and left there.
 
+    Attributes:
+        is_exclusive: Whether the system keeps others out.
+
     Raises:
         BlockingIOError: If another lock is on it, of this process or another one; its `strerror`
             names the process.
         OSError: If the file cannot be opened or locked.
     """
 
-    __slots__ = ("__weakref__", "_fd")
+    __slots__ = ("__weakref__", "_fd", "is_exclusive")
 
     def __init__(self, path: Path) -> None:
+        self.is_exclusive = False
         self._fd: int | None = None
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
@@ -44,6 +48,7 @@ class FileLock:
             except BlockingIOError:
                 holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise BlockingIOError(errno.EWOULDBLOCK, f"process {holder}", str(path)) from None
+            self.is_exclusive = True
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
             REGISTRY.once("file_locks", _new_table).add(self)

@@ -29,6 +29,7 @@ from ._lane import Stop
 from ._preemption import run_and_save
 from ._reading import (
     by_age,
+    find_leftovers,
     find_steps,
     look_at,
     newest_whole,
@@ -40,7 +41,7 @@ from ._restoring import Restored, restore_step
 from ._retention import steps_to_remove
 from ._state import Cut, require_outside_steps
 from ._storage import LocalStorage, Storage
-from ._writing import not_committed, reason, remove_step, write_cut
+from ._writing import not_committed, reason, remove_leftover, remove_step, write_cut
 
 T = TypeVar("T")
 
@@ -127,6 +128,7 @@ class CheckpointManager:
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
         self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
+        self._has_cleaned = False  # since it took the lock
         self._sequences: dict[int, int] = {}  # of the steps that are there, newest first
         self._num_saved = 0
         self._restored: Restored | None = None
@@ -194,7 +196,9 @@ class CheckpointManager:
             work: What trains, such as `train(strategy, state)`.
             state: What to save.
             step: Called when the state is read, gives the number to save it as.
-            grace_s: How long the step under way may take to end, in seconds.
+            grace_s: How long the step under way may take to end, in seconds; and `work`, once it is
+                cancelled. Then ops that hang are left behind on their threads and their strategies
+                are closed, `work` is cancelled once more, and a second later left behind.
             exit_on_sigterm: Whether SIGTERM does the same, and then raises SystemExit(75): the
                 code of programs that want to be started again. On the main thread only.
 
@@ -204,7 +208,7 @@ class CheckpointManager:
         Raises:
             TypeError: If `step` is not a plain function; `grace_s` has to be a number from 0.
             ContextError: If called in a step, or another call waits for SIGTERM already.
-            CheckpointError: If the state could not be saved.
+            CheckpointError: If the state could not be saved; names the ops that hang.
             SystemExit: After SIGTERM, once the state is saved.
             Exception: What `work` raises; nothing is saved then, also if it was being stopped.
 
@@ -424,6 +428,7 @@ def _begin(manager: CheckpointManager) -> dict[int, int]:
     """Take the lock, unless it is taken; return the sequence of each step, newest first."""
     if manager._lock is None or manager._lock[1] != os.getpid():  # or in the child of a fork
         manager._sequences = {}  # another manager may have saved
+        manager._has_cleaned = False
         manager._storage.make_folder("")
         manager._lock = manager._storage.lock(), os.getpid()
     return by_age(manager._storage, manager._sequences)
@@ -462,6 +467,31 @@ def _remove(manager: CheckpointManager, saved: Iterable[int], stop: Stop) -> lis
         except (OSError, MemoryError) as error:
             why = reason(error)
             left.append(f"Step {step} could not be removed from {manager._storage}: {why}.")
+    if not manager._has_cleaned and not stop.is_set:
+        left += _remove_leftovers(manager)
+    return left
+
+
+def _remove_leftovers(manager: CheckpointManager) -> list[str]:
+    """Remove what saves have left that were killed; say which could not be.
+
+    Under a lock that keeps others out: else it could be the save of another writer.
+    """
+    manager._has_cleaned = True
+    lock = None if manager._lock is None else manager._lock[0]
+    if not getattr(lock, "is_exclusive", False):  # locks of other storages need not have it
+        return []
+    left: list[str] = []
+    try:
+        folders = find_leftovers(manager._storage)
+    except (OSError, MemoryError):
+        return []  # the next manager looks again
+    for folder in folders:
+        try:
+            remove_leftover(manager._storage, folder)
+        except (OSError, MemoryError) as error:
+            what = f"What an ended save has left in {folder} of {manager._storage}"
+            left.append(f"{what} could not be removed: {reason(error)}.")
     return left
 
 

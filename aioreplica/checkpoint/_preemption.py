@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import warnings
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
 from ..context import REGISTRY
-from ..devices import OwnedTask
+from ..devices import OwnedTask, wait_until_done
 from ..errors import CheckpointNotCommittedError, ContextError
-from ..values import between_steps
+from ..replica import ReplicaGroup, running_ops
+from ..values import StepGate, between_steps
 from ._state import Cut, look, read_state
 
 T = TypeVar("T")
@@ -21,6 +23,8 @@ T = TypeVar("T")
 LOOPS = frozenset({"asyncio", "uvloop"})
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: try again later."""
+UNWIND_S = 1.0
+"""So long cancelled work has at least to end, before it is left behind."""
 
 
 async def run_and_save(
@@ -121,7 +125,9 @@ async def _save_and_stop(
     write: Callable[[int, Cut], Awaitable[None]],
     grace_s: float,
 ) -> None:
-    grace = asyncio.timeout(grace_s)
+    loop = asyncio.get_running_loop()
+    grace, started = asyncio.timeout(grace_s), loop.time()
+    gates: Collection[StepGate] = ()
     taken: tuple[int, Cut] | None = None
     failure: BaseException | None = None
     try:
@@ -137,17 +143,70 @@ async def _save_and_stop(
             taken[1].check()
             training.cancel()
     except Exception as error:  # noqa: BLE001 - raised below, once the work has ended
-        training.cancel()
         failure = error
         if isinstance(error, TimeoutError) and grace.expired():
             failure = CheckpointNotCommittedError(
-                f"Nothing was saved: a step did not end within {grace_s} s. Give a longer grace_s."
+                f"Nothing was saved: a step did not end within {grace_s} s. {_hanging_in(gates)} "
+                "What was saved before is unchanged. Give a longer grace_s."
             )
-    await training.ended(through_interrupt=True)
+        training.cancel()
     task = training.task
-    if not task.cancelled() and task.exception() is not None:
+    if not await _ended_in(training, max(grace_s - (loop.time() - started), UNWIND_S)):
+        for run in _runs_of(gates):
+            run.give_up()
+        training.cancel()  # again: it may have swallowed the first one
+        if not await _ended_in(training, UNWIND_S):
+            warnings.warn(_LEFT.format(_place_of(task), grace_s), RuntimeWarning, stacklevel=2)
+    if task.done() and not task.cancelled() and task.exception() is not None:
         failure = task.exception()
     if failure is not None:
         raise failure
     assert taken is not None  # or there is a failure
     await write(*taken)
+
+
+async def _ended_in(training: OwnedTask[Any], seconds: float) -> bool:
+    """Wait until the work has ended, so long at most; through cancellations, which come after."""
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
+
+    def end(_error: BaseException | None = None) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    training.when_done(end)
+    timer = loop.call_later(seconds, end)
+    cancelled: list[asyncio.CancelledError] = []
+    try:
+        await wait_until_done(over, cancelled.append, through_interrupt=True)
+    finally:
+        timer.cancel()
+    if cancelled:
+        raise cancelled[0]
+    return training.is_done
+
+
+def _runs_of(gates: Collection[StepGate]) -> list[ReplicaGroup]:
+    runs = [run for gate in gates for run in gate.running if isinstance(run, ReplicaGroup)]
+    return sorted(runs, key=lambda run: run.step)
+
+
+def _hanging_in(gates: Collection[StepGate]) -> str:
+    """Name the steps under way, and their ops that run."""
+    lines = []
+    for run in _runs_of(gates):
+        ops = "; ".join(text for _, text in running_ops(run)) or "no op of it runs on a device"
+        lines.append(f"Step {run.step} of {run.fn_name} is under way ({ops}).")
+    return " ".join(lines)
+
+
+def _place_of(task: asyncio.Task[Any]) -> str:
+    """Return the innermost `file:line` of a task."""
+    frames = task.get_stack()
+    return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "-"
+
+
+_LEFT = (
+    "What trains was cancelled and goes on at {}, {} s and more after it was told to stop; nothing "
+    "waits for it any more. Let it end when it is cancelled."
+)

@@ -81,6 +81,16 @@ def find_steps(storage: Storage) -> list[int]:
     raise changing_error(storage)
 
 
+def find_leftovers(storage: Storage) -> list[str]:
+    """Return the folders of steps without a manifest: a save was ended; or is going on. Blocks.
+
+    Raises:
+        OSError: If that cannot be read.
+    """
+    folders = [name for name in storage.list("") if STEP_FOLDER.fullmatch(name)]
+    return [name for name in folders if MANIFEST not in storage.list(name)]
+
+
 def changing_error(storage: Storage) -> CheckpointError:
     """Return the error of a reader that another manager is always ahead of."""
     return CheckpointError(

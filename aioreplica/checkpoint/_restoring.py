@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..errors import CheckpointError
 from ..input import Stateful
+from ..tree import decode
 from ..typing import VariableAggregation
 from ..values import Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest, dtype_name
@@ -26,7 +27,7 @@ from ._reading import (
     no_step_error,
     read_tensors,
 )
-from ._state import Deferring, Entry, State, decode, read_state
+from ._state import Deferring, Entry, State, read_state
 from ._storage import Storage
 
 Array = npt.NDArray[Any]

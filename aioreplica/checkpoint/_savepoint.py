@@ -54,12 +54,14 @@ class Savepoint:
 
         Slots that an optimizer has made since are among them.
         """
-        arrays = []
+        written = []
         for key, variable in read_state(self._state).variables.items():
-            old = {id(array) for array in self._cut.arrays.get(key, ())}
-            new = {id(array): array for array in variable.components}
-            arrays += [(key, array) for mark, array in new.items() if mark not in old]
-        return arrays
+            old = {*map(id, self._cut.arrays.get(key, ()))}
+            for array in variable.components:
+                if id(array) not in old:
+                    old.add(id(array))  # replicas have one array where they are equal
+                    written.append((key, array))
+        return written
 
     def put_back(self) -> None:
         """Put the whole state back; the variables of a strategy in one publication.

@@ -6,9 +6,7 @@ consists of is below its own key: `optimizer/iterations`, `optimizer/slots/model
 
 from __future__ import annotations
 
-import base64
-import math
-from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
 
@@ -18,6 +16,7 @@ import numpy.typing as npt
 from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
+from ..tree import encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
 from ._format import MAX_TENSORS, EntryRecord, TensorRecord, dtype_name
 
@@ -101,12 +100,14 @@ class State:
         composites: The objects that name their parts, by key.
         variables: Its variables, by key; one may have several.
         gates: Those of the strategies of its variables, in the order they were met.
+        opened: What was looked into, each with a function that tells what it holds.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
     composites: dict[str, Composite] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
     gates: dict[StepGate, None] = field(default_factory=dict)
+    opened: list[tuple[Any, Callable[[Any], Any]]] = field(default_factory=list)
 
     def add(self, entry: Entry) -> None:
         key = entry.key
@@ -120,6 +121,11 @@ class State:
             self.variables[key] = entry.thing
             self.gates[entry.thing.store.gate] = None
 
+    def held(self) -> tuple[list[Any], list[Any]]:
+        """Return what the opened things hold now: what to compare, and what to keep alive."""
+        looks = [look(node) for node, look in self.opened]
+        return [mark for mark, _ in looks], [things for _, things in looks]
+
     def elsewhere(self) -> list[Any]:
         """Return what brings variables home that live on parameter servers."""
         strategies = [variable.store.owner for variable in self.variables.values()]
@@ -130,6 +136,33 @@ class State:
         return {key: v for key, v in self.variables.items() if self.entries[key].owner is None}
 
 
+@final
+class DescribedState:
+    """A state that is walked again only when what it consists of has changed.
+
+    Args:
+        state: The state. It is kept alive, and so is what it consisted of when last read.
+    """
+
+    __slots__ = ("_found", "_held", "_state", "_things")
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._found: State | None = None
+        self._held: list[Any] = []
+        self._things: list[Any] = []
+
+    def read(self) -> State:
+        """Return its entries; as `read_state`."""
+        found = self._found
+        if found is None or found.held()[0] != self._held:
+            self._found = None
+            found = read_state(self._state)
+            self._held, self._things = found.held()
+            self._found = found
+        return found
+
+
 def read_state(state: Any) -> State:
     """Find the entries of a state.
 
@@ -137,6 +170,8 @@ def read_state(state: Any) -> State:
         TypeError: If something in it cannot be saved.
         ValueError: If the state is not a container, or two entries have one key.
     """
+    if type(state) is DescribedState:
+        return state.read()
     if not isinstance(state, (Mapping, list, tuple)):
         raise ValueError(
             f"A state is a dict or list of what is to be saved, got {state!r}. Write "
@@ -146,6 +181,7 @@ def read_state(state: Any) -> State:
     _walk(found, "", state, None, None)
     owned = []
     for key, composite in found.composites.items():
+        found.opened.append((composite, _look_at_entries))
         for (owner, name), thing in composite.checkpoint_entries().items():
             if owner is None:
                 found.add(
@@ -171,10 +207,13 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
                 f"{key!r} in the state is {node!r} in a tuple, where a restore could not put "
                 "another value. Use a list or dict."
             )
+        if type(node) not in PLAIN:  # a container, which may hold something else one day
+            found.opened.append((node, _look_at_plain))
         found.add(Entry(key, node, container, index))
     elif isinstance(node, (np.ndarray, np.generic, np.random.Generator)):
         found.add(Entry(key, node, container, index))
     elif isinstance(node, Mapping):
+        found.opened.append((node, _look_at_mapping))
         for name, child in node.items():
             if not isinstance(name, (str, int)):
                 raise TypeError(
@@ -183,14 +222,17 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
             own: Any = node if isinstance(node, MutableMapping) else None
             _walk(found, _below(key, str(name)), child, own, name)
     elif isinstance(node, (list, tuple)):
+        found.opened.append((node, _look_at_items))
         for number, child in enumerate(node):
             own = node if isinstance(node, MutableSequence) else None
             _walk(found, _below(key, str(number)), child, own, number)
     elif isinstance(node, HasParts):
+        found.opened.append((node, _look_at_parts))
         found.composites[key] = node.checkpoint_parts
     elif isinstance(node, Composite):
         found.composites[key] = node
     elif isinstance(node, HasVariables):
+        found.opened.append((node, _look_at_variables))
         for number, variable in enumerate(node.variables):
             found.add(Entry(_below(key, str(number)), variable))
     elif isinstance(node, Stateful):
@@ -201,6 +243,37 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
             "state holds variables, optimizers, metrics, datasets, random generators, arrays, "
             "plain numbers and text, and objects with state_dict and load_state_dict."
         )
+
+
+# Each returns what to compare, and the things whose identities are in it: as long as somebody keeps
+# them alive, no other thing can have one of these.
+
+
+def _look_at_items(nodes: Iterable[Any]) -> tuple[Any, Any]:
+    things = [*nodes]
+    return [*map(id, things)], things
+
+
+def _look_at_mapping(node: Mapping[Any, Any]) -> tuple[Any, Any]:
+    things = [*node.values()]
+    return [*node, *map(id, things)], things
+
+
+def _look_at_parts(node: HasParts) -> tuple[Any, Any]:
+    return _look_at_items([node.checkpoint_parts])
+
+
+def _look_at_variables(node: HasVariables) -> tuple[Any, Any]:
+    return _look_at_items(node.variables)
+
+
+def _look_at_entries(node: Composite) -> tuple[Any, Any]:
+    entries = node.checkpoint_entries()
+    return [(id(owner), name, id(each)) for (owner, name), each in entries.items()], entries
+
+
+def _look_at_plain(node: Any) -> tuple[Any, Any]:
+    return is_plain(node), None
 
 
 def is_variable(node: Any) -> TypeGuard[Variable]:
@@ -362,7 +435,7 @@ def look(found: State) -> Cut:
             arrays[key] = [frozen(entry.thing)]
         else:
             arrays[key] = []
-            values[key] = encode(_plain_state(entry.thing), key, arrays[key])
+            values[key] = encoded(_plain_state(entry.thing), key, arrays[key])
     next_steps = tuple([gate.next_step for gate in found.gates])
     return Cut(next_steps, found.entries, arrays, values)
 
@@ -380,60 +453,28 @@ def _plain_state(thing: Any) -> Any:
     return thing.state_dict() if isinstance(thing, Stateful) else thing
 
 
-# ---- plain data --------------------------------------------------------------------------
-
-
-def encode(value: Any, key: str, arrays: list[Array]) -> Any:
+def encoded(value: Any, key: str, arrays: list[Array]) -> Any:
     """Return plain data as JSON has it; arrays go to `arrays` and leave their number.
 
     Raises:
         TypeError: If something is not plain data.
-
-    Example:
-        >>> encode({"rate": 0.5, "shape": (2, 3)}, "settings", [])
-        {'rate': 0.5, 'shape': {'$tuple': [2, 3]}}
     """
-    if isinstance(value, bool) or value is None or type(value) in {str, int}:
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, (np.ndarray, np.generic)):
-        arrays.append(frozen(value))
-        return {"$scalar" if isinstance(value, np.generic) else "$tensor": len(arrays) - 1}
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, list):
-        return [encode(child, key, arrays) for child in value]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(child, key, arrays) for child in value]}
-    if isinstance(value, Mapping):
-        if all(type(name) is str and not name.startswith("$") for name in value):
-            return {name: encode(child, key, arrays) for name, child in value.items()}
-        return {"$items": [[encode(each, key, arrays) for each in item] for item in value.items()]}
-    raise TypeError(
-        f"{key!r} in the state holds {value!r} ({type(value).__name__}), which is not plain data: "
-        "numbers, text, bytes, arrays, and lists, tuples and dicts of these."
-    )
+
+    def leaf(each: Any) -> Any:
+        if isinstance(each, (np.ndarray, np.generic)):
+            arrays.append(frozen(each))
+            return {"$scalar" if isinstance(each, np.generic) else "$tensor": len(arrays) - 1}
+        for kind, plain in _KINDS.items():  # what `state_dict` gives may be an OrderedDict
+            if isinstance(each, kind):
+                return encode(plain(each), leaf)
+        raise TypeError(
+            f"{key!r} in the state holds {each!r} ({type(each).__name__}), which is not plain "
+            "data: numbers, text, bytes, arrays, and lists, tuples and dicts of these."
+        )
+
+    return encode(value, leaf)
 
 
-def decode(value: Any, arrays: Sequence[Array]) -> Any:
-    """Return what `encode` was given; anything else than its results is an error of any kind."""
-    if isinstance(value, list):
-        return [decode(child, arrays) for child in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        [(tag, content)] = value.items()
-        if tag == "$float":
-            return float(content)
-        if tag == "$tensor":
-            return arrays[content]
-        if tag == "$scalar":
-            return arrays[content][()]
-        if tag == "$bytes":
-            return base64.b64decode(content, validate=True)
-        if tag == "$tuple":
-            return tuple(decode(content, arrays))
-        if tag == "$items":
-            return {decode(name, arrays): decode(child, arrays) for name, child in content}
-    return {name: decode(child, arrays) for name, child in value.items()}
+_KINDS: dict[type[Any], Callable[[Any], Any]] = {
+    bytes: bytes, list: list, tuple: tuple, Mapping: dict
+}  # fmt: skip

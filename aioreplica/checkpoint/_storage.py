@@ -90,6 +90,9 @@ class Storage(Protocol):
     def lock(self) -> Any:  # Any: what is closed to give the lock back
         """Take the directory for one writer: something with `close()`.
 
+        If it has an attribute `is_exclusive` that is true, no other writer can be there, and what
+        ended saves have left is removed.
+
         Raises:
             CheckpointError: If another one has it.
         """

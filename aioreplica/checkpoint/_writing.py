@@ -31,6 +31,7 @@ from ._format import (
     combine_crc32,
     dtype_name,
     dump_manifest,
+    label_of,
     parse_manifest,
     tensors_header,
 )
@@ -40,6 +41,7 @@ from ._storage import BLOCK_BYTES, Storage, read_all
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
+UNNAMED = f"{MANIFEST}.tmp"  # see LocalStorage.replace
 Tensor = tuple[str, int]
 """Key of an entry, and the number of the tensor in it."""
 
@@ -153,7 +155,7 @@ class _StepWriter:
         ]
         stored = [
             (
-                f"{key}#{index}" if index else key,
+                label_of(key, index),
                 (*shape, 2) if dtype.startswith("complex") else shape,
                 DTYPES[dtype],
                 arrays[key][index].nbytes,
@@ -365,4 +367,19 @@ def remove_step(storage: Storage, step: int) -> None:
     storage.remove(f"{folder}/{MANIFEST}")
     storage.sync(folder)
     _remove_others(storage, folder, set())
+    storage.remove_folder(folder)
+
+
+def remove_leftover(storage: Storage, folder: str) -> None:
+    """Remove what an ended save has left of a step; blocks. The caller has the lock.
+
+    Raises:
+        OSError: If it cannot be removed, or the folder has files that no save makes.
+    """
+    names = storage.list(folder)
+    strange = [name for name in names if not DATA_FILE.fullmatch(name) and name != UNNAMED]
+    if MANIFEST in names or strange:
+        raise OSError(errno.ENOTEMPTY, f"It has {', '.join(strange or [MANIFEST])}", folder)
+    for name in names:
+        storage.remove(f"{folder}/{name}")
     storage.remove_folder(folder)

@@ -1,5 +1,7 @@
 """`python -m aioreplica ckpt`: which checkpoints a folder has, if they are whole, what they hold.
 
+`rm` and `gc` remove steps, and what ended saves have left; they take the lock of the folder first.
+
 On a terminal the answer is a table; piped into another program it is one line per row, with tabs
 between fields and sizes in bytes. The exit status is 0 if all is well, 1 if something is damaged or
 not there, and 2 if the arguments are wrong.
@@ -7,7 +9,10 @@ not there, and 2 if the arguments are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +21,14 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from ..checkpoint import CheckpointManager, EntryDescription
+from ..checkpoint import (
+    CheckpointManager,
+    EntryDescription,
+    LocalStorage,
+    find_leftovers,
+    remove_leftover,
+    remove_step,
+)
 from ..errors import CheckpointError
 from ._rows import failed, print_rows
 
@@ -24,15 +36,25 @@ Folder = Annotated[
     Path,
     typer.Argument(exists=True, file_okay=False, readable=True, help="Where a manager saves."),
 ]
+Age = Annotated[str, typer.Option(metavar="AGE", help="Such as 90s, 10m, 2h or 3d.")]
+Steps = Annotated[list[int], typer.Argument(min=0, help="Their numbers.")]
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LEFT = "no manifest: its save was ended, or is going on"
 OneStep = Annotated[int | None, typer.Argument(min=0, help="Its number.")]
 
 
 def list_steps(directory: Folder) -> None:
     """List the steps of a folder, and whether their files are there in full length.
 
-    The step marked "latest" is the one that a restore takes: the one saved last that is whole.
+    The step marked "latest" is the one that a restore takes: the one saved last that is whole. A
+    folder without a manifest is no step; `gc` removes it.
     """
-    manager, steps = _opened(directory)
+    left = _leftovers(directory)
+    try:
+        manager, steps = _opened(directory)
+    except typer.Exit:
+        _print_states(("step", "entries", "size", "state"), left)
+        raise
     latest = _latest(manager)
     rows, is_damaged = [], False
     for step in steps:
@@ -45,7 +67,7 @@ def list_steps(directory: Folder) -> None:
         is_damaged = is_damaged or bool(damage)
         state = damage or ("latest" if step == latest else "whole")
         rows.append((str(step), num_entries, size, state))
-    _print_states(("step", "entries", "size", "state"), rows)
+    _print_states(("step", "entries", "size", "state"), [*rows, *left])
     if is_damaged:
         raise typer.Exit(1)
 
@@ -80,6 +102,83 @@ def show_step(directory: Folder, step: OneStep = None) -> None:
     print_rows(("entry", "kind", "dtype", "shape", "size"), map(_row_of, found.entries))
     if found.damage:
         raise failed(f"Step {number} in {directory} is damaged: {found.damage}.")
+
+
+def remove_steps(directory: Folder, steps: Steps) -> None:
+    """Remove steps of a folder in which nothing is being saved."""
+    _, known = _opened(directory)
+    for step in steps:
+        if step not in known:
+            listed = ", ".join(map(str, known))
+            raise failed(f"There is no step {step} in {directory}: it has {listed}.")
+    with _locked(directory) as (storage, _):
+        for step in dict.fromkeys(steps):
+            remove_step(storage, step)
+            print_rows(("step", "state"), [(str(step), "removed")])
+
+
+def collect(directory: Folder, older_than: Age = "0s") -> None:
+    """Remove what saves have left that were ended: folders of steps without a manifest."""
+    match = re.fullmatch("([0-9]{1,9})([smhd])", older_than)
+    if match is None:
+        raise failed(f"An age is a number and s, m, h or d, got {older_than!r}.", 2)
+    limit_s = int(match[1]) * SECONDS[match[2]]
+    problems = []
+    with _locked(directory) as (storage, is_exclusive):
+        if not is_exclusive and not limit_s:
+            raise failed(
+                f"{directory} cannot be locked here: a folder may be that of a save under way. "
+                "Give --older-than."
+            )
+        for folder in find_leftovers(storage):
+            if time.time() - _changed_at(directory / folder) < limit_s:
+                continue
+            size = _size(_bytes_in(directory / folder))
+            try:
+                remove_leftover(storage, folder)
+            except OSError as error:
+                problems.append(f"{folder} cannot be removed: {error}")
+            else:
+                print_rows(("folder", "size", "state"), [(folder, size, "removed")])
+    if problems:
+        raise failed(" ".join(problems))
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[tuple[LocalStorage, bool]]:
+    """Keep managers out for a block; tell whether the system sees to that.
+
+    Raises:
+        typer.Exit: If one has the folder, or something in the block cannot be done.
+    """
+    storage = LocalStorage(directory)
+    try:
+        lock = storage.lock()
+        try:
+            yield storage, lock.is_exclusive
+        finally:
+            lock.close()
+    except OSError as error:
+        raise failed(str(error)) from None
+
+
+def _leftovers(directory: Path) -> list[tuple[str, ...]]:
+    try:
+        folders = find_leftovers(LocalStorage(directory))
+    except OSError as error:
+        raise failed(f"{directory} cannot be read: {error}") from None
+    return [
+        (str(int(name.rpartition("-")[2])), "", _size(_bytes_in(directory / name)), LEFT)
+        for name in folders
+    ]
+
+
+def _changed_at(folder: Path) -> float:
+    return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.iterdir())
 
 
 def _row_of(entry: EntryDescription) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Pytrees: nested containers of values, over optree in a namespace of our own."""
 
+from ._json import decode as decode
+from ._json import encode as encode
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import Leaf as Leaf

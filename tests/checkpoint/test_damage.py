@@ -104,6 +104,7 @@ FORGED = {
     "device": (set_in("files", 0, "name", "/dev/zero"), "not the name of a data file"),
     "other file": (set_in("files", 0, "name", "data-0009-000.safetensors"), "cannot be read"),
     "more bytes": (set_in("files", 0, "bytes", 2**50), "has [0-9]+ bytes, not"),
+    "huge header": (set_in("files", 0, "header_bytes", 2**40), "cannot be in data-0001-000"),
     "huge tensor": (set_in("entries", "w", "shape", [2**40, 2**40]), "where they cannot be"),
     "tensor outside": (set_in("entries", "w", "tensors", 0, 1, 2**40), "where they cannot be"),
     "tensor in the header": (set_in("entries", "w", "tensors", 0, 1, 0), "where they cannot be"),

@@ -72,3 +72,46 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> 
         asyncio.run(manager.save(2, {"x": 2}))  # the child lives, and waits for its input
         asyncio.run(manager.aclose())
         parent.stdin.close()
+
+
+# --- what killed saves leave ------------------------------------------------------------------
+
+
+def leave_behind(folder: Path, step: int) -> Path:
+    left = folder / f"step-{step:010}"
+    left.mkdir(parents=True)
+    (left / "data-0001-000.safetensors").write_bytes(b"12345")
+    return left
+
+
+@pytest.mark.asyncio
+async def test_the_first_save_removes_what_killed_saves_left(tmp_path: Path) -> None:
+    left = leave_behind(tmp_path, 3)
+    async with CheckpointManager(tmp_path) as manager:
+        await manager.save(4, {"x": 1})
+        assert not left.exists()
+        later = leave_behind(tmp_path, 5)
+        await manager.save(6, {"x": 1})
+        assert later.exists()  # looked for once: every save would list all steps again
+    assert manager.steps() == (4, 6)
+
+
+@pytest.mark.asyncio
+async def test_without_a_lock_that_keeps_others_out_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = leave_behind(tmp_path, 3)
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    async with CheckpointManager(tmp_path) as manager:
+        await manager.save(4, {"x": 1})
+    assert left.exists()
+
+
+@pytest.mark.asyncio
+async def test_files_of_others_are_left_alone_and_said(tmp_path: Path) -> None:
+    left = leave_behind(tmp_path, 3)
+    (left / "notes.txt").write_text("mine")
+    async with CheckpointManager(tmp_path) as manager:
+        with pytest.warns(RuntimeWarning, match="left in step-0000000003 .*notes.txt"):
+            await manager.save(4, {"x": 1})
+    assert len([*left.iterdir()]) == 2

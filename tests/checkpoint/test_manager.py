@@ -116,6 +116,30 @@ async def test_the_files_are_safetensors(tmp_path: Path) -> None:
     assert found["n"].tolist() == [1, 2]
 
 
+async def test_any_key_gives_a_file_that_safetensors_opens(tmp_path: Path) -> None:
+    """Names that clash with labels of components, with metadata, and that are no Unicode."""
+    numpy = pytest.importorskip("safetensors.numpy")
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            v = ar.Variable(1.0, synchronization="on_read", aggregation="sum")
+        names = ["v#1", "__metadata__", "\udcff", "%udcff", "%", "a/b", "é", "%23", "#"]
+        state = {"v": v, **{name: np.full(2, float(i)) for i, name in enumerate(names)}}
+        await ar.CheckpointManager(tmp_path).save(3, state)
+        expected = {name: state[name] for name in names}
+        state.update({name: np.zeros(2) for name in names})
+
+        await ar.CheckpointManager(tmp_path).restore(state)
+
+    [path] = tmp_path.glob("step-0000000003/*.safetensors")
+    found = numpy.load_file(path)
+    assert len(found) == 2 + len(names)
+    assert {"v", "v#1"} < set(found)
+    for name in names:
+        assert state[name].tolist() == expected[name].tolist()
+    saved = [array.tolist() for label, array in found.items() if label not in {"v", "v#1"}]
+    assert sorted(saved) == sorted(array.tolist() for array in expected.values())
+
+
 # --- other strategies -------------------------------------------------------------------------
 
 KINDS: dict[str, Callable[[], ar.Strategy]] = {

@@ -113,7 +113,7 @@ async def test_the_newest_savepoint_is_put_back_on_every_worker() -> None:
     async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
         with strategy.scope():
             w = ar.Variable(np.zeros(3), name="w")
-        rank = strategy.cluster_resolver.rank
+        rank = strategy._runtime.workers.rank
         await w.assign(np.arange(3.0))
         savepoint = Savepoint({"w": w})
         if rank == 1:

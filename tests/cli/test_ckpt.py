@@ -1,8 +1,10 @@
 """`ckpt ls`, `verify` and `show`: what they print, and how they end."""
 
 import asyncio
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.checkpoint import LocalStorage
 from aioreplica.cli import main
 
 pytest.importorskip("typer")
@@ -167,6 +170,95 @@ def test_a_terminal_gets_a_table(folder: Path, run: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+def leave_behind(folder: Path, step: int) -> Path:
+    """Make what a save leaves that is killed before its manifest takes its name."""
+    left = folder / f"step-{step:010}"
+    left.mkdir(parents=True)
+    (left / "data-0001-000.safetensors").write_bytes(b"12345")
+    (left / "manifest.json.tmp").write_bytes(b"{")
+    return left
+
+
+def test_what_a_killed_save_has_left_is_shown_and_removed(folder: Path, run: Run) -> None:
+    left = leave_behind(folder, 20)
+
+    code, out, _ = run("ls", folder)
+    collected = run("gc", folder)
+    again = run("gc", folder)
+
+    assert code == 0
+    assert out.splitlines()[-1].split("\t") == [
+        "20", "", "6", "no manifest: its save was ended, or is going on"
+    ]  # fmt: skip
+    assert collected == (0, f"{left.name}\t6\tremoved\n", "")
+    assert again == (0, "", "")
+    assert not left.exists()
+    assert ar.CheckpointManager(folder).steps() == (5, 10, 15)
+
+
+def test_a_folder_with_nothing_but_leftovers_has_no_checkpoint(tmp_path: Path, run: Run) -> None:
+    leave_behind(tmp_path, 20)
+
+    code, out, err = run("ls", tmp_path)
+
+    assert code == 1
+    assert out.startswith("20\t")
+    assert "There is no checkpoint" in err
+
+
+def test_what_is_young_is_kept(folder: Path, run: Run) -> None:
+    left = leave_behind(folder, 20)
+    hour_ago = time.time() - 3600
+    for path in (*left.iterdir(), left):
+        os.utime(path, (hour_ago, hour_ago))
+
+    assert run("gc", folder, "--older-than", "2h") == (0, "", "")
+    assert left.exists()
+    assert run("gc", folder, "--older-than", "30m")[0] == 0
+    assert not left.exists()
+    assert run("gc", folder, "--older-than", "soon")[0] == 2
+
+
+def test_files_that_no_save_makes_are_left_alone(folder: Path, run: Run) -> None:
+    left = leave_behind(folder, 20)
+    (left / "notes.txt").write_text("mine")
+
+    code, out, err = run("gc", folder)
+
+    assert (code, out) == (1, "")
+    assert "notes.txt" in err
+    assert len([*left.iterdir()]) == 3
+
+
+def test_steps_are_removed(folder: Path, run: Run) -> None:
+    assert run("rm", folder, 5, 15) == (0, "5\tremoved\n15\tremoved\n", "")
+    assert ar.CheckpointManager(folder).steps() == (10,)
+
+    code, _, err = run("rm", folder, 10, 99)
+
+    assert code == 1
+    assert "no step 99" in err
+    assert ar.CheckpointManager(folder).steps() == (10,)
+
+
+@pytest.mark.parametrize("command", [("gc",), ("rm", 5)])
+def test_nothing_is_removed_while_a_manager_saves(
+    folder: Path, run: Run, command: tuple[object, ...]
+) -> None:
+    left = leave_behind(folder, 20)
+    name, *rest = command
+    lock = LocalStorage(folder).lock()
+    try:
+        code, out, err = run(name, folder, *rest)
+    finally:
+        lock.close()
+
+    assert (code, out) == (1, "")
+    assert "is in use" in err
+    assert left.exists()
+    assert ar.CheckpointManager(folder).steps() == (5, 10, 15)
+
+
 def test_it_is_a_command(folder: Path) -> None:
     command = [sys.executable, "-m", "aioreplica", "ckpt", "verify", str(folder)]
 
