@@ -42,6 +42,7 @@ def build(strategy: ar.Strategy, folder: Path) -> OnlineService:
         journal=Journal(folder / "journal.sqlite"),
         checkpoints=ar.CheckpointManager(folder / "checkpoints"),
         checkpoint_every_s=0.2,
+        max_failures_in_a_row=None,  # at the end of a long load nothing but poison is sent
     )
 
     def predict(snapshot: Any, inputs: Any) -> Any:

@@ -75,7 +75,6 @@ WAITING = _gauge("closures_queued", "Closures that wait for a process.")
 UNDER_WAY = _gauge("closures_running", "Closures under way.")
 CLOSURES = _counter("closures", "Closures that are over.", "result")
 RETRIES = _counter("closure_retries", "Runs of closures that had pushed in another run.")
-PS_STEPS = _counter("parameter_server_steps", "Steps applied, in synchronous mode.")
 PULLS = _counter("parameter_server_pulls", "Shards that were asked for.")
 PUSHES = _counter("parameter_server_pushes", "Writes and gradients.", "result")
 PS_BYTES = _counter("parameter_server_bytes", "Bytes of them.", "direction")
@@ -91,7 +90,7 @@ INPUT = MetricFamily(
 METRICS = (
     REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,
     BUSY, QUEUED, RUNNING, SENT, SEND_S, DEATHS, MEMORY, LAG, MAX_LAG, SCALAR, MADE, INPUT,
-    WAITING, UNDER_WAY, CLOSURES, RETRIES, PS_STEPS, PULLS, PUSHES, PS_BYTES, STALENESS,
+    WAITING, UNDER_WAY, CLOSURES, RETRIES, PULLS, PUSHES, PS_BYTES, STALENESS,
     MAX_STALENESS,
 )  # fmt: skip
 
@@ -238,11 +237,9 @@ def _of_coordinator(name: str, now: CoordinatorStatistics) -> Iterator[Measureme
     yield Measurement(CLOSURES, (name, "failed"), now.num_failed)
     yield Measurement(CLOSURES, (name, "cancelled"), now.num_cancelled)
     yield Measurement(RETRIES, (name,), now.num_retries)
-    yield Measurement(PS_STEPS, (name,), now.num_steps)
     yield Measurement(PULLS, (name,), now.pulls)
     yield Measurement(PUSHES, (name, "applied"), now.pushes)
     yield Measurement(PUSHES, (name, "seen before"), now.pushes_dropped)
-    yield Measurement(PUSHES, (name, "late"), now.pushes_late)
     yield Measurement(PUSHES, (name, "stale"), now.pushes_stale)
     yield Measurement(PS_BYTES, (name, "pulled"), now.bytes_pulled)
     yield Measurement(PS_BYTES, (name, "pushed"), now.bytes_pushed)

@@ -210,3 +210,18 @@ def only_field(found: Any, name: str) -> Any:  # Any: JSON
     if reasons:
         raise refusal(422, "The body is not what is needed.", *reasons)
     return found[name]
+
+
+def only_numbers(request: Request, *names: str) -> dict[str, int]:
+    """Return the numbers of a query by their names; refuse what is unknown or no number."""
+    found, reasons = dict[str, int](), list[tuple[str, str]]()
+    for name, given in request.query_params.multi_items():
+        if name not in names:
+            reasons.append((name[:50], f"is not known; there are {', '.join(names)}"))
+        elif name in found or not (given.isascii() and given.isdigit() and len(given) < 19):
+            reasons.append((name, "must be one whole number, not negative"))
+        else:
+            found[name] = int(given)
+    if reasons:
+        raise refusal(422, "The query is not what is needed.", *reasons[:20])
+    return found

@@ -7,7 +7,7 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
     POST /learn          {"input": ..., "target": ...} or {"examples": [...]}; with a journal, the
                          answer comes when they are on disk; takes an Idempotency-Key
     GET  /snapshot       which version is published, and how old it is
-    GET  /dead-letters   examples that could not be learned, and why
+    GET  /dead-letters   examples that could not be learned, and why: ?after=, ?before=, ?limit=
     GET  /events         the statistics as server-sent events, whenever they have changed
     GET  /metrics        for Prometheus
     GET  /healthz        200 while the process answers
@@ -17,10 +17,11 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from inspect import isawaitable
@@ -33,19 +34,25 @@ from .._export import export_public
 from .._functions import is_async, require_finished, require_no_yield
 from ..devices import run_on_host
 from ..errors import CheckpointError, ContextError, JournalError, KeyReusedError
-from ..online import ExampleSpec, OnlineLearner, RecordStream, SnapshotReader, StepRecord
+from ..online import (
+    DeadLetter,
+    ExampleSpec,
+    OnlineLearner,
+    RecordStream,
+    SnapshotReader,
+    StepRecord,
+)
 from ..tree import flatten, map_leaves, unflatten
-from ..values import Snapshot
 
 try:
     import prometheus_client
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from starlette import routing
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response, StreamingResponse
     from starlette.websockets import WebSocketClose
 
+    from ._online_metrics import ServiceMetrics
     from ._request import (
         HEADERS,
         Limits,
@@ -54,6 +61,7 @@ try:
         check,
         header,
         only_field,
+        only_numbers,
         read_json,
         refusal,
     )
@@ -65,46 +73,18 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
-    from prometheus_client.core import Metric as Family
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["Limits", "OnlineService"]
 
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_KEY_LENGTH = 200
+LOGGER = logging.getLogger("aioreplica.integrations.asgi")
+MAX_LETTERS = 1000
 NUM_REASONS = 20
 NUM_STEPS = 32  # of the newest, that a client of `/events` may not have seen yet
 HEARTBEAT_S = 15.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-# Of `LearnerStatistics`: the field, its metric, and what it is.
-COUNTERS = (
-    ("num_taken", "taken", "Examples taken: with a journal, on disk."),
-    ("num_duplicates", "duplicates", "Examples whose idempotency key was known."),
-    ("num_refused", "refused", "Examples not taken: no room, or the journal could not."),
-    ("num_learned", "learned", "Examples learned."),
-    ("num_dead", "dead", "Examples set aside."),
-    ("num_steps", "steps", "Steps published."),
-    ("num_rollbacks", "rollbacks", "Steps rolled back."),
-    ("step_s", "step_seconds", "Seconds spent in steps."),
-    ("num_commits", "commits", "Transactions of the journal that took examples."),
-    ("commit_s", "commit_seconds", "Seconds spent in these."),
-    ("num_checkpoints", "checkpoints", "Checkpoints saved."),
-)
-GAUGES = (
-    ("queue_depth", "queue_depth", "Examples taken and not learned yet."),
-    ("queue_size", "queue_size", "How many there may be."),
-    ("backlog", "backlog", "Journalled examples of earlier processes, not learned yet."),
-    ("last_number", "last_number", "Number of the last example taken."),
-    ("learned_number", "learned_number", "Every example up to this one is learned or set aside."),
-    ("checkpoint_number", "checkpoint_number", "That of the newest checkpoint."),
-)
-FLAGS = (
-    ("journal_error", "journal_failing", "1 while the journal takes nothing."),
-    ("checkpoint_error", "checkpoint_failing", "1 after a checkpoint that failed."),
-    ("publish_error", "publish_failing", "1 while snapshots do not reach other processes."),
-    ("failure", "failed", "1 once the learner has given up."),
-)
 
 
 @final
@@ -151,6 +131,9 @@ class OnlineService:
             Shapes and dtypes count, the values do not.
         target_like: The same of a target. An example is `{"input": ..., "target": ...}`, or
             `{"input": ...}` if this is None.
+        validate: Called with each input, of a prediction and of an example, once its shapes are
+            right; what it returns is used in its place. What it refuses with a ValueError is
+            answered with 422 and that text.
         token: If given, every request but those of `/healthz` and `/readyz` must bring it, those
             of `/metrics` and `/events` too. It says who may ask, not who asks: one token for all.
             Without TLS it can be read on the way.
@@ -158,12 +141,15 @@ class OnlineService:
         limits: Of what clients may ask for.
         registry: What `/metrics` shows; None makes one, `service.registry`. Export the metrics of
             your strategy there, too (`aioreplica.integrations.prometheus.export`).
+        model: The label "model" of all metrics of the service; None for no label. Services in one
+            registry need one each.
         report: What an application adds to each event, as JSON.
         event_interval_s: Seconds between two looks at the statistics, for `/events`.
 
     Raises:
-        ValueError: If the token is empty, or not of ASCII.
-        TypeError: If `hosts` is one text.
+        ValueError: If the token is empty, or not of ASCII; or the registry shows the metrics of
+            another service without a `model` of its own.
+        TypeError: If `hosts` is one text, or a function is not a plain one that has to be.
     """
 
     def __init__(
@@ -173,10 +159,12 @@ class OnlineService:
         *,
         input_like: Any,
         target_like: Any = None,
+        validate: Callable[[Any], Any] | None = None,
         token: str | None = None,
         hosts: Sequence[str] = LOCAL_NAMES,
         limits: Limits | None = None,
         registry: CollectorRegistry | None = None,
+        model: str | None = None,
         report: Callable[[], Mapping[str, Any]] | None = None,
         event_interval_s: float = 0.5,
     ) -> None:
@@ -185,9 +173,10 @@ class OnlineService:
         if isinstance(hosts, str):
             raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
         require_no_yield(predict, "OnlineService")
-        require_no_yield(report, "OnlineService")
-        if is_async(report):
-            raise TypeError(f"report must be a plain function, got {report!r}.")
+        for name, called in (("report", report), ("validate", validate)):
+            require_no_yield(called, "OnlineService")
+            if is_async(called):
+                raise TypeError(f"{name} must be a plain function, got {called!r}.")
         self._learner = learner
         self._predict = predict
         self._closing = asyncio.Event()
@@ -196,12 +185,13 @@ class OnlineService:
         self._input_spec = ExampleSpec(input_like)
         target = {} if target_like is None else {"target": target_like}
         self._example_spec = ExampleSpec({"input": input_like, **target})
+        self._validate = validate
         self._token = token
         self._hosts = tuple(host.lower() for host in hosts)
         self._limits = Limits() if limits is None else limits
         self._report = report
         self._read = learner.read if isinstance(learner, SnapshotReader) else learner.snapshot
-        self._metrics = _Metrics(learner, registry)
+        self._metrics = ServiceMetrics(learner, registry, model)
         self.registry = self._metrics.registry
         self._event_interval_s = event_interval_s
         self._streams: set[_Events] = set()
@@ -263,6 +253,13 @@ class OnlineService:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             request, start, status = Request(scope, receive), time.perf_counter(), 500
+            has_begun = False
+
+            async def send_noting(message: Message) -> None:
+                nonlocal has_begun
+                has_begun = True
+                await send(message)
+
             try:
                 if request.method != method:
                     raise refusal(405, f"Use {method} for {path}.", allow=method)
@@ -270,14 +267,22 @@ class OnlineService:
                     check(request, self._hosts, self._token)
                 response = await handle(request)
                 status = response.status_code
-                await response(scope, receive, send)
+                await response(scope, receive, send_noting)
             except HTTPException as error:
                 status = error.status_code
                 await answer(error.detail, status, error.headers)(scope, receive, send)
             except ClientDisconnect:
                 status = 499
+            except Exception as error:
+                if has_begun:
+                    raise
+                LOGGER.exception("%s %s failed.", method, path)
+                what = f"{path} failed with {type(error).__name__}. The log of the service has it."
+                await answer({"error": what}, status)(scope, receive, send)
             finally:
-                self._metrics.answered(path, status, time.perf_counter() - start)
+                self._metrics.requests.labels(*self._metrics.labels, path, str(status)).inc()
+                if path == "/predict" and status == 200:
+                    self._metrics.seconds.observe(time.perf_counter() - start)
 
         return Route(path, method, summary, app)
 
@@ -305,7 +310,7 @@ class OnlineService:
         is_single = isinstance(found, dict) and "inputs" not in found
         where = "input" if is_single else "inputs"
         given = only_field(found, where)
-        inputs = self._checked([given] if is_single else given, self._input_spec, where)
+        inputs = self._checked([given] if is_single else given, self._valid_input, where)
         snapshot = self._newest()
         result = self._predict(snapshot, _stacked(inputs))
         if isawaitable(result):
@@ -325,7 +330,7 @@ class OnlineService:
         found = await read_json(request, self._limits)
         is_single = isinstance(found, dict) and "examples" not in found
         given = [found] if is_single else only_field(found, "examples")
-        examples = self._checked(given, self._example_spec, "" if is_single else "examples")
+        examples = self._checked(given, self._valid_example, "" if is_single else "examples")
         try:
             now = learner.statistics()
         except ContextError as error:  # no lifespan has opened it
@@ -358,7 +363,17 @@ class OnlineService:
             what = f"There is no version to predict from: {error}"
             raise refusal(503, what, retry_after="1") from error
 
-    def _checked(self, given: Any, spec: ExampleSpec, where: str) -> list[Any]:
+    def _valid_input(self, given: Any) -> Any:
+        found = self._input_spec(given)
+        return found if self._validate is None else self._input_spec(self._validate(found))
+
+    def _valid_example(self, given: Any) -> Any:
+        found = self._example_spec(given)
+        if self._validate is None:
+            return found
+        return {**found, "input": self._input_spec(self._validate(found["input"]))}
+
+    def _checked(self, given: Any, spec: Callable[[Any], Any], where: str) -> list[Any]:
         """Return examples as arrays; refuse all of them if one is wrong."""
         if not isinstance(given, list) or not given:
             raise refusal(422, f"{where} must be a list of at least one.")
@@ -382,25 +397,25 @@ class OnlineService:
 
     async def _on_snapshot(self, _request: Request) -> Response:
         snapshot = self._newest()
-        age = {"age_s": round(snapshot.age_s, 6)} if isinstance(snapshot, Snapshot) else {}
-        return answer({"version": snapshot.version, **age})
+        found: dict[str, Any] = {"version": snapshot.version, "age_s": round(snapshot.age_s, 6)}
+        if isinstance(self._learner, SnapshotReader):
+            found |= _about(self._learner)
+        return answer(found)
 
-    async def _on_dead_letters(self, _request: Request) -> Response:
+    async def _on_dead_letters(self, request: Request) -> Response:
         assert isinstance(self._learner, OnlineLearner)
+        asked = only_numbers(request, "after", "before", "limit")
+        limit = min(max(asked.get("limit", 100), 1), MAX_LETTERS)
+        after, before = asked.get("after", 0), asked.get("before")
         try:
-            letters = await self._learner.dead_letters(limit=100)
+            letters = await self._learner.dead_letters(after=after, before=before, limit=limit)
         except (ContextError, JournalError) as error:
             raise refusal(503, str(error), retry_after="5") from error
-        listed = [
-            {
-                "number": letter.number,
-                "error": letter.error,
-                "time": letter.time,
-                "example": map_leaves(lambda leaf: np.asarray(leaf).tolist(), letter.example),
-            }
-            for letter in letters
-        ]
-        return answer({"dead_letters": listed})
+        is_more = len(letters) == limit
+        edge = letters[-1 if before is None else 0].number if letters else 0
+        following = f"{'after' if before is None else 'before'}={edge}&limit={limit}"
+        listed = [*map(_as_row, letters)]
+        return answer({"dead_letters": listed, "next": following if is_more else None})
 
     async def _on_metrics(self, _request: Request) -> Response:
         # Written on a thread of the host: a registry may have much in it.
@@ -419,20 +434,21 @@ class OnlineService:
 
     async def _on_readyz(self, _request: Request) -> Response:
         why = self._unready()
-        return answer({"status": why or "ok"}, 503 if why else 200)
+        about = {} if isinstance(self._learner, OnlineLearner) else _about(self._learner)
+        return answer({"status": why or "ok", **about}, 503 if why else 200)
 
     def _unready(self) -> str:
         """Return why no requests should come here, "" if they should."""
         if self._closing.is_set():
             return "closing"
-        if not isinstance(self._learner, OnlineLearner):
-            return "" if self._learner.is_published else "nothing is published yet"
+        if isinstance(self._learner, SnapshotReader):
+            return _why_not_current(self._learner)
         if self._learner.is_ready:
             return ""
         if self._learner.state == "new":
             return "new: the application does not run the service's lifespan"
         now = self._learner.statistics()
-        return ": ".join(filter(None, (now.state, now.failure, now.journal_error)))
+        return ": ".join(filter(None, (now.state, now.failure, now.retry_error, now.journal_error)))
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"version": self._newest().version}
@@ -510,59 +526,35 @@ class _Events(StreamingResponse):  # type: ignore[misc]  # Any: Starlette need n
                 await closing.wait()
 
 
-@final
-class _Metrics:
-    """Counters of a service's requests, and a collector of its learner's statistics."""
+def _as_row(letter: DeadLetter) -> dict[str, Any]:
+    """Return a dead letter as JSON has it."""
+    return {
+        "number": letter.number,
+        "error": letter.error,
+        "time": letter.time,
+        "example": map_leaves(lambda leaf: np.asarray(leaf).tolist(), letter.example),
+    }
 
-    def __init__(
-        self, learner: OnlineLearner | SnapshotReader, registry: CollectorRegistry | None
-    ) -> None:
-        self._learner = learner
-        self.registry = prometheus_client.CollectorRegistry() if registry is None else registry
-        self._requests = prometheus_client.Counter(
-            "aioreplica_online_requests",
-            "Requests answered; 499 if the client went before its body was whole.",
-            ["route", "status"],
-            registry=self.registry,
-        )
-        self._seconds = prometheus_client.Histogram(
-            "aioreplica_online_predict_seconds",
-            "Seconds from the headers of a prediction's request to its answer.",
-            buckets=(0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0),
-            registry=self.registry,
-        )
-        self.registry.register(self)
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """Count a request."""
-        self._requests.labels(route, str(status)).inc()
-        if route == "/predict" and status == 200:
-            self._seconds.observe(seconds)
+def _why_not_current(reader: SnapshotReader) -> str:
+    """Return why a reader's version should not be predicted from, "" if it may."""
+    try:
+        reader.read()
+    except OSError as error:
+        return f"nothing can be read: {error}"
+    if reader.is_current:
+        return ""
+    return ": ".join(
+        filter(None, (f"its publisher is silent for {reader.age_s:.0f} s", reader.error))
+    )
 
-    def describe(self) -> Iterable[Family]:
-        """Return nothing: who wants to know names would have to wait for the learner."""
-        return ()
 
-    def collect(self) -> Iterable[Family]:
-        """Yield the statistics of the learner, or the version that a reader sees."""
-        prefix, text = "aioreplica_online", "The published version."
-        if isinstance(self._learner, SnapshotReader):
-            if self._learner.is_published:
-                version = self._learner.read().version
-                yield GaugeMetricFamily(f"{prefix}_version", text, value=version)
-            return
-        if self._learner.state == "new":
-            return
-        now = self._learner.statistics()
-        yield GaugeMetricFamily(f"{prefix}_version", text, value=now.version)
-        for field, name, text in COUNTERS:
-            yield CounterMetricFamily(f"{prefix}_{name}", text, value=getattr(now, field))
-        for field, name, text in GAUGES:
-            value = getattr(now, field)
-            if value is not None:
-                yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
-        for field, name, text in FLAGS:
-            yield GaugeMetricFamily(f"{prefix}_{name}", text, value=bool(getattr(now, field)))
+def _about(reader: SnapshotReader) -> dict[str, Any]:
+    """Return how old what a reader knows is, and why."""
+    about: dict[str, Any] = {"error": reader.error} if reader.error else {}
+    if math.isfinite(reader.age_s):
+        about["publisher_age_s"] = round(reader.age_s, 3)
+    return about
 
 
 def _stacked(examples: Sequence[Any]) -> Any:  # Any: trees of arrays

@@ -3,14 +3,14 @@
 A run is a span, a child of what is current where it is awaited. Its replicas are children of it,
 and current in the step function: spans that the step makes, in tasks and in ops on device threads,
 have them as ancestors. Collectives are children of their replica, ops of what was current where
-they were made.
+they were made. What fails has the status ERROR and its exception: the run, the replica, the
+collective, the op.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
@@ -91,7 +91,6 @@ class _Spans:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._runs: dict[int, Span] = {}
-        self._ended: deque[tuple[int, Span]] = deque(maxlen=16)  # a fault is told after the end
         self._replicas: dict[tuple[int, int], Span] = {}
         self._ops: dict[int, Span] = {}
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -135,15 +134,11 @@ class _Spans:
         span = self._runs.pop(run.step, None)
         if span is not None:
             span.end()
-            self._ended.append((run.step, span))
 
     def _fault(self, step: int, error: BaseException) -> None:
-        found = [span for ended, span in tuple(self._ended) if ended == step]
-        context = _inside(found[-1]) if found else None
-        attributes = {"aioreplica.step": step}
-        span = self._tracer.start_span("fault", context=context, attributes=attributes)
-        _fail(span, error)
-        span.end()
+        span = self._runs.get(step)
+        if span is not None:
+            _fail(span, error)
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         _, step, sequence, collective, op, num_bytes, members, visits = merge.entry(0.0)
@@ -181,9 +176,11 @@ class _Spans:
         op.context.run(_make_current, span)
         self._ops[threading.get_ident()] = span
 
-    def _op_ended(self, _op: ObservedOp, _lane: str) -> None:
+    def _op_ended(self, op: ObservedOp, _lane: str) -> None:
         span = self._ops.pop(threading.get_ident(), None)
         if span is not None:
+            if isinstance(op.error, Exception):
+                _fail(span, op.error)
             span.end()
 
 

@@ -8,30 +8,32 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 from weakref import WeakSet
 
-from ..checkpoint import CheckpointManager, model_variables
-from ..devices import OwnedTask, run_on_host, running_loop
-from ..errors import ContextError, JournalError, LoopMismatchError
+from ..checkpoint import CheckpointManager, DescribedState, model_variables
+from ..devices import OwnedTask, running_loop
+from ..errors import ContextError, JournalError, LoopMismatchError, StallError
 from ..strategies import Strategy
 from ..values import Snapshot
 from ._example import unpack_example
+from ._failures import Backoff, FailuresInARow, blame_of_step, described, has_any
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, Journal, OpenJournal
-from ._published import publish_snapshot
+from ._publishing import Publishing
 from ._records import LearnerStatistics, StepRecord
 from ._saving import Saving
-from ._step import BlamelessError, NotUndoneError, StepResult, learn
+from ._step import BlamelessError, NotUndoneError, StepResult, UnderWay, learn
 from ._ticket import RecordStream, Signal
 
-MAX_ERROR = 2000
-"""How many characters of an error are kept with a dead letter."""
+UNDO_S = 1.0
+"""Seconds that a step may take to end and be undone after the time to close is over."""
 
 CLOSED = "The learner is closed. Use it inside `async with`."
 
@@ -50,6 +52,10 @@ class Settings:
     checkpoints: CheckpointManager | None
     checkpoint_every_s: float
     publish_to: Path | None
+    max_failures_in_a_row: int | None
+    retry_on: tuple[type[Exception], ...]
+    step_timeout_s: float | None
+    grace_s: float | None
 
 
 @final
@@ -61,6 +67,7 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.step_fn = step_fn
+        self._state = DescribedState(settings.variables)
         self._before = before  # of the same learner, closed
         self.loop = asyncio.get_running_loop()
         self.journal = None if settings.journal is None else OpenJournal(settings.journal)
@@ -74,6 +81,8 @@ class Engine:
         )
         self.streams: WeakSet[RecordStream] = WeakSet()
         self.dead = DeadLetters(self.journal)
+        self.failures = FailuresInARow(settings.max_failures_in_a_row)
+        self.publishing = Publishing(settings.publish_to, lambda: self.snapshot, self.changed)
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
@@ -83,12 +92,15 @@ class Engine:
         self.num_learned = 0
         self.num_steps = 0
         self.num_rollbacks = 0
+        self.num_retries = 0
+        self.retry_error = ""
         self.step_s = 0.0
-        self.publish_error = ""
-        self._is_stepping = False
+        self._backoff = Backoff(0.1, 30.0)
+        self.under_way = UnderWay(self.changed)
         self._version = 0  # the number of the newest version that may have been published ever
+        self._has_failed = False  # since the last step that was kept
+        self._has_skipped = True
         self._num_dead_told = 0
-        self._published_version = -1
         self._main: OwnedTask[None] | None = None
 
     # ---- opening and closing -------------------------------------------------------------
@@ -100,7 +112,7 @@ class Engine:
                 await self.journal.open()
                 undo.push_async_callback(self.journal.aclose)
             await self.saving.restore()
-            self._model = model_variables(self.settings.variables)
+            self._model = model_variables(self._state)
             self.learned_number, self._version = self.saving.learned, self.saving.version
             before, self._before = self._before, None  # what it learned is not learned twice
             if before is not None and _still_holds(self, before):
@@ -110,19 +122,24 @@ class Engine:
             self.backlog_end = max(last, self.learned_number)
             self._take_snapshot(self._version)
             if self.journal is not None and self.has_backlog:
-                self._version = await self.journal.skip_versions(self.learned_number, self._version)
+                await self._skip_versions(self.journal)
             self.intake = Intake(
                 self.settings.queue_size, self.journal, self.backlog_end, self.changed
             )
-            if self.settings.publish_to is not None:
-                await self._write_snapshot(self.settings.publish_to, is_required=True)
+            await self.publishing.open(self._model)
             self._main = OwnedTask(self._run(), "online learner")
             undo.pop_all()
 
-    @property
-    def journal_id(self) -> str:
-        """Identifier of its journal; "" without one."""
-        return "" if self.journal is None else self.journal.facts.id
+    async def _skip_versions(self, journal: OpenJournal) -> None:
+        """Go behind all versions that may have been published; a full disk is asked again."""
+        try:
+            self._version = await journal.skip_versions(self.learned_number, self._version)
+        except JournalError as error:
+            self.retry_error = str(error)
+            self._backoff.failed(self.loop.time())
+        else:
+            self._forget_failures()
+        self._has_skipped = not self.retry_error
 
     async def aclose(self) -> None:
         """See `OnlineLearner.aclose`."""
@@ -135,7 +152,10 @@ class Engine:
         self.intake.close(CLOSED)
         self.changed.give()
         try:
-            await main.done_or_cancelled()
+            async with asyncio.timeout(self.settings.grace_s):
+                await main.done_or_cancelled()
+        except TimeoutError:
+            await _cut_short(self, main)
         except asyncio.CancelledError:
             main.cancel()
             await main.ended(through_interrupt=True)
@@ -160,17 +180,17 @@ class Engine:
                 commits.when_done(lambda _error: self.changed.give())
             ends.push_async_callback(self.saving.aclose)
             if self.settings.publish_to is not None:
-                publishing = OwnedTask(self._publish(self.settings.publish_to), "online snapshots")
+                publishing = OwnedTask(self.publishing.run(), "online snapshots")
                 ends.push_async_callback(_end_task, publishing)
             while not (self._is_drained and (commits is None or commits.is_done)):
                 await self._act()
             problem = await self.dead.save()
             if problem:
                 raise JournalError(f"Dead letters were not written down: {problem}")
-            await self.saving.finish(self.learned_number, self.version)
-            if publishing is not None and self.settings.publish_to is not None:
+            await self.saving.finish(self.settled_number, self.version)
+            if publishing is not None:
                 await _end_task(publishing)  # else its older version may be the last to be written
-                await self._write_snapshot(self.settings.publish_to)
+                await self.publishing.finish()
 
     def _end(self) -> None:
         self.is_closing = self.is_closed = True
@@ -186,8 +206,8 @@ class Engine:
     @property
     def _is_drained(self) -> bool:
         """True if nothing is left to do for a learner that closes."""
-        has_work = bool(self.intake.queue) or self.has_backlog
-        return self.is_closing and (not has_work or bool(self.failure))
+        has_work = not self.failure and (self.intake.queue or self.has_backlog)
+        return self.is_closing and not has_work
 
     # ---- what to do next -----------------------------------------------------------------
 
@@ -196,15 +216,36 @@ class Engine:
         """True if examples of earlier learners are not learned yet."""
         return self.learned_number < self.backlog_end
 
+    @property
+    def settled_number(self) -> int:
+        """The number up to which all is learned or set aside for good: that of a checkpoint."""
+        return self.failures.before if self.failures.failed else self.learned_number
+
+    def resume(self, *, set_aside: bool) -> None:
+        """See `OnlineLearner.resume`."""
+        self.is_paused, self.failure = False, ""
+        self._backoff.succeeded()
+        if set_aside:
+            self._has_failed = True
+            self.failures.lift()
+        self.changed.give()
+
     async def _act(self) -> None:
         """Do what is to be done next, or wait until something changes."""
         now = asyncio.get_running_loop().time()
         self.intake.settle_followers(self.learned_number, self.version)
-        due_at = self.saving.due_at(self.learned_number)
+        due_at = self.saving.due_at(self.settled_number)
         may_learn = not self.failure and (self.is_closing or not self.is_paused)
         queue = self.intake.queue
         if self.saving.is_due(now):
             await self._save()
+        elif may_learn and now < self._backoff.until and not self.is_closing:
+            until = self._backoff.until
+            await self.changed.wait(until if due_at is None else min(until, due_at))
+        elif may_learn and self.journal is not None and not self._has_skipped:
+            await self._skip_versions(self.journal)
+            if self.retry_error and self.is_closing:
+                self.failure = self.retry_error
         elif may_learn and self.has_backlog:
             await self._learn_backlog()
         elif may_learn and queue:
@@ -216,30 +257,16 @@ class Engine:
         else:
             await self.changed.wait(due_at)
 
-    async def idle(self) -> None:
-        """Wait until no step is under way."""
-        while self._is_stepping:
-            await self.changed.wait()
-
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-            self.changed.give()
-
     async def _save(self) -> None:
         problem = await self.dead.save()  # no checkpoint may leave them behind
         if problem:
             self.saving.fail(problem)
         else:
-            await self.saving.begin(self.learned_number, self.version)
+            await self.saving.begin(self.settled_number, self.version)
 
     async def _learn_backlog(self) -> None:
         assert self.journal is not None  # or there is no backlog
-        with self._stepping():
+        with self.under_way.stepping():
             try:
                 rows = await self.journal.rows(self.learned_number, self.settings.max_batch)
                 rows = [row for row in rows if row.number <= self.backlog_end]
@@ -253,9 +280,9 @@ class Engine:
             await self._learn(batch, lambda _size: None)
 
     async def _learn_queued(self) -> None:
-        with self._stepping():
+        with self.under_way.stepping():
             batch = self.intake.next_batch(self.settings.max_batch)
-            left = deque(batch)
+            left, again = deque(batch), list[Taken]()
 
             def done(size: int) -> None:
                 for _ in range(size):
@@ -263,46 +290,90 @@ class Engine:
                 self.intake.free(size)
 
             try:
-                await self._learn(batch, done)
+                again = await self._learn(batch, done)
             finally:
-                self.intake.queue.extendleft(reversed(left))  # first again, in their order
+                self.intake.put_back(again, left)
 
-    async def _learn(self, batch: list[Taken], done: Callable[[int], None]) -> None:
+    async def _learn(self, batch: list[Taken], done: Callable[[int], None]) -> list[Taken]:
         """Learn a batch; what fails is learned in halves, down to the examples to blame.
 
         Args:
             batch: Some examples, in order.
             done: Called with how many of them, in order, were learned or set aside.
+
+        Returns:
+            Examples of the queue that were set aside before, and are to be learned again.
         """
         parts = [batch]
         while parts:
             part = parts.pop()
+            self.under_way.begin()
             try:
                 result = await learn(
                     self.settings.strategy,
                     self.step_fn,
-                    self.settings.variables,
+                    self._state,
                     [taken.example for taken in part],
+                    self.settings.step_timeout_s,
                 )
             except NotUndoneError as error:  # nothing may be learned, saved or shown after that
                 raise _not_undone(error.__cause__ or error) from error.__cause__
             except BlamelessError as error:
-                self.failure = _described(error.__cause__ or error)
-                return
+                return self._give_up_or_retry(error.__cause__ or error)
             except Exception as error:  # noqa: BLE001 - whatever it is, one of them may be to blame
+                self._has_failed = True
                 self.num_rollbacks += 1
+                if has_any(error, self.settings.retry_on):
+                    return self._give_up_or_retry(error)
                 if len(part) > 1:
                     # Halves: n examples with one bad among them cost 2 log2(n) further steps.
                     middle = (len(part) + 1) // 2
                     parts += [part[middle:], part[:middle]]
                     continue
-                await self._set_aside(part[0], error)
+                text = described(error)
+                if self.failures.is_last_straw:
+                    return await self._take_back(part[0].number, text)
+                self.failures.add(part[0], self.learned_number)
+                await self._set_aside(part[0], text)
                 self.learned_number = part[0].number
                 done(1)
             else:
                 self.learned_number = part[-1].number
                 done(len(part))
                 self._keep(part, result)
+        return []
+
+    def _forget_failures(self) -> None:
+        self._has_failed, self.retry_error = False, ""
+        self.failures.kept()
+        self._backoff.succeeded()
+
+    def _give_up_or_retry(self, error: BaseException) -> list[Taken]:
+        """Stop learning after an error that no example is to blame for, or try again later."""
+        text, self._has_failed = described(error), True
+        if not has_any(error, self.settings.retry_on):
+            self.failure = text
+        elif self.is_closing:
+            self.failure = f"It was closed while it tried again: {text}"
+        else:
+            self.num_retries += 1
+            self.retry_error = text
+            self._backoff.failed(self.loop.time())
+        return []
+
+    async def _take_back(self, number: int, text: str) -> list[Taken]:
+        """Give up, as the step is to blame: the last that were set aside are no dead letters."""
+        failed = self.failures.failed
+        first = failed[0].number if failed else number
+        try:
+            found = await self.dead.take_back([taken.number for taken in failed])
+        except JournalError as error:
+            self.failure = f"The dead letters from {first} on could not be taken back: {error}"
+            return []  # so the next failure is once more the last straw
+        self.learned_number = self.settled_number
+        again = self.failures.take_back(found)
+        self.failure = blame_of_step(len(failed) + 1, first, number, text)
+        return [taken for taken in again if taken.number > self.backlog_end]
 
     # ---- what comes of it ----------------------------------------------------------------
 
@@ -310,64 +381,22 @@ class Engine:
         """Publish what a step has made, and tell everybody."""
         self._version += 1
         self._take_snapshot(self._version)
+        if self._has_failed:
+            self._forget_failures()
         self.num_steps += 1
         self.num_learned += len(part)
         self.step_s += result.step_s
         for taken in part:
             self.intake.settle(taken, self._version)
-        num_dead, self._num_dead_told = (
-            self.dead.num_added - self._num_dead_told,
-            self.dead.num_added,
-        )
-        record = StepRecord(
-            version=self._version,
-            first_number=part[0].number,
-            last_number=part[-1].number,
-            num_examples=len(part),
-            num_dead=num_dead,
-            scalars=result.scalars,
-            queue_depth=self.intake.depth,
-            began=result.began,
-            step_s=result.step_s,
-            replicas=result.replicas,
-        )
+        record = _record(self, part, result, self.dead.num_added - self._num_dead_told)
+        self._num_dead_told = self.dead.num_added
         for stream in self.streams:
             stream.add(record)
         self.changed.give()
 
-    async def _set_aside(self, taken: Taken, error: Exception) -> None:
-        text = _described(error)
+    async def _set_aside(self, taken: Taken, text: str) -> None:
         await self.dead.add(taken.number, taken.example, text)
         self.intake.settle(taken, dead_error(taken.number, text))
-
-    def statistics(self, state: str) -> LearnerStatistics:
-        """See `OnlineLearner.statistics`."""
-        intake, saving = self.intake, self.saving
-        return LearnerStatistics(
-            state=state,
-            version=self.version,
-            num_taken=intake.num_taken,
-            num_duplicates=intake.num_duplicates,
-            num_refused=intake.num_refused,
-            num_learned=self.num_learned,
-            num_dead=self.dead.num_added,
-            num_steps=self.num_steps,
-            num_rollbacks=self.num_rollbacks,
-            queue_depth=intake.depth,
-            queue_size=self.settings.queue_size,
-            backlog=max(0, self.backlog_end - self.learned_number),
-            last_number=intake.last_number,
-            learned_number=self.learned_number,
-            step_s=self.step_s,
-            num_commits=intake.num_commits,
-            commit_s=intake.commit_s,
-            journal_error=intake.journal_error,
-            checkpoint_number=saving.saved_number,
-            num_checkpoints=saving.num_saved,
-            checkpoint_error=saving.error,
-            publish_error=self.publish_error,
-            failure=self.failure,
-        )
 
     # ---- snapshots -----------------------------------------------------------------------
 
@@ -381,28 +410,61 @@ class Engine:
             version, {variable: variable.components for variable in self._model.values()}
         )
 
-    async def _publish(self, path: Path) -> None:
-        """Write new snapshots for other processes; of those that come meanwhile the newest."""
-        while True:
-            if self._published_version == self.version:
-                await self.changed.wait()
-            else:
-                await self._write_snapshot(path)
 
-    async def _write_snapshot(self, path: Path, *, is_required: bool = False) -> None:
-        snapshot = self.snapshot
-        if snapshot.version == self._published_version:
-            return
-        arrays = {key: snapshot[variable] for key, variable in self._model.items()}
-        try:
-            await run_on_host(publish_snapshot, path, snapshot.version, arrays)
-        except OSError as error:
-            self.publish_error = str(error)
-            if is_required:
-                raise
-        else:
-            self.publish_error = ""
-        self._published_version = snapshot.version
+def _record(engine: Engine, part: list[Taken], result: StepResult, num_dead: int) -> StepRecord:
+    return StepRecord(
+        version=engine.version,
+        first_number=part[0].number,
+        last_number=part[-1].number,
+        num_examples=len(part),
+        num_dead=num_dead,
+        scalars=result.scalars,
+        queue_depth=engine.intake.depth,
+        began=result.began,
+        step_s=result.step_s,
+        replicas=result.replicas,
+    )
+
+
+def failure_of(engine: Engine) -> str:
+    """Return why an engine does not learn any more; "" if it does."""
+    limit, running_s = engine.settings.step_timeout_s, engine.under_way.running_s
+    if engine.failure or limit is None or running_s <= limit:
+        return engine.failure
+    return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
+
+
+def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
+    """See `OnlineLearner.statistics`."""
+    intake, saving = engine.intake, engine.saving
+    return LearnerStatistics(
+        state=state,
+        version=engine.version,
+        num_taken=intake.num_taken,
+        num_duplicates=intake.num_duplicates,
+        num_refused=intake.num_refused,
+        num_learned=engine.num_learned,
+        num_dead=engine.dead.num_added,
+        num_steps=engine.num_steps,
+        num_rollbacks=engine.num_rollbacks,
+        queue_depth=intake.depth,
+        queue_size=engine.settings.queue_size,
+        backlog=max(0, engine.backlog_end - engine.learned_number),
+        last_number=intake.last_number,
+        learned_number=engine.learned_number,
+        step_s=engine.step_s,
+        num_commits=intake.num_commits,
+        commit_s=intake.commit_s,
+        journal_error=intake.journal_error,
+        checkpoint_number=saving.saved_number,
+        num_checkpoints=saving.num_saved,
+        checkpoint_error=saving.error,
+        publish_error=engine.publishing.error,
+        failure=failure_of(engine),
+        step_running_s=engine.under_way.running_s,
+        num_retries=engine.num_retries,
+        retry_error=engine.retry_error,
+    )
 
 
 def _still_holds(engine: Engine, before: Engine) -> bool:
@@ -410,7 +472,7 @@ def _still_holds(engine: Engine, before: Engine) -> bool:
 
     If no checkpoint was restored, they would else learn the whole journal once more.
     """
-    if engine.saving.saved_number is not None or engine.journal_id != before.journal_id:
+    if engine.saving.saved_number is not None or _journal_id(engine) != _journal_id(before):
         return False
     left = before.snapshot.components
     return all(
@@ -418,6 +480,10 @@ def _still_holds(engine: Engine, before: Engine) -> bool:
         for variable in model_variables(engine.settings.variables).values()
         for new, old in zip(variable.components, left[variable], strict=True)
     )
+
+
+def _journal_id(engine: Engine) -> str:
+    return "" if engine.journal is None else engine.journal.facts.id
 
 
 def require_loop(engine: Engine) -> None:
@@ -434,24 +500,39 @@ def require_loop(engine: Engine) -> None:
         )
 
 
-def _described(error: BaseException) -> str:
-    group = ""
-    while isinstance(error, BaseExceptionGroup):
-        group = group or f" ({error.message})"
-        error = error.exceptions[0]
-    try:
-        text = f"{type(error).__name__}: {error}{group}"
-    except Exception:  # noqa: BLE001 - its `__str__` is not ours
-        text = f"{type(error).__name__}, whose text cannot be shown{group}"
-    text = text.encode(errors="backslashreplace").decode()  # SQLite takes no lone surrogates
-    return text if len(text) <= MAX_ERROR else text[: MAX_ERROR - 3] + "..."
-
-
 def _not_undone(cause: BaseException) -> ContextError:
     return ContextError(
         "The learner has ended, as a step went wrong and could not be undone: "
-        f"{_described(cause)}. Restart the program; journal and checkpoints are as they were "
+        f"{described(cause)}. Restart the program; journal and checkpoints are as they were "
         "before the step."
+    )
+
+
+async def _cut_short(engine: Engine, main: OwnedTask[None]) -> None:
+    """End a learner whose time to close is over; the step under way is undone.
+
+    Raises:
+        StallError: If that step does not end, as it is on a thread.
+    """
+    grace_s, left = engine.settings.grace_s, engine.intake.last_number - engine.learned_number
+    main.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(UNDO_S):
+            await main.done_or_cancelled()
+        where = "the journal has them" if engine.journal is not None else "they are lost"
+        warnings.warn(
+            f"The learner was closed after {grace_s:g} s with {left} examples left: {where}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    running_s = engine.under_way.running_s
+    step = f"a step has been running for {running_s:.1f} s on the thread of a device, where nothing"
+    what = f"{step} can end it" if running_s else "the disk does not take what it has to write"
+    raise StallError(
+        f"The learner cannot be closed: {what}. End the process; the next one on the journal "
+        "learns what is left.",
+        timeout_s=grace_s,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint import DTYPES, dtype_of, tensors_header
-from ..tree import flatten, unflatten
+from ..tree import decode, encode, flatten, unflatten
 
 Array = npt.NDArray[Any]
 
@@ -214,24 +214,14 @@ def _plain_array(array: Array) -> Array | None:
 def pack_example(example: Any) -> bytes:
     """Return an example (of `as_example`) as bytes; equal examples give equal bytes."""
     arrays: dict[str, Array] = {}
-    tree = json.dumps(_encode(example, arrays), separators=(",", ":"))
-    return b"".join(dump_tensors({"tree": tree}, arrays))
 
-
-def _encode(node: Any, arrays: dict[str, Array]) -> Any:
-    if isinstance(node, dict):
-        return {name: _encode(child, arrays) for name, child in node.items()}
-    if isinstance(node, list):
-        return [_encode(child, arrays) for child in node]
-    if isinstance(node, tuple):
-        return {"$tuple": [_encode(child, arrays) for child in node]}
-    if isinstance(node, np.ndarray):
+    def leaf(array: Array) -> dict[str, str]:
         name = str(len(arrays))
-        arrays[name] = node
+        arrays[name] = array
         return {"$array": name}
-    if isinstance(node, float) and not math.isfinite(node):
-        return {"$float": repr(node)}
-    return node
+
+    tree = json.dumps(encode(example, leaf), separators=(",", ":"))
+    return b"".join(dump_tensors({"tree": tree}, arrays))
 
 
 def unpack_example(data: bytes) -> Any:
@@ -242,23 +232,9 @@ def unpack_example(data: bytes) -> Any:
     """
     metadata, arrays, _ = load_tensors(memoryview(data))
     try:
-        return _decode(json.loads(metadata["tree"]), arrays)
+        return decode(json.loads(metadata["tree"]), arrays)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"the row cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _decode(node: Any, arrays: Mapping[str, Array]) -> Any:
-    if isinstance(node, list):
-        return [_decode(child, arrays) for child in node]
-    if not isinstance(node, dict):
-        return node
-    if "$tuple" in node:
-        return tuple(_decode(child, arrays) for child in node["$tuple"])
-    if "$array" in node:
-        return arrays[node["$array"]]
-    if "$float" in node:
-        return float(node["$float"])
-    return {name: _decode(child, arrays) for name, child in node.items()}
 
 
 # ---- stacking ----------------------------------------------------------------------------

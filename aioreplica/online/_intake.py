@@ -2,7 +2,7 @@
 
 Invariants:
     * `depth` counts the examples that hold a place: not saved yet, queued, or in a step. It is at
-      most the size of the queue.
+      most the size of the queue, and those that were found in the journal or put back beside it.
     * The queue is in the order of the numbers; with a journal, of its rows.
     * With a journal a ticket is saved after the commit that has its example, never before.
 """
@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, final
+from weakref import ref
 
 import anyio
 
@@ -27,6 +28,12 @@ from ._ticket import Signal, Ticket
 
 MAX_COMMIT = 4096
 """Most submissions of one transaction."""
+
+MAX_FOLLOWERS = 16
+"""From so many tickets of one example on, those that nobody has any more are forgotten."""
+
+Outcome = int | ContextError | PoisonedExampleError
+"""Of an example: the version that has it, or why there is none."""
 
 
 class Taken(NamedTuple):
@@ -117,7 +124,7 @@ class Intake:
         self._pending: deque[ExampleGroup] = deque()  # not saved yet
         self._room: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._has_pending = Signal()
-        self._followers: dict[int, list[Ticket]] = {}  # of keys that were known
+        self._followers: dict[int, list[ref[Ticket]]] = {}  # of keys that were known
         self._closed_because: str | None = None
 
     # ---- room ----------------------------------------------------------------------------
@@ -263,7 +270,7 @@ class Intake:
         numbers = range(first, first + len(submission.tickets))
         assert self._journal is not None  # it knew the key
         try:
-            dead = await self._journal.dead_numbers(numbers)
+            fates = await self._journal.fates(numbers)
         except JournalError as error:
             self._refuse(submission, error)
             return
@@ -271,29 +278,47 @@ class Intake:
         self._release(len(submission.tickets))
         for number, ticket in zip(numbers, submission.tickets, strict=True):
             ticket.save(number, is_duplicate=True)
-            if number in dead:
-                ticket.settle(dead_error(number, dead[number]))
+            fate = fates.get(number, number)
+            if isinstance(fate, str):
+                ticket.settle(dead_error(number, fate))
+            elif fate == 0:
+                ticket.settle(_discarded_error(number))
             else:
-                self._followers.setdefault(number, []).append(ticket)
+                self._follower_tickets(fate).append(ref(ticket))
         self._changed.give()
 
-    def settle(self, taken: Taken, outcome: int | ContextError | PoisonedExampleError) -> None:
+    def _follower_tickets(self, number: int) -> list[ref[Ticket]]:
+        """Return the tickets that follow an example, without those that nobody has any more."""
+        tickets = self._followers.setdefault(number, [])
+        if len(tickets) >= MAX_FOLLOWERS:
+            tickets[:] = [each for each in tickets if each() is not None]
+        return tickets
+
+    def settle(self, taken: Taken, outcome: Outcome) -> None:
         """Tell those who wait what became of an example, and free its place if it holds one."""
-        tickets = self._followers.pop(taken.number, [])
+        self._settle_followers(taken.number, outcome)
         if taken.ticket is not None:
-            tickets.append(taken.ticket)
-        for ticket in tickets:
-            ticket.settle(outcome)
+            taken.ticket.settle(outcome)
+
+    def _settle_followers(self, number: int, outcome: Outcome) -> None:
+        for each in self._followers.pop(number, []):
+            ticket = each()
+            if ticket is not None:
+                ticket.settle(outcome)
 
     def settle_followers(self, learned_number: int, version: int) -> None:
         """Tell those who follow examples that were learned before they asked."""
         for number in [number for number in self._followers if number <= learned_number]:
-            for ticket in self._followers.pop(number):
-                ticket.settle(version)
+            self._settle_followers(number, version)
 
     def next_batch(self, size: int) -> list[Taken]:
         """Take the first examples out of the queue; they keep their places."""
         return [self.queue.popleft() for _ in range(min(size, len(self.queue)))]
+
+    def put_back(self, again: Sequence[Taken], left: Sequence[Taken]) -> None:
+        """Put examples back as the first ones, in their order; those of `again` have no places."""
+        self.depth += len(again)
+        self.queue.extendleft(reversed([*again, *left]))
 
     def free(self, size: int) -> None:
         """Free the places of examples that were learned or set aside."""
@@ -318,10 +343,8 @@ class Intake:
         for taken in self.queue:
             self.settle(taken, ContextError(because))
         self.queue.clear()
-        for tickets in self._followers.values():
-            for ticket in tickets:
-                ticket.settle(ContextError(because))
-        self._followers.clear()
+        for number in [*self._followers]:
+            self._settle_followers(number, ContextError(because))
 
 
 def dead_error(number: int, error: str) -> PoisonedExampleError:
@@ -329,6 +352,13 @@ def dead_error(number: int, error: str) -> PoisonedExampleError:
     return PoisonedExampleError(
         f"Example {number} was set aside: {error}. Look at learner.dead_letters(); after a change "
         "of the step function, `await learner.retry(number)` takes it again.",
+        number=number,
+    )
+
+
+def _discarded_error(number: int) -> PoisonedExampleError:
+    return PoisonedExampleError(
+        f"Example {number} was set aside, and discarded. Submit it with another key to learn it.",
         number=number,
     )
 

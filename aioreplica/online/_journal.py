@@ -15,9 +15,8 @@ from pathlib import Path
 from time import time
 from typing import Any, final
 
-from ..devices import wait_until_done
+from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
-from ..input import SourceLane
 from ._example import pack_example
 from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Row
 from ._records import DeadLetter
@@ -80,7 +79,7 @@ class OpenJournal:
     def __init__(self, journal: Journal) -> None:
         self._path = journal.path
         self._file = journal.file()
-        self._lane = SourceLane("journal", writes_files=True)
+        self._lane = OwnLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
         self._opened_at = 0.0
 
@@ -124,14 +123,17 @@ class OpenJournal:
     async def discard(self, number: int) -> bool:
         return await self._lane.run(self._file.discard, number)
 
+    async def take_back(self, numbers: Sequence[int]) -> list[int]:
+        return await self._lane.run(self._file.take_back, numbers)
+
     async def compact(self, number: int) -> None:
         await self._lane.run(self._file.compact, number, self.clock_s)
 
-    async def dead_letters(self, after: int, limit: int) -> list[DeadLetter]:
-        return await self._lane.run(self._file.dead_letters, after, limit)
+    async def dead_letters(self, after: int, limit: int, before: int | None) -> list[DeadLetter]:
+        return await self._lane.run(self._file.dead_letters, after, limit, before)
 
-    async def dead_numbers(self, numbers: Sequence[int]) -> dict[int, str]:
-        return await self._lane.run(self._file.dead_numbers, numbers)
+    async def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
+        return await self._lane.run(self._file.fates, numbers)
 
     async def aclose(self) -> None:
         """Close the file and end the thread, through every cancellation."""
@@ -182,11 +184,33 @@ class DeadLetters:
             self._unsaved = []
         return ""
 
-    async def list(self, after: int, limit: int) -> tuple[DeadLetter, ...]:
-        """Return those behind a number, in order."""
+    async def take_back(self, numbers: Sequence[int]) -> set[int]:
+        """Make examples of dead letters again; return the numbers of those that still were.
+
+        Raises:
+            JournalError: If that failed; they are dead letters then.
+        """
         if self._journal is None:
-            return tuple(each for each in self._kept if each.number > after)[:limit]
-        return tuple(await self._journal.dead_letters(after, limit))
+            found = {letter.number for letter in self._kept} & {*numbers}
+            kept = (each for each in self._kept if each.number not in found)
+            self._kept = deque(kept, KEPT_IN_MEMORY)
+            return found
+        found = {letter.number for letter in self._unsaved} & {*numbers}
+        found |= {*await self._journal.take_back(numbers)}
+        self._unsaved = [each for each in self._unsaved if each.number not in found]
+        return found
+
+    async def list(
+        self, after: int, limit: int, before: int | None = None
+    ) -> tuple[DeadLetter, ...]:
+        """Return those behind a number, or the last ones before another one, in order."""
+        if self._journal is not None:
+            return tuple(await self._journal.dead_letters(after, limit, before))
+        found = [each for each in self._kept if each.number > after]
+        if before is None:
+            return tuple(found[:limit])
+        found = [each for each in found if each.number < before]
+        return tuple(found[max(0, len(found) - limit) :])
 
     async def find(self, number: int) -> DeadLetter:
         """Return one; KeyError if there is none of that number."""

@@ -28,6 +28,17 @@ from ._records import DeadLetter
 
 APPLICATION_ID = 0x61724F6C  # "arOl"
 VERSION = 1
+NO_ROOM = {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_SHMOPEN", "SQLITE_FULL"}
+"""Errors of a disk that has no room for the index of the log, 32 KiB."""
+MAX_NUMBER = 2**63 - 1  # of SQLite
+MOVED = "moved "
+"""Begin of the facts that say what has taken a dead letter's place."""
+_FORGET_MOVES = f"""
+DELETE FROM facts WHERE name GLOB '{MOVED}*' AND CAST(substr(name, {len(MOVED) + 1}) AS INTEGER)
+< (SELECT coalesce(min(first), 9e18) FROM keys)
+"""
+MAX_MOVES = 1000
+"""Times that an example which is retried and fails again is followed."""
 CLEAN_EVERY = 256
 """After so many commits old keys are deleted."""
 
@@ -44,6 +55,11 @@ CREATE TABLE keys (
 CREATE INDEX keys_by_clock ON keys (clock_s);
 PRAGMA user_version = {VERSION};
 PRAGMA application_id = {APPLICATION_ID};
+"""
+
+
+_LAST = """
+SELECT max(value, (SELECT coalesce(max(number), 0) FROM examples)) FROM facts WHERE name = 'last'
 """
 
 
@@ -122,6 +138,7 @@ class JournalFile:
         self._busy_timeout_s = busy_timeout_s
         self._connect = connect
         self._connection: Any = None  # Any: a sqlite3.Connection, or what stands for one
+        self._is_exclusive = False
         self._lock: FileLock | None = None
         self._last = 0
         self._num_commits = 0
@@ -145,7 +162,7 @@ class JournalFile:
                         "copy, or move it away to begin a new one; what it holds is then not "
                         "learned."
                     )
-                self._last = self._last_in_file()
+                [[self._last]] = self._run(_LAST)
                 facts = dict(self._run("SELECT name, value FROM facts"))
         except BaseException:
             self.close()
@@ -155,56 +172,25 @@ class JournalFile:
         )
 
     def _connected(self) -> Any:
+        try:
+            return self._connected_with(is_exclusive=False)
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorname", "") not in NO_ROOM:
+                raise
+            # What it holds can be read all the same: the index of its log is in memory then, and
+            # other programs wait, until it can be written again.
+            return self._connected_with(is_exclusive=True)
+
+    def _connected_with(self, *, is_exclusive: bool) -> Any:
         connection = self._connect(
             str(self._path),
             timeout=self._busy_timeout_s,
             isolation_level=None,
             check_same_thread=False,
         )
-        try:
-            [[mode]] = connection.execute("PRAGMA journal_mode = WAL")
-            if mode != "wal":
-                raise JournalError(
-                    f"The file system of {self._path} has no write-ahead log for SQLite (it gives "
-                    f"mode {mode!r}). Put the journal on a local disk."
-                )
-            for setting in ("synchronous = FULL", "fullfsync = ON"):
-                list(connection.execute(f"PRAGMA {setting}"))
-            [[application]] = connection.execute("PRAGMA application_id")
-            [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
-            [[version]] = connection.execute("PRAGMA user_version")
-            if application != APPLICATION_ID and tables:
-                raise JournalError(
-                    f"{self._path} is an SQLite file but not a journal. Give the journal a path of "
-                    "its own."
-                )
-            if tables and version != VERSION:
-                raise JournalError(
-                    f"The journal {self._path} has version {version} of the format, this release "
-                    f"reads version {VERSION}. Open it with the release that wrote it."
-                )
-            if not tables:
-                self._make(connection)
-        except BaseException:
-            connection.close()
-            raise
+        _prepare(connection, self._path, is_exclusive=is_exclusive)
+        self._is_exclusive = is_exclusive
         return connection
-
-    def _make(self, connection: Any) -> None:
-        connection.execute("BEGIN IMMEDIATE")
-        for statement in _SCHEMA.split(";"):
-            if statement.strip():
-                connection.execute(statement)
-        facts = {"id": secrets.token_hex(16), "first": 1, "last": 0, "clock_s": 0.0}
-        connection.executemany("INSERT INTO facts VALUES (?, ?)", list(facts.items()))
-        connection.execute("COMMIT")
-
-    def _last_in_file(self) -> int:
-        [[number]] = self._run(
-            "SELECT max(value, (SELECT coalesce(max(number), 0) FROM examples)) FROM facts "
-            "WHERE name = 'last'"
-        )
-        return int(number)
 
     def close(self, clock_s: float | None = None) -> None:
         """Close the file and give the lock back; blocks. Idempotent.
@@ -250,7 +236,7 @@ class JournalFile:
         self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
     ) -> tuple[int, bool] | KeyReusedError | KeyError | None:
         """Look a submission's key up; return what is known of it, or remember it for `number`."""
-        if entry.revived is not None and not self._take_out(entry.revived):
+        if entry.revived is not None and not self._take_out(entry.revived, number):
             return KeyError(entry.revived)
         if entry.key is None:
             return None
@@ -281,6 +267,7 @@ class JournalFile:
 
     def _clean(self, clock_s: float) -> None:
         self._run("DELETE FROM keys WHERE clock_s < ?", clock_s - self._keep_keys_s)
+        self._run(_FORGET_MOVES)
 
     def set_aside(self, letters: Sequence[Dead]) -> None:
         """Make dead letters of examples; durable when it returns. Blocks.
@@ -308,13 +295,34 @@ class JournalFile:
         with self._writing("written"):
             return self._take_out(number)
 
-    def _take_out(self, number: int) -> bool:
-        """Delete a dead letter, and its row: without the letter a restart would learn that."""
+    def take_back(self, numbers: Sequence[int]) -> list[int]:
+        """Delete dead letters and keep their rows, which are learned then; blocks.
+
+        Returns:
+            The numbers of those that were there.
+
+        Raises:
+            JournalError: If that failed; nothing is deleted then.
+        """
+        select, delete = (f"{verb} FROM dead WHERE number = ?" for verb in ("SELECT 1", "DELETE"))
+        with self._writing("written"):
+            found = [number for number in numbers if self._run(select, number)]
+            for number in found:
+                self._run(delete, number)
+        return found
+
+    def _take_out(self, number: int, successor: int = 0) -> bool:
+        """Delete a dead letter, and its row: without the letter a restart would learn that.
+
+        Its key may be known still, so the number that has taken its place is kept; 0 for none.
+        """
         found = bool(self._run("SELECT 1 FROM dead WHERE number = ?", number))
         self._run("DELETE FROM dead WHERE number = ?", number)
         if found:
             self._remember_last()
             self._run("DELETE FROM examples WHERE number = ?", number)
+            fact = f"{MOVED}{number}"
+            self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", fact, successor)
         return found
 
     def skip_versions(self, learned: int, version: int) -> int:
@@ -370,18 +378,12 @@ class JournalFile:
             after,
             -1 if limit is None else limit,
         )
-        return [Row(number, self._checked(number, crc32, body)) for number, crc32, body in found]
+        return [
+            Row(number, _checked(self._path, number, crc32, body)) for number, crc32, body in found
+        ]
 
-    def _checked(self, number: int, crc32: int, body: bytes) -> bytes:
-        if zlib.crc32(body) != crc32:
-            raise JournalError(
-                f"Example {number} in the journal {self._path} is damaged: its checksum does not "
-                "fit. Restore the journal from a copy, or delete the row to go on without it."
-            )
-        return bytes(body)
-
-    def dead_letters(self, after: int, limit: int) -> list[DeadLetter]:
-        """Return dead letters behind a number; blocks.
+    def dead_letters(self, after: int, limit: int, before: int | None = None) -> list[DeadLetter]:
+        """Return dead letters behind a number, or the last ones before another one; blocks.
 
         Raises:
             JournalError: If one is damaged, or the file cannot be read.
@@ -389,29 +391,33 @@ class JournalFile:
         with self._told("read"):
             self._reopen()
             found = self._run(
-                "SELECT number, crc32, body, error, time FROM dead WHERE number > ? "
-                "ORDER BY number LIMIT ?",
+                "SELECT number, crc32, body, error, time FROM dead WHERE number > ? AND number < ? "
+                f"ORDER BY number {'ASC' if before is None else 'DESC'} LIMIT ?",
                 after,
+                MAX_NUMBER if before is None else before,
                 limit,
             )
             return [
-                DeadLetter(number, unpack_example(self._checked(number, crc32, body)), error, time)
-                for number, crc32, body, error, time in found
+                DeadLetter(
+                    number, unpack_example(_checked(self._path, number, crc32, body)), error, time
+                )
+                for number, crc32, body, error, time in sorted(found)
             ]
 
-    def dead_numbers(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Return which of some examples are dead letters, and their errors; blocks.
+    def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
+        """Return what became of those examples that are not as they were; blocks.
+
+        Returns:
+            The error of a dead letter; or the number that a dead letter was taken again as, 0 if it
+            was discarded.
 
         Raises:
             JournalError: If the file cannot be read.
         """
         with self._told("read"):
             self._reopen()
-            return {
-                number: str(error)
-                for number in numbers
-                for (error,) in self._run("SELECT error FROM dead WHERE number = ?", number)
-            }
+            found = {number: _fate(self._run, number) for number in numbers}
+            return {number: fate for number, fate in found.items() if fate is not None}
 
     # ---- the connection ------------------------------------------------------------------
 
@@ -432,6 +438,8 @@ class JournalFile:
                     self._connection.execute("ROLLBACK")
                 self._drop()
                 raise
+            if self._is_exclusive:
+                self._drop()
 
     def _reopen(self) -> None:
         if self._lock is None:
@@ -454,6 +462,69 @@ class JournalFile:
             raise JournalError(
                 f"The journal {self._path} could not be {what}: {error} ({name}). {_advice(name)}"
             ) from error
+
+
+def _prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:
+    """Set a new connection up, and make the tables if there are none; closed if that fails."""
+    try:
+        if is_exclusive:
+            list(connection.execute("PRAGMA locking_mode = EXCLUSIVE"))
+        [[mode]] = connection.execute("PRAGMA journal_mode = WAL")
+        if mode != "wal":
+            raise JournalError(
+                f"The file system of {path} has no write-ahead log for SQLite (it gives "
+                f"mode {mode!r}). Put the journal on a local disk."
+            )
+        for setting in ("synchronous = FULL", "fullfsync = ON"):
+            list(connection.execute(f"PRAGMA {setting}"))
+        [[application]] = connection.execute("PRAGMA application_id")
+        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
+        [[version]] = connection.execute("PRAGMA user_version")
+        if application != APPLICATION_ID and tables:
+            raise JournalError(
+                f"{path} is an SQLite file but not a journal. Give the journal a path of its own."
+            )
+        if tables and version != VERSION:
+            raise JournalError(
+                f"The journal {path} has version {version} of the format, this release "
+                f"reads version {VERSION}. Open it with the release that wrote it."
+            )
+        if not tables:
+            _make(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _make(connection: Any) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    for statement in _SCHEMA.split(";"):
+        if statement.strip():
+            connection.execute(statement)
+    facts = {"id": secrets.token_hex(16), "first": 1, "last": 0, "clock_s": 0.0}
+    connection.executemany("INSERT INTO facts VALUES (?, ?)", list(facts.items()))
+    connection.execute("COMMIT")
+
+
+def _checked(path: Path, number: int, crc32: int, body: bytes) -> bytes:
+    if zlib.crc32(body) != crc32:
+        raise JournalError(
+            f"Example {number} in the journal {path} is damaged: its checksum does not "
+            "fit. Restore the journal from a copy, or delete the row to go on without it."
+        )
+    return bytes(body)
+
+
+def _fate(run: Callable[..., list[tuple[Any, ...]]], number: int) -> int | str | None:
+    """Return the error of a dead letter, what has taken its place, 0 for nothing; None if alive."""
+    fate: int | str | None = None
+    for _ in range(MAX_MOVES):
+        moved = run("SELECT value FROM facts WHERE name = ?", f"{MOVED}{number}")
+        if not moved:
+            break
+        fate = number = int(moved[0][0])
+    dead = run("SELECT error FROM dead WHERE number = ?", number)
+    return str(dead[0][0]) if dead else fate
 
 
 def _digest(bodies: Sequence[bytes]) -> bytes:

@@ -16,7 +16,7 @@ from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ..tree import leaves
 from ..values import Snapshot
-from ._engine import CLOSED, Engine, Settings, require_loop
+from ._engine import CLOSED, Engine, Settings, failure_of, require_loop, statistics_of
 from ._example import as_example
 from ._intake import ExampleGroup
 from ._journal import Journal, checked_count, checked_seconds
@@ -43,8 +43,9 @@ class OnlineLearner:
 
     A step that raises or writes numbers that are not finite is undone, all of it. Then its batch is
     learned in halves, and what fails alone is set aside as a dead letter. Errors that no example
-    can be blamed for (a lost device, another event loop, no memory) put the learner into the state
-    "failed" instead: it keeps what it has, serves snapshots, and goes on after `resume`.
+    can be blamed for (a lost device, another event loop, no memory), and too many examples in a row
+    that fail alone, put the learner into the state "failed" instead: it keeps what it has, serves
+    snapshots, and goes on after `resume`.
 
     Args:
         strategy: Runs the steps.
@@ -62,6 +63,16 @@ class OnlineLearner:
         validate: Called with each example before it is taken; what it returns is taken in its
             place, and what it raises is raised by the submission. See `ExampleSpec`.
         publish_to: A path for each `SnapshotReader` of another process.
+        max_failures_in_a_row: So many examples that fail alone, and no step that is kept between
+            them, are the step's fault: none of them is a dead letter, and the state is "failed".
+            None blames examples always.
+        retry_on: Classes of errors that go away by themselves, such as ConnectionError. A step that
+            raises one is undone and tried again with its batch after 0.1 s, 0.2 s and so on up to
+            30 s; the state is "retrying" meanwhile. When the learner is closed it tries once.
+        step_timeout_s: Seconds after which a step is ended and undone, and the state "failed"; so
+            it is already while a function on a device's thread, which nothing ends, goes on.
+        grace_s: Seconds that closing may take; then the step under way is ended and undone, and the
+            journal has the rest. None waits until all is learned.
 
     Raises:
         ValueError: If a number is out of range, `variables` no container, or there are workers.
@@ -82,6 +93,10 @@ class OnlineLearner:
         checkpoint_every_s: float = 60.0,
         validate: Validation | None = None,
         publish_to: str | os.PathLike[str] | None = None,
+        max_failures_in_a_row: int | None = 5,
+        retry_on: type[Exception] | tuple[type[Exception], ...] = (),
+        step_timeout_s: float | None = None,
+        grace_s: float | None = None,
     ) -> None:
         _check(strategy, checkpoints, validate)
         Savepoint(variables)  # says what cannot be undone or saved
@@ -95,6 +110,10 @@ class OnlineLearner:
             checkpoints,
             checked_seconds("checkpoint_every_s", checkpoint_every_s),
             None if publish_to is None else Path(publish_to),
+            _checked_or_none("max_failures_in_a_row", max_failures_in_a_row),
+            _checked_errors(retry_on),
+            None if step_timeout_s is None else checked_seconds("step_timeout_s", step_timeout_s),
+            None if grace_s is None else checked_seconds("grace_s", grace_s),
         )
         self._step_fn = _checked_step_fn(step_fn)
         self._validate = validate
@@ -193,27 +212,17 @@ class OnlineLearner:
     def state(self) -> str:
         """State of the learner.
 
-        "new", "recovering" (learning what earlier learners left), "running", "paused", "failed",
-        "closing" or "closed".
+        "new", "recovering" (learning what earlier learners left), "running", "paused", "retrying"
+        (after an error of `retry_on`), "failed", "closing" or "closed".
         """
-        engine = self._engine
-        if engine is None:
-            return "new"
-        if engine.is_closing:
-            return "closed" if engine.is_closed else "closing"
-        if engine.failure:
-            return "failed"
-        if engine.is_paused:
-            return "paused"
-        return "recovering" if engine.has_backlog else "running"
+        return _state_of(self._engine)
 
     @property
     def is_ready(self) -> bool:
         """True if it learns or is paused, has caught up, and its journal takes examples."""
-        engine = self._engine
-        if engine is None or self.state not in {"running", "paused"}:
+        if self._engine is None or self.state not in {"running", "paused"}:
             return False
-        return not engine.has_backlog and not engine.intake.journal_error
+        return not self._engine.has_backlog and not self._engine.intake.journal_error
 
     def records(self, *, buffer_size: int = 256) -> RecordStream:
         """Return a stream of records, one per published step, from now on."""
@@ -223,7 +232,7 @@ class OnlineLearner:
 
     def statistics(self) -> LearnerStatistics:
         """Return what it has done and where it stands."""
-        return _opened(self._engine).statistics(self.state)
+        return statistics_of(_opened(self._engine), self.state)
 
     # ---- while it runs -------------------------------------------------------------------
 
@@ -235,13 +244,16 @@ class OnlineLearner:
         """
         engine = self._open_engine()
         engine.is_paused = True
-        await engine.idle()
+        await engine.under_way.ended()
 
-    def resume(self) -> None:
-        """Go on after `pause`, or after a failure."""
-        engine = self._open_engine()
-        engine.is_paused, engine.failure = False, ""
-        engine.changed.give()
+    def resume(self, *, set_aside: bool = False) -> None:
+        """Go on after `pause` or a failure, or try again now.
+
+        Args:
+            set_aside: Whether examples that fail alone are set aside, however many they are in a
+                row, until a step is kept: for when they are to blame after all.
+        """
+        self._open_engine().resume(set_aside=set_aside)
 
     @property
     def step_fn(self) -> StepFunction:
@@ -290,14 +302,17 @@ class OnlineLearner:
 
     # ---- dead letters --------------------------------------------------------------------
 
-    async def dead_letters(self, *, after: int = 0, limit: int = 100) -> tuple[DeadLetter, ...]:
+    async def dead_letters(
+        self, *, after: int = 0, before: int | None = None, limit: int = 100
+    ) -> tuple[DeadLetter, ...]:
         """Return examples that were set aside, by number; without a journal the newest 1,000.
 
         Args:
             after: Leaves out those up to this number.
-            limit: Returns so many at most.
+            before: If given, leaves out those from this number on, and returns the last ones.
+            limit: Returns so many at most: the first ones without `before`.
         """
-        return await self._open_engine().dead.list(after, limit)
+        return await self._open_engine().dead.list(after, limit, before)
 
     async def retry(self, number: int) -> Ticket:
         """Take a dead letter again, as a new example with a new number.
@@ -309,16 +324,7 @@ class OnlineLearner:
             anyio.WouldBlock: If the queue is full, without a journal.
             Exception: As `submit`.
         """
-        engine = self._open_engine()
-        letter = await engine.dead.find(number)
-        is_journalled = engine.journal is not None
-        submission = ExampleGroup.of([letter.example], None, is_journalled, revived=number)
-        if is_journalled:
-            await engine.intake.take(submission)
-        else:
-            engine.intake.take_nowait(submission)
-            await engine.dead.discard(number)
-        return await submission.tickets[0].saved()
+        return await (await _taken_again(self._open_engine(), number)).saved()
 
     async def discard(self, number: int) -> None:
         """Delete a dead letter for good.
@@ -338,6 +344,7 @@ class OnlineLearner:
 
         Raises:
             CheckpointError: If the checkpoint could not be saved.
+            StallError: If a step on a device's thread does not end within `grace_s`.
             LoopMismatchError: If called on another event loop.
 
         Cancellation:
@@ -381,6 +388,32 @@ class OnlineLearner:
         return f"<OnlineLearner | {self.state}{about}>"
 
 
+async def _taken_again(engine: Engine, number: int) -> Ticket:
+    letter = await engine.dead.find(number)
+    is_journalled = engine.journal is not None
+    submission = ExampleGroup.of([letter.example], None, is_journalled, revived=number)
+    if is_journalled:
+        await engine.intake.take(submission)
+    else:
+        engine.intake.take_nowait(submission)
+        await engine.dead.discard(number)
+    return submission.tickets[0]
+
+
+def _state_of(engine: Engine | None) -> str:
+    if engine is None:
+        return "new"
+    if engine.is_closing:
+        return "closed" if engine.is_closed else "closing"
+    if failure_of(engine):
+        return "failed"
+    if engine.is_paused:
+        return "paused"
+    if engine.retry_error:
+        return "retrying"
+    return "recovering" if engine.has_backlog else "running"
+
+
 def _opened(engine: Engine | None) -> Engine:
     if engine is None:
         raise ContextError("The learner was never opened. Use it in `async with`.")
@@ -401,6 +434,20 @@ def _check(strategy: Any, checkpoints: Any, validate: Any) -> None:
     if validate is not None and not callable(validate):
         raise TypeError(f"validate must be callable, got {validate!r}.")
     require_no_yield(validate, "OnlineLearner")
+
+
+def _checked_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else checked_count(name, value)
+
+
+def _checked_errors(value: Any) -> tuple[type[Exception], ...]:
+    kinds = value if isinstance(value, tuple) else (value,)
+    for kind in kinds:
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            raise TypeError(
+                f"retry_on must be a class of exceptions or a tuple of them, got {value!r}."
+            )
+    return kinds
 
 
 def _journal_of(given: Any) -> Journal | None:

@@ -88,7 +88,7 @@ class LearnerStatistics:
         num_duplicates: Examples whose idempotency key was known.
         num_refused: Examples not taken: the queue was full, or the journal could not keep them.
         num_learned: Examples learned.
-        num_dead: Examples set aside.
+        num_dead: Examples set aside, also those that were taken back.
         num_steps: Steps published.
         num_rollbacks: Steps rolled back, because they raised or wrote what is not finite.
         queue_depth: Examples taken and not learned; those of a backlog are not counted.
@@ -105,6 +105,9 @@ class LearnerStatistics:
         checkpoint_error: Why the last checkpoint failed; "" if it did not.
         publish_error: Why the last snapshot could not be written for other processes; "" if it was.
         failure: Why the state is "failed"; "" if it is not.
+        step_running_s: Seconds since the step under way has begun; 0 if there is none.
+        num_retries: Times that a step failed for a reason of `retry_on`.
+        retry_error: Why the state is "retrying"; "" if it is not.
     """
 
     state: str
@@ -130,3 +133,6 @@ class LearnerStatistics:
     checkpoint_error: str
     publish_error: str
     failure: str
+    step_running_s: float
+    num_retries: int
+    retry_error: str

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, final
 
-from ..checkpoint import CheckpointManager
+from ..checkpoint import CheckpointManager, DescribedState
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
 from ._journal import OpenJournal
@@ -48,7 +48,7 @@ class Saving:
         self._every_s = every_s
         self._changed = changed
         self._progress: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
-        self._state = {"variables": variables, "online": self._progress}
+        self._state = DescribedState({"variables": variables, "online": self._progress})
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
@@ -206,12 +206,19 @@ class Saving:
                 raise self._failure
 
     async def aclose(self) -> None:
-        """End what goes on in the background; a save that has begun belongs to the manager."""
+        """End what goes on in the background, wait for a save, give the manager's lock back."""
         _refuse(self._waiters, "the learner was closed")
         task = self._task
-        if task is not None:
-            task.cancel()
-            await task.ended(through_interrupt=True)
+        try:
+            if task is not None:
+                task.cancel()
+                await task.ended(through_interrupt=True)
+        finally:
+            if self._manager is not None:
+                try:
+                    await self._manager.aclose()
+                except CheckpointError as error:
+                    self.error = str(error)
 
 
 def _refuse(waiters: list[asyncio.Future[int]], why: object) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
 from typing import Any, final
@@ -12,10 +13,10 @@ from typing import Any, final
 import numpy as np
 
 from .._functions import is_async
-from ..checkpoint import Savepoint
+from ..checkpoint import DescribedState, Savepoint
 from ..context import INLINE_STEP
 from ..devices import INLINE_BYTES, run_on_host
-from ..errors import ContextError, DeviceError, LoopMismatchError, NonFiniteError
+from ..errors import ContextError, DeviceError, LoopMismatchError, NonFiniteError, StallError
 from ..input import split_batch
 from ..replica import ReplicaContext
 from ..strategies import Strategy, get_replica_context
@@ -23,6 +24,7 @@ from ..tree import leaves
 from ..values import PerReplica
 from ._example import stack_examples
 from ._records import ReplicaTiming
+from ._ticket import Signal
 
 INLINE_STEP_BYTES = 256 * 1024
 """An optimizer's step that reads and writes no more than this runs on the event loop, which serves
@@ -55,6 +57,45 @@ class StepResult:
 
 
 @final
+class UnderWay:
+    """Steps under way: whether there are some, and since when the one that runs does.
+
+    Args:
+        changed: Given when they have ended.
+    """
+
+    def __init__(self, changed: Signal) -> None:
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._is_stepping = False
+        self._began: float | None = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Note that steps are under way while a block runs."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping, self._began = False, None
+            self._changed.give()
+
+    def begin(self) -> None:
+        """Note that one begins."""
+        self._began = self._loop.time()
+
+    async def ended(self) -> None:
+        """Wait until no step is under way."""
+        while self._is_stepping:
+            await self._changed.wait()
+
+    @property
+    def running_s(self) -> float:
+        """Seconds since the step that runs has begun; 0 if there is none."""
+        return 0.0 if self._began is None else self._loop.time() - self._began
+
+
+@final
 class BlamelessError(Exception):
     """Raised inside the package when a step was undone and its examples are not to blame."""
 
@@ -65,13 +106,17 @@ class NotUndoneError(Exception):
 
 
 async def learn(
-    strategy: Strategy, step_fn: Callable[..., Any], variables: Any, examples: Sequence[Any]
+    strategy: Strategy,
+    step_fn: Callable[..., Any],
+    state: DescribedState,
+    examples: Sequence[Any],
+    timeout_s: float | None = None,
 ) -> StepResult:
     """Run a step over examples; if anything is wrong with it, nothing of it is left.
 
     Raises:
         BlamelessError: If it failed for a reason that has nothing to do with the examples, which is
-            the cause.
+            the cause: a StallError after `timeout_s`, once the step has ended.
         NonFiniteError: If it wrote what is not finite.
         NotUndoneError: If it went wrong, and what it wrote could not be put back.
         Exception: What it raised.
@@ -82,10 +127,10 @@ async def learn(
         Undoes the step, then goes on.
     """
     await asyncio.sleep(TURN_S)
-    savepoint = Savepoint(variables)
+    savepoint = Savepoint(state)
     try:
         await asyncio.sleep(TURN_S)
-        result = await _run(strategy, step_fn, examples)
+        result = await _run_in_time(strategy, step_fn, examples, timeout_s)
         await asyncio.sleep(TURN_S)
         await _require_finite(savepoint)
     except BaseException as error:
@@ -97,6 +142,23 @@ async def learn(
             _require_blame(strategy, error)
         raise
     return result
+
+
+async def _run_in_time(
+    strategy: Strategy,
+    step_fn: Callable[..., Any],
+    examples: Sequence[Any],
+    timeout_s: float | None,
+) -> StepResult:
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            return await _run(strategy, step_fn, examples)
+    except TimeoutError:
+        if not limit.expired():  # the step's own
+            raise
+        text = f"A step of {len(examples)} examples took longer than {timeout_s:g} s; it was ended."
+        raise StallError(text, timeout_s=timeout_s) from None
 
 
 async def _run(
@@ -153,6 +215,8 @@ def _require_blame(strategy: Strategy, error: Exception) -> None:
         BlamelessError: If they are not.
     """
     group = error if isinstance(error, ExceptionGroup) else None
+    if isinstance(error, StallError) and not error.rows:  # of `_run_in_time`, not of the strategy
+        raise BlamelessError from error
     if isinstance(error, BLAMELESS) or (group and group.split(BLAMELESS)[0]):
         raise BlamelessError from error
     try:

@@ -22,7 +22,10 @@ class Ticket:
     and a ticket that is not awaited costs nothing.
     """
 
-    __slots__ = ("_failure", "_is_saved", "_loop", "_outcome", "_signal", "is_duplicate", "number")
+    __slots__ = (
+        "__weakref__", "_failure", "_is_saved", "_loop", "_outcome", "_signal", "is_duplicate",
+        "number",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

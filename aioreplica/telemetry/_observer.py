@@ -178,6 +178,10 @@ class ObservedOp(Protocol):
     def context(self) -> Context:
         """The context variables that it runs with; no other op has them."""
 
+    @property
+    def error(self) -> BaseException | None:
+        """Exception that it has raised; None before its end, and if it raised none."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ same folder has learned every example that was acknowledged, once.
 
 import argparse
 import asyncio
+import faulthandler
 import os
 import signal
 import socket
@@ -39,6 +40,8 @@ except ModuleNotFoundError as missing:
         f"The service needs {missing.name}. Install it with: pip install -e '.[web,checkpoint]'"
     ) from missing
 
+GRACE_S = 10.0
+TOKEN = os.environ.get("ONLINE_LEARNING_TOKEN") or None
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: EXIT_CODE}
 
 
@@ -68,13 +71,15 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             checkpoints=ar.CheckpointManager(options.data / "checkpoints"),
             checkpoint_every_s=options.save_every,
             publish_to=options.data / "model",
+            step_timeout_s=30.0,
+            grace_s=GRACE_S,
         )
         service = OnlineService(
             learner,
             model.predict,
             input_like=INPUT,
             target_like=TARGET,
-            token=os.environ.get("ONLINE_LEARNING_TOKEN"),
+            token=TOKEN,
             hosts=[*LOCAL_NAMES, options.host, *options.name],
             report=progress.report,
         )
@@ -88,6 +93,8 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
 
         def leave(number: signal.Signals) -> None:
             ended_by.append(number)
+            # Whatever hangs, the process ends, with the stacks of all threads on stderr.
+            faulthandler.dump_traceback_later(2 * GRACE_S, exit=True)
             service.close()
             server.should_exit = True
 
@@ -95,6 +102,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             asyncio.get_running_loop().add_signal_handler(number, leave, number)
         print(f"Online learning at http://{host}:{port}, data in {options.data}", flush=True)
         await server.serve([listening])
+    faulthandler.cancel_dump_traceback_later()
     if not server.started:
         return 1
     return EXIT_CODES[ended_by[0]] if ended_by else 0
@@ -111,7 +119,10 @@ def replaying(options: argparse.Namespace, port: int) -> Iterator[None]:
             raise SystemExit(f"To replay needs {name}: pip install httpx river; or --no-replay")
     command = [sys.executable, "-m", "examples.online_learning.replay"]
     where = ["--url", f"http://127.0.0.1:{port}", "--rate", str(options.rate)]
-    with subprocess.Popen([*command, *where], cwd=Path(__file__).parents[2]) as process:
+    # The end of its input tells it that this process is gone, also if that was killed.
+    with subprocess.Popen(
+        [*command, *where, "--until-eof"], cwd=Path(__file__).parents[2], stdin=subprocess.PIPE
+    ) as process:
         try:
             yield
         finally:
@@ -123,14 +134,21 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m examples.online_learning", description="Predict and learn over HTTP."
     )
     parser.add_argument("--data", type=Path, default=Path("online_data"), help="what it knows")
-    parser.add_argument("--host", default="127.0.0.1", help="set ONLINE_LEARNING_TOKEN, too")
+    parser.add_argument("--host", default="127.0.0.1", help="needs ONLINE_LEARNING_TOKEN, if other")
+    parser.add_argument("--no-token", action="store_true", help="let everybody in who gets there")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
     parser.add_argument("--no-replay", action="store_true", help="only serve")
     parser.add_argument("--rate", type=float, default=50.0, help="examples replayed per second")
     parser.add_argument("--background", action="store_true", help="learn on idle cores only")
     parser.add_argument("--save-every", type=float, default=10.0, help="seconds")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not (options.host in LOCAL_NAMES or options.no_token or TOKEN):
+        parser.error(
+            f"at --host {options.host} others can predict, teach, and read what was sent. Set "
+            "ONLINE_LEARNING_TOKEN, or say --no-token"
+        )
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,8 @@
 const at = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const RETRY_MS = 1000, MAX_POINTS = 240, SILENCE_MS = 40000;
-let points = [], told = null, numDead = -1, sent = null, token = "";
+const SHOWN = ["figures", "accuracies", "losses", "rates", "replicas"];  // not news while disconnected
+let points = [], told = null, numDead = -1, sent = null, token = "", shownAt = null, wake = () => {};
 
 function headers() {
   return token ? {authorization: `Bearer ${token}`} : {};
@@ -16,7 +17,11 @@ async function ask(path, body, more = {}) {
     options.headers["content-type"] = "application/json";
   }
   const answer = await fetch(path, options), found = await answer.json();
-  if (answer.status === 401) at("access").hidden = false;
+  if (answer.status === 401) {
+    at("access").hidden = false;
+    const text = token ? "The service does not take this token." : "";
+    if (at("refused").textContent !== text) at("refused").textContent = text; // else it is read out again
+  }
   if (!answer.ok) {
     throw new Error([found.error, ...(found.reasons ?? []).map(each => `${each.where} ${each.what}`)].join("\n"));
   }
@@ -52,8 +57,10 @@ async function follow() {
       if (error instanceof SyntaxError) console.warn(error.message);
     }
     clearTimeout(silence);
-    setStatus(at("access").hidden ? "not connected, trying again" : "a token is needed", false);
-    await new Promise(resume => setTimeout(resume, RETRY_MS));
+    const old = shownAt ? `; figures of ${shownAt.toLocaleTimeString()}` : "";
+    setStatus(at("access").hidden ? `not connected, trying again${old}` : "a token is needed", false);
+    for (const id of SHOWN) at(id).classList.toggle("stale", shownAt !== null);
+    await new Promise(resume => { wake = resume; setTimeout(resume, RETRY_MS); });
   }
 }
 
@@ -84,7 +91,12 @@ function show(state) {
   for (const [id, text] of Object.entries(texts)) at(id).textContent = text;
   const problem = now.failure || now.journal_error || now.checkpoint_error;
   setStatus(problem ? `live, but ${problem}` : now.state === "running" ? "live" : `live, ${now.state}`, !problem);
+  shownAt = new Date();
+  for (const id of SHOWN) at(id).classList.remove("stale");
   showDrift(replay.drifts ?? []);
+  at("anew").hidden = !replay.began_at_version;
+  at("anew").textContent = `River's model began at nothing when this service was at version ` +
+    `${replay.began_at_version}, and has learned ${replay.seen} examples since.`;
   draw("accuracies", [["first", "accuracy"], ["second", "river"]], [0, 1], value => `${100 * value} %`);
   draw("losses", [["first", "loss"]], [0, null], value => value.toFixed(2));
   draw("rates", [["first", "rate"]], [0, null], value => value.toFixed(value < 10 ? 1 : 0));
@@ -209,6 +221,7 @@ for (const button of at("correct").querySelectorAll("button")) {
 at("access").onsubmit = event => {
   event.preventDefault();
   token = at("token").value;
+  wake();
 };
 
 follow();

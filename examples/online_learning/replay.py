@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ class Comparison:
     def __init__(self) -> None:
         self.model = preprocessing.StandardScaler() | linear_model.LogisticRegression()
         self.detector = drift.ADWIN()
+        self.version: int | None = None  # of the service, when river's model began at nothing
         self.num_seen = 0
         self.num_right = 0
         self.num_right_river = 0
@@ -65,6 +67,7 @@ class Comparison:
         lately = sum(theirs for _, theirs in self._lately) / max(len(self._lately), 1)
         return {
             "seen": self.num_seen,
+            "began_at_version": self.version or 0,
             "accuracy": round(self.num_right / seen, 5),
             "accuracy_river": round(self.num_right_river / seen, 5),
             "river": round(lately, 5),
@@ -98,6 +101,8 @@ async def replay(options: argparse.Namespace) -> Comparison:
         for features, target in stream(options.passes, options.turn_every):
             inputs = [features[name] for name in FEATURES]
             found = await post(client, "/predict", {"input": inputs})
+            if comparison.version is None:
+                comparison.version = found["version"]
             comparison.add(features, target, found["prediction"]["phishing"] > 0.5)
             body = {"input": inputs, "target": float(target)}
             key = f"{run}-{comparison.num_seen}"
@@ -110,14 +115,26 @@ async def replay(options: argparse.Namespace) -> Comparison:
     return comparison
 
 
+async def replay_until_eof(options: argparse.Namespace) -> None:
+    """Replay until the other end of the standard input is closed, as a killed process does."""
+    replaying = asyncio.create_task(replay(options))
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), replaying.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await replaying
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.online_learning.replay")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--rate", type=float, default=50.0, help="examples per second, at most")
     parser.add_argument("--passes", type=int, help="over the stream; else until it is stopped")
     parser.add_argument("--turn-every", type=int, default=2, metavar="N", help="drift after N")
+    parser.add_argument("--until-eof", action="store_true", help="end with the standard input")
     options = parser.parse_args(arguments)
     with contextlib.suppress(KeyboardInterrupt):
+        if options.until_eof:
+            asyncio.run(replay_until_eof(options))
+            return
         print(json.dumps(asyncio.run(replay(options)).figures()))
 
 

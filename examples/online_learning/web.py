@@ -37,12 +37,20 @@ def make_app(service: OnlineService, learner: OnlineLearner, progress: Progress)
             yield
             watching.cancel()
 
-    app = FastAPI(title="Online learning", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # Its own route for this would answer without the token.
+    bare = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="Online learning", lifespan=lifespan, **bare)
     app.include_router(router(service))
     for path in FILES:  # the same for everybody, with or without a token
         app.add_route(path, show_file)
-    own = Starlette(routes=[Route("/history", history), Route("/replay", replay, methods=["POST"])])
-    own.state.progress = progress
+    own = Starlette(
+        routes=[
+            Route("/history", history),
+            Route("/replay", replay, methods=["POST"]),
+            Route("/openapi.json", openapi),
+        ]
+    )
+    own.state.progress, own.state.described = progress, app
     app.mount("/", service.protect(own))
     return app
 
@@ -68,6 +76,11 @@ async def history(request: Request) -> Response:
     return JSONResponse({"features": FEATURES, "points": [*progress.points]})
 
 
+async def openapi(request: Request) -> Response:
+    """Return the description of the routes."""
+    return JSONResponse(request.app.state.described.openapi())
+
+
 async def replay(request: Request) -> Response:
     """Keep what the replaying client says of itself and of river's model."""
     if request.headers.get("content-type") != "application/json":
@@ -81,7 +94,7 @@ async def replay(request: Request) -> Response:
         found: Any = json.loads(body)
         names = ("accuracy", "accuracy_river", "river")
         report: dict[str, Any] = {name: round(float(found[name]), 5) for name in names}
-        report["seen"] = int(found["seen"])
+        report |= {name: int(found[name]) for name in ("seen", "began_at_version")}
         report["drifts"] = [int(each) for each in found["drifts"]][:20]
         json.dumps(report, allow_nan=False)
     except (ValueError, TypeError, KeyError, OverflowError):

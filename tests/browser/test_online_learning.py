@@ -69,14 +69,37 @@ def test_the_page_shows_what_is_learned_and_comes_back_after_a_restart(
         until(lambda: text(driver, "river").endswith("%") and int(text(driver, "learned")) > 150)
         until(lambda: driver.find_elements(By.CSS_SELECTOR, "#replicas rect"))
         assert "examples in" in text(driver, "step")
-        assert float(text(driver, "accuracy").rstrip(" %")) > 50
+        until(lambda: float(text(driver, "accuracy").rstrip(" %")) > 50)
         assert_fits(driver)
         keep(driver, pictures, "live")
         learned = int(text(driver, "learned"))
     until(lambda: "not connected" in text(driver, "status"))
-    with serving(tmp_path, int(url.rpartition(":")[2]), "--no-replay"):
+    assert "figures of" in text(driver, "status")
+    assert driver.find_element(By.CSS_SELECTOR, "#figures.stale")
+    with serving(tmp_path, int(url.rpartition(":")[2]), "--rate", "100"):
         until(lambda: text(driver, "status") == "live")
+        until(lambda: not driver.find_elements(By.CSS_SELECTOR, ".stale"))
         assert int(text(driver, "learned")) >= learned
+        until(lambda: "River's model began at nothing" in text(driver, "anew"))
+        assert_fits(driver)
+        keep(driver, pictures, "again")
+
+
+def test_a_wrong_token_is_told_and_a_right_one_is_used_at_once(
+    driver: Any, until: Until, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONLINE_LEARNING_TOKEN", "secret")
+    with serving(tmp_path, 0, "--no-replay") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "a token is needed")
+        assert text(driver, "refused") == ""
+        driver.find_element(By.ID, "token").send_keys("Secret", Keys.ENTER)
+        until(lambda: text(driver, "refused") == "The service does not take this token.")
+        assert_fits(driver)
+        driver.find_element(By.ID, "token").clear()
+        driver.find_element(By.ID, "token").send_keys("secret", Keys.ENTER)
+        until(lambda: text(driver, "status") == "live")
+        assert not driver.find_element(By.ID, "access").is_displayed()
 
 
 def test_the_form_predicts_and_takes_a_correction_by_keyboard_alone(

@@ -23,7 +23,9 @@ class Answer:
 def scope_of(method: str, path: str, headers: dict[str, str]) -> dict[str, Any]:
     named = {"host": "127.0.0.1:8000", **headers}
     listed = [(name.encode(), value.encode("latin-1")) for name, value in named.items()]
-    return {"type": "http", "method": method, "path": path, "root_path": "", "headers": listed}
+    path, _, query = path.partition("?")
+    where = {"path": path, "root_path": "", "query_string": query.encode()}
+    return {"type": "http", "method": method, "headers": listed, **where}
 
 
 async def ask(

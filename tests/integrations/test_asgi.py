@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,11 +19,11 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.integrations import prometheus
 from aioreplica.integrations.asgi import Limits, OnlineService
-from aioreplica.online import OnlineLearner, SnapshotReader
+from aioreplica.online import OnlineLearner, SnapshotReader, publish_snapshot
 
 from .asking import Answer, ask, events_of, post, scope_of, until
 
-pytest.importorskip("prometheus_client")
+prometheus_client = pytest.importorskip("prometheus_client")
 
 
 @asynccontextmanager
@@ -33,7 +35,11 @@ async def serving(
         sums = [ar.Variable(0.0, name=name, aggregation="sum") for name in ("one", "two")]
         optimizer = ar.optimizers.SGD(1.0)
 
+    gate = options.pop("gate", None)
+
     async def step(_ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+        if gate is not None:
+            await gate.wait()
         if np.any(batch["input"][:, 0] < 0):
             raise ValueError("<b>negative</b>")
         part = -float(batch["input"].sum())
@@ -43,6 +49,7 @@ async def serving(
     def predict(snapshot: Any, inputs: Any) -> dict[str, Any]:
         return {each.name: np.full(len(inputs), snapshot[each]) for each in sums}
 
+    predict = options.pop("predict", predict)
     learner = OnlineLearner(
         strategy,
         step,
@@ -52,6 +59,7 @@ async def serving(
         queue_size=queue_size,
         journal=journal,
         publish_to=options.pop("publish_to", None),
+        max_failures_in_a_row=options.pop("max_failures_in_a_row", 5),
     )
     service = OnlineService(
         learner, predict, input_like=np.zeros(2), target_like=0, event_interval_s=0.01, **options
@@ -177,6 +185,133 @@ async def test_dead_letters_are_listed_as_json_and_not_as_markup(served: Any) ->
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
     assert learner.statistics().num_learned == 2
+
+
+@pytest.mark.asyncio
+async def test_an_input_that_predict_fails_for_is_answered_as_json(
+    pair: ar.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def predict(_snapshot: Any, inputs: Any) -> Any:
+        if (inputs > 1e6).any():
+            raise ZeroDivisionError("secret <b>text</b>")
+        return inputs[:, 0]
+
+    async with serving(pair, predict=predict) as (service, _):
+        good = await post(service, "/predict", {"input": [1.0, 0.0]})
+        bad = await post(service, "/predict", {"input": [1e9, 0.0]})
+        metrics = (await ask(service, "GET", "/metrics")).body.decode()
+
+    assert good.json()["prediction"] == 1.0
+    assert (bad.status, bad.headers["content-type"]) == (500, "application/json")
+    assert "ZeroDivisionError" in bad.json()["error"]
+    assert b"secret" not in bad.body
+    assert 'requests_total{route="/predict",status="500"} 1.0' in metrics
+    [record] = caplog.records
+    assert record.name == "aioreplica.integrations.asgi"
+    assert "secret" in (record.exc_text or "")
+
+
+@pytest.mark.asyncio
+async def test_validate_stands_before_predictions_and_examples(pair: ar.MirroredStrategy) -> None:
+    def validate(found: Any) -> Any:
+        if found[0] > 100:
+            raise ValueError(f"the first number is at most 100, got {found[0]:g}")
+        return found.clip(0, None)
+
+    def predict(_snapshot: Any, inputs: Any) -> Any:
+        return inputs[:, 0]
+
+    async with serving(pair, predict=predict, validate=validate) as (service, learner):
+        clipped = await post(service, "/predict", {"inputs": [[3.0, 0.0], [-5.0, 0.0]]})
+        refused = await post(service, "/predict", {"inputs": [[3.0, 0.0], [500.0, 0.0]]})
+        not_learned = await post(service, "/learn", example(500.0))
+        learned = await post(service, "/learn", example(-1.0))  # is 0 when it is learned
+        await until_learned(learner)
+        assert learner.statistics().num_dead == 0
+
+    assert clipped.json()["predictions"] == [3.0, 0.0]
+    assert (refused.status, not_learned.status, learned.status) == (422, 422, 202)
+    [reason] = refused.json()["reasons"]
+    assert reason == {"where": "inputs[1]", "what": "the first number is at most 100, got 500"}
+
+
+@pytest.mark.asyncio
+async def test_dead_letters_have_pages_from_both_ends(pair: ar.MirroredStrategy) -> None:
+    async with serving(pair, max_failures_in_a_row=None) as (service, learner):
+        await post(service, "/learn", {"examples": [example(-i - 1.0) for i in range(7)]})
+        await until_learned(learner)
+
+        async def pages(query: str) -> list[list[int]]:
+            found = []
+            while query:
+                answer = (await ask(service, "GET", f"/dead-letters?{query}")).json()
+                found.append([letter["number"] for letter in answer["dead_letters"]])
+                query = answer["next"]
+            return found
+
+        first = (await ask(service, "GET", "/dead-letters")).json()
+        up, down = await pages("limit=3"), await pages("limit=3&before=99")
+        refused = [
+            (await ask(service, "GET", f"/dead-letters?{query}")).status
+            for query in ("limit=x", "after=-1", "page=2", "after=1&after=2", "after=" + "9" * 19)
+        ]
+
+    assert (len(first["dead_letters"]), first["next"]) == (7, None)
+    assert up == [[1, 2, 3], [4, 5, 6], [7]]
+    assert down == [[5, 6, 7], [2, 3, 4], [1]]
+    assert refused == [422] * 5
+
+
+@pytest.mark.asyncio
+async def test_services_in_one_registry_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    services = []
+    for number, name in enumerate(("ctr", "cvr"), 1):
+        publish_snapshot(tmp_path / name, number, {"w": np.ones(2)})
+        reader = SnapshotReader(tmp_path / name)
+        services.append(
+            OnlineService(
+                reader, lambda _s, x: x, input_like=np.zeros(2), registry=registry, model=name
+            )
+        )
+    for service in services:
+        await post(service, "/predict", {"input": [0, 0]})
+    metrics = (await ask(services[0], "GET", "/metrics")).body.decode()
+    for refused in ("ctr", None):
+        with pytest.raises(ValueError, match="another service already: 'ctr', 'cvr'"):
+            OnlineService(reader, lambda _s, x: x, input_like=0.0, registry=registry, model=refused)
+
+    for line in (
+        'aioreplica_online_version{model="ctr"} 1.0',
+        'aioreplica_online_version{model="cvr"} 2.0',
+        'aioreplica_online_requests_total{model="cvr",route="/predict",status="200"} 1.0',
+        'aioreplica_online_predict_seconds_count{model="ctr"} 1.0',
+    ):
+        assert line in metrics
+
+
+@pytest.mark.asyncio
+async def test_while_it_catches_up_it_lives_and_is_not_ready(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    gate = asyncio.Event()
+    async with serving(pair, journal=tmp_path / "journal") as (service, learner):
+        await learner.pause()
+        await post(service, "/learn", example(2.0))
+        for name in ("journal", "journal-wal"):
+            shutil.copy(tmp_path / name, tmp_path / name.replace("journal", "copy"))
+    async with (
+        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as other,
+        serving(other, journal=tmp_path / "copy", gate=gate) as (service, learner),
+    ):
+        alive = await ask(service, "GET", "/healthz")
+        catching_up = await ask(service, "GET", "/readyz")
+        predicted = await post(service, "/predict", {"input": [0, 0]})
+        gate.set()
+        await until(lambda: learner.is_ready)
+
+    assert (alive.status, catching_up.status, predicted.status) == (200, 503, 200)
+    assert catching_up.json() == {"status": "recovering"}
 
 
 # ---- refusals ------------------------------------------------------------------------------
@@ -414,6 +549,52 @@ async def test_a_reader_of_another_learner_only_predicts(
 
     assert [early.status, unready.status, unheard.status] == [503] * 3
     assert (predicted.status, learned.status) == (200, 404)
+
+
+@pytest.mark.asyncio
+async def test_a_reader_goes_on_when_its_file_is_damaged_or_gone_and_says_how_old_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    publish_snapshot(path, 7, {"w": np.ones(2)})
+    reader = SnapshotReader(path, max_age_s=1000.0)
+    service = OnlineService(reader, lambda s, x: x @ s["w"], input_like=np.zeros(2))
+    async with service.lifespan():
+        fresh = await ask(service, "GET", "/readyz")
+        (tmp_path / "bad").write_bytes(b"bad")
+        (tmp_path / "bad").replace(path)
+        damaged = await everything(service)
+        path.unlink()
+        missing = await everything(service)
+        monkeypatch.setattr("aioreplica.online._published.time", lambda: time.time() + 5000.0)
+        old = await everything(service)
+
+    assert (fresh.status, fresh.json()["status"]) == (200, "ok")
+    for answers, why, status in (
+        (damaged, "damaged by a crash", 200),
+        (missing, "No such file", 200),
+        (old, "No such file", 503),
+    ):
+        ready, predicted, snapshot, metrics = answers
+        assert (ready.status, predicted.status, snapshot.status) == (status, 200, 200)
+        assert why in ready.json()["error"]
+        assert predicted.json() == {"version": 7, "prediction": 2.0}
+        found = snapshot.json()
+        assert (found["version"], found["error"]) == (7, ready.json()["error"])
+        assert 0 <= found["publisher_age_s"] <= found["age_s"] + 60
+        assert b"aioreplica_online_version 7.0" in metrics.body
+        assert b"aioreplica_online_reading_failing 1.0" in metrics.body
+        assert b"aioreplica_online_version_age_seconds" in metrics.body
+    assert "its publisher is silent for 5" in old[0].json()["status"]
+
+
+async def everything(service: OnlineService) -> tuple[Answer, ...]:
+    return (
+        await ask(service, "GET", "/readyz"),
+        await post(service, "/predict", {"input": [1, 1]}),
+        await ask(service, "GET", "/snapshot"),
+        await ask(service, "GET", "/metrics"),
+    )
 
 
 def test_a_service_runs_again_on_another_loop(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from aioreplica.errors import MergeMismatchError
 from aioreplica.integrations.opentelemetry import export_metrics, export_spans
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
@@ -136,10 +137,49 @@ async def test_failures_are_recorded_where_they_are_raised(
         await pair.run(step)
 
     failed = {span.name: span for span in spans.finished() if not span.status.is_ok}
-    assert set(failed) == {"replica 1", "fault"}
+    (run,) = [name for name in failed if name.startswith("run ")]
+    assert set(failed) == {run, "replica 1"}
     for span in failed.values():
         assert span.events[0].attributes["exception.type"] == "KeyError"
-    assert "step/fault" in spans.paths()
+        assert span.status.description == "KeyError"
+    assert len(spans.finished()) == 3  # the run and two replicas: no more
+
+
+async def test_an_op_that_raises_has_its_exception(pair: ar.MirroredStrategy, spans: Spans) -> None:
+    def fail() -> None:
+        raise ValueError("bad")
+
+    async def step() -> None:
+        if me().replica_id_in_sync_group == 0:
+            await me().run_on_device(int)
+            await me().run_on_device(fail)
+
+    with export_spans(pair, tracer_provider=spans.provider), pytest.raises(ValueError, match="bad"):
+        await pair.run(step)
+
+    failed = sorted(
+        span.name.rpartition(".")[2] for span in spans.finished() if not span.status.is_ok
+    )
+    assert failed == ["fail", "replica 0", "step"]
+    assert len(spans.finished()) == 5
+
+
+async def test_a_run_that_is_ended_from_outside_has_the_error(
+    pair: ar.MirroredStrategy, spans: Spans
+) -> None:
+    async def step() -> None:
+        if me().replica_id_in_sync_group == 0:
+            await me().barrier()
+
+    with (
+        export_spans(pair, tracer_provider=spans.provider),
+        pytest.raises(MergeMismatchError),
+    ):
+        await pair.run(step)
+
+    (run,) = [span for span in spans.finished() if span.name.startswith("run ")]
+    assert not run.status.is_ok
+    assert run.events[0].attributes["exception.type"].endswith("MergeMismatchError")
 
 
 async def test_collectives_carry_their_place_and_may_be_left_out(

@@ -68,7 +68,7 @@ async def soak(seconds: float, folder: Path, num_samples: int = 40) -> Soak:
     """Load a learner; return what it held meanwhile."""
     found, rng, end = Soak(), random.Random(0), time.monotonic() + seconds
     async with Counting(
-        folder, checkpoint_every_s=0.2, publish_to=folder / "published",
+        folder, checkpoint_every_s=0.2, publish_to=folder / "published", max_failures_in_a_row=None,
         journal=ar.online.Journal(folder / "journal.db", keep_keys_s=5.0),
     ) as program:  # fmt: skip
         learner = program.learner

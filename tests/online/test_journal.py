@@ -285,6 +285,44 @@ class Failing:
 
 
 @pytest.mark.asyncio
+async def test_a_disk_without_room_for_the_index_of_the_log_can_be_read(folder: Path) -> None:
+    """As SQLite behaves on one that is full to the last block, after a clean end."""
+    is_full, modes = True, list[str]()
+
+    class Connection(sqlite3.Connection):
+        mode = "NORMAL"
+
+        def execute(self, statement: str, *values: Any) -> Any:
+            if statement == "PRAGMA locking_mode = EXCLUSIVE":
+                self.mode = "EXCLUSIVE"
+            if statement == "PRAGMA journal_mode = WAL":
+                modes.append(self.mode)
+                if is_full and self.mode == "NORMAL":
+                    error = sqlite3.OperationalError("disk I/O error")
+                    error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"
+                    raise error
+            if is_full and statement.startswith("INSERT"):
+                raise sqlite3.OperationalError("database or disk is full")
+            return super().execute(statement, *values)
+
+    def connect(*args: Any, **options: Any) -> Any:
+        return sqlite3.connect(*args, factory=Connection, **options)
+
+    async with Counting(folder) as program:
+        await (await program.learner.submit(example(0)))
+    async with Counting(folder, journal=Journal(folder / "journal.db", connect=connect)) as program:
+        assert modes == ["NORMAL", "EXCLUSIVE"]
+        assert program.learner.snapshot()[program.counts][0] == 1
+        assert await program.learner.dead_letters() == ()
+        with pytest.raises(JournalError, match="disk is full"):
+            await program.learner.submit(example(1))
+        is_full = False
+        await (await program.learner.submit(example(1)))
+        assert modes[-1] == "NORMAL"  # so others can read it again
+        assert program.learned() == [1, 1]
+
+
+@pytest.mark.asyncio
 async def test_a_full_disk_acknowledges_nothing_and_recovers(folder: Path) -> None:
     """The real thing but for the disk: SQLite's own limit of pages is reached, and lifted."""
     limit = 2**30
@@ -378,7 +416,8 @@ async def test_no_checkpoint_leaves_a_dead_letter_behind(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="disk I/O error"):
             await learner.checkpoint()
         failing.fails_at = lambda _statement: False
-        assert await learner.checkpoint() == 1
+        await (await learner.submit(example(1)))
+        assert await learner.checkpoint() == 2
         assert [letter.number for letter in await learner.dead_letters()] == [1]
 
 

@@ -1,6 +1,7 @@
 """Learners that are opened more than once: in one process, after crashes, twice at a time."""
 
 import asyncio
+import errno
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from aioreplica.errors import ContextError, JournalError
 from aioreplica.online import Journal, SnapshotReader
 
 from .program import RAISES, Counting, example
-from .test_journal import cancelled_close, never
+from .test_journal import Failing, cancelled_close, never
 
 
 async def until_running(learner: ar.online.OnlineLearner) -> None:
@@ -255,3 +256,62 @@ async def test_a_retry_of_a_backlog_example_learns_of_its_failure(
         async with asyncio.timeout(60):
             with pytest.raises(ContextError, match="The journal has it"):
                 await known
+
+
+@pytest.mark.asyncio
+async def test_the_folder_of_checkpoints_is_given_back_when_the_learner_is_closed(
+    folder: Path,
+) -> None:
+    """Nobody need close the manager: it is the learner's alone."""
+    program = Counting(folder)
+    async with program.strategy:
+        for number in range(2):
+            async with program.learner:
+                await (await program.learner.submit(example(number)))
+        async with ar.CheckpointManager(folder / "checkpoints") as other:
+            await other.save(100, {"w": program.weight})
+    assert program.learned() == [1, 1]
+
+
+def test_a_full_disk_at_the_start_stops_learning_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main() -> None:
+        async with Counting(folder) as program:
+            await (await program.learner.submit(example(0)))
+            await program.learner.pause()
+            await program.learner.submit(example(1))
+            shutil.copytree(folder, folder / "crashed")
+        failing = Failing()
+        failing.fails_at = lambda statement: "INSERT" in statement
+        journal = Journal(folder / "crashed" / "journal.db", connect=failing.connect)
+        published = folder / "published"
+        with monkeypatch.context() as patch:
+            patch.setattr("aioreplica.online._publishing.publish_snapshot", full)
+            program = Counting(folder / "crashed", journal=journal, publish_to=published)
+            await program.__aenter__()
+            learner = program.learner
+            assert learner.snapshot()[program.counts] is not None
+            await asyncio.sleep(5.0)
+            now = learner.statistics()
+            assert (learner.state, learner.is_ready) == ("retrying", False)
+            assert "No space" in now.publish_error
+            assert "disk I/O error" in now.retry_error
+            assert now.num_steps == 0
+            with pytest.raises(JournalError):
+                await learner.submit(example(2))
+        failing.fails_at = lambda _statement: False
+        await asyncio.sleep(60.0)
+        assert learner.state == "running"
+        await learner.submit(example(2))
+        assert learner.is_ready
+        await asyncio.sleep(60.0)
+        with SnapshotReader(published) as reader:
+            assert reader.read().version == learner.version > 1
+        assert program.learned() == [1, 1, 1]
+        await program.aclose()
+
+    art.run(main)

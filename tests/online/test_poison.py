@@ -23,7 +23,7 @@ from .program import RAISES, WRITES_NAN, Counting, example
 )
 def test_exactly_the_poisoned_are_set_aside(moods: list[float], max_batch: int) -> None:
     async def main() -> None:
-        async with Counting(max_batch=max_batch) as program:
+        async with Counting(max_batch=max_batch, max_failures_in_a_row=None) as program:
             learner = program.learner
             await learner.pause()
             tickets = [await learner.submit(example(i, mood)) for i, mood in enumerate(moods)]
@@ -201,4 +201,6 @@ async def test_a_dead_letter_holds_the_errors_of_all_replicas(
             await (await learner.submit(example(0)))
         [letter] = await learner.dead_letters()
         assert letter.error.startswith(said)
-        assert await learner.checkpoint() == 1
+        learner.step_fn = program.step
+        await (await learner.submit(example(1)))
+        assert await learner.checkpoint() == 2

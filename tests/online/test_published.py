@@ -1,9 +1,11 @@
 """Snapshots for other processes: each read is one version, whatever is published meanwhile."""
 
 import asyncio
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from aioreplica import testing as art
 from aioreplica.errors import CheckpointError
 from aioreplica.online import PublishedSnapshot, SnapshotReader, publish_snapshot
 from aioreplica.online import _published as published
@@ -148,6 +151,125 @@ def test_a_damaged_file_is_refused_at_every_byte(folder: Path) -> None:
             SnapshotReader(path).read()
 
 
+def test_a_reader_goes_on_with_the_version_it_holds_and_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now = folder / "model", time.time() + 1000.0
+    publish_snapshot(path, 1, {"w": np.arange(4.0)})
+    with SnapshotReader(path, max_age_s=2000.0) as reader:
+        assert not reader.is_current
+        assert reader.age_s == math.inf
+        first = reader.read()
+        assert reader.is_current
+        monkeypatch.setattr(published, "time", lambda: now)
+        assert first.age_s == pytest.approx(1000.0, abs=60.0)
+        assert reader.age_s == pytest.approx(1000.0, abs=60.0)
+        for number, broken in enumerate((b"", b"damaged", None)):
+            other = folder / f"other {number}"
+            if broken is None:
+                path.unlink()
+            else:
+                other.write_bytes(broken)
+                other.replace(path)
+            for _ in range(3):
+                assert reader.read() is first
+            assert ("No such file" if broken is None else "damaged by a crash") in reader.error
+        now += 1500.0
+        assert reader.age_s == pytest.approx(2500.0, abs=60.0)
+        assert not reader.is_current
+        assert first["w"].sum() == 6.0
+        publish_snapshot(path, 2, {"w": np.ones(4)})
+        assert (reader.read().version, reader.error) == (2, "")
+
+
+def test_a_damaged_file_is_read_once_and_not_at_each_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[int] = []
+    load = published._load
+
+    def counted(*args: Any) -> Any:
+        loads.append(1)
+        return load(*args)
+
+    monkeypatch.setattr(published, "_load", counted)
+    path = folder / "model"
+    publish_snapshot(path, 1, {"w": np.ones(2)})
+    with SnapshotReader(path) as reader:
+        reader.read()
+        (folder / "bad").write_bytes(b"bad")
+        (folder / "bad").replace(path)
+        for _ in range(5):
+            assert reader.read().version == 1
+    assert len(loads) == 2
+
+
+OVERWRITING = """
+import sys
+import numpy as np
+from aioreplica.online import SnapshotReader, publish_snapshot
+path = sys.argv[1]
+publish_snapshot(path, 1, {"w": np.ones(100_000)})
+with SnapshotReader(path) as reader:
+    assert reader.read()["w"].sum() == 100_000
+    whole = open(path, "rb").read()
+    open(path, "wb").write(whole[:5000])  # in place: reading what is mapped behind it kills
+    try:
+        reader.read()["w"].sum()
+    except OSError as error:
+        print(error)
+    open(path, "wb").write(whole)
+    print(reader.read()["w"].sum())
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_is_written_over_in_place_kills_no_reader(folder: Path) -> None:
+    program = [sys.executable, "-c", OVERWRITING, str(folder / "model")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "was damaged by a crash" in done.stdout
+    assert done.stdout.endswith("100000.0\n")
+
+
+def test_a_sign_of_life_changes_neither_the_file_nor_when_it_was_written(folder: Path) -> None:
+    path = folder / "model"
+    publish_snapshot(path, 1, {"w": np.ones(2)})
+    before = path.stat()
+    with SnapshotReader(path) as reader:
+        first = reader.read()
+        while path.stat().st_ctime_ns == before.st_ctime_ns:  # it has the resolution of a tick
+            published.touch_snapshot(path)
+        after = path.stat()
+        assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
+        assert reader.read() is first
+
+
+def test_a_learner_without_news_gives_signs_of_life_and_writes_a_lost_file_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touched: list[Path] = []
+
+    def touch(path: Path) -> None:
+        touched.append(path)
+        published.touch_snapshot(path)
+
+    async def main() -> None:
+        path = folder / "published"
+        async with Counting(publish_to=path) as program:
+            await (await program.learner.submit(example(0)))
+            await asyncio.sleep(21.0)
+            assert touched == [path] * 4
+            path.unlink()
+            await asyncio.sleep(20.0)
+            with SnapshotReader(path) as reader:
+                assert reader.read().version == program.learner.version
+            assert program.learner.statistics().publish_error == ""
+
+    monkeypatch.setattr("aioreplica.online._publishing.touch_snapshot", touch)
+    art.run(main)
+
+
 @pytest.mark.asyncio
 async def test_a_learner_publishes_what_it_has_learned(folder: Path) -> None:
     path = folder / "published"
@@ -170,28 +292,31 @@ async def test_a_learner_publishes_what_it_has_learned(folder: Path) -> None:
         pass
 
 
-@pytest.mark.asyncio
-async def test_an_error_of_publishing_is_told_until_a_version_is_published(
+def test_a_snapshot_that_could_not_be_published_is_written_later_without_another_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    num_tries: list[int] = []
+
     def full(*_args: Any) -> None:
+        num_tries.append(1)
         raise OSError(28, "No space left on device")
 
-    path = folder / "published"
-    async with Counting(folder, publish_to=path) as program:
-        learner = program.learner
-        with monkeypatch.context() as patch:
-            patch.setattr("aioreplica.online._engine.publish_snapshot", full)
-            await (await learner.submit(example(0)))
-            async with asyncio.timeout(60):
-                while "No space" not in learner.statistics().publish_error:
-                    await asyncio.sleep(0)
-        await (await learner.submit(example(1)))
-        async with asyncio.timeout(60):
-            while learner.statistics().publish_error:
-                await asyncio.sleep(0)
-        with SnapshotReader(path) as reader:
-            assert reader.read().version == learner.version
+    async def main() -> None:
+        path = folder / "published"
+        async with Counting(publish_to=path) as program:
+            learner = program.learner
+            with monkeypatch.context() as patch:
+                patch.setattr("aioreplica.online._publishing.publish_snapshot", full)
+                await (await learner.submit(example(0)))
+                await asyncio.sleep(10.0)
+                assert "No space" in learner.statistics().publish_error
+                assert len(num_tries) == 5  # after 0, 0.5, 1.5, 3.5 and 7.5 s
+            await asyncio.sleep(10.0)
+            assert learner.statistics().publish_error == ""
+            with SnapshotReader(path) as reader:
+                assert reader.read().version == learner.version == 1
+
+    art.run(main)
 
 
 def test_threads_share_a_reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,3 +344,18 @@ def test_the_name_that_the_format_keeps_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="'__metadata__'"):
         publish_snapshot(folder / "model", 1, {"__metadata__": np.ones(1)})
     assert not [*folder.iterdir()]
+
+
+def test_a_snapshot_that_an_older_version_has_published(tmp_path: Path) -> None:
+    """Readers and learners may be of different versions, in both directions."""
+    stored = Path(__file__).parent / "stored" / "snapshot"
+    arrays = {
+        "w": np.arange(4, dtype=np.float32), "n": np.array(7), "b": np.ones((2, 2), np.bool_)
+    }  # fmt: skip
+    with SnapshotReader(stored) as reader:
+        snapshot = reader.read()
+    assert snapshot.version == 12
+    assert repr(dict(snapshot)) == repr({name: arrays[name] for name in snapshot})
+
+    publish_snapshot(tmp_path / "snapshot", 12, arrays)
+    assert (tmp_path / "snapshot").read_bytes() == stored.read_bytes()

@@ -89,7 +89,7 @@ async def test_a_merge_that_fails_is_a_fault(pair: ar.MirroredStrategy) -> None:
         await pair.run(step)
 
     assert "merged 1: KeyError('mine')" in log.lines
-    assert log.lines[-2:] == ["run 0 ended", "fault in 0: KeyError"]
+    assert log.lines[-2:] == ["fault in 0: KeyError", "run 0 ended"]
 
 
 async def test_ops_and_writes(one: ar.Strategy) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
+import pytest
 
 from aioreplica.checkpoint import EXIT_CODE
+from examples.online_learning.__main__ import parse_options
+from examples.online_learning.predicting import make_app
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = [[0, 0, 0.5, 0.5, 1, 0.5, 0, 1, 0], [1, 0, 0, 0, 0, 0.5, 1, 1, 1]]
@@ -113,6 +118,19 @@ def test_workers_predict_what_the_learner_publishes(tmp_path: Path) -> None:
     assert learned.status_code == 404
 
 
+def test_a_service_that_is_killed_leaves_no_client_behind(tmp_path: Path) -> None:
+    command = ["examples.online_learning", "--port", "0", "--data", str(tmp_path)]
+    with running(*command) as process:
+        assert "http://127.0.0.1:" in process.stdout.readline()
+        watched = psutil.Process(process.pid)
+        while not (children := watched.children()):
+            assert process.poll() is None
+        process.kill()
+        _, left = psutil.wait_procs(children, timeout=60)
+
+    assert left == []
+
+
 def test_the_token_guards_all_but_the_page(tmp_path: Path) -> None:
     with serving(tmp_path, ONLINE_LEARNING_TOKEN="secret") as (_, url):
         paths = ("/", "/page.js", "/page.css", "/healthz", "/history", "/events", "/openapi.json")
@@ -120,6 +138,48 @@ def test_the_token_guards_all_but_the_page(tmp_path: Path) -> None:
         let_in = ask(url, "/history", authorization="Bearer secret").status_code
         report = ask(url, "/replay", {}, origin="http://example.com", authorization="Bearer secret")
 
-    assert codes == [200, 200, 200, 200, 401, 401, 200]
+        described = ask(url, "/openapi.json", authorization="Bearer secret").json()
+
+    assert codes == [200, 200, 200, 200, 401, 401, 401]
     assert let_in == 200
     assert report.status_code == 403
+    assert "/predict" in described["paths"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_hosts_are_let_in_with_a_token_or_if_someone_says_so(host: str) -> None:
+    options = parse_options(["--host", host, "--no-token"])
+    refused = subprocess.run(
+        [sys.executable, "-m", "examples.online_learning", "--host", host, "--port", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "ONLINE_LEARNING_TOKEN": ""},
+        timeout=120,
+    )
+
+    assert options.host == host
+    assert refused.returncode == 2
+    assert "Set ONLINE_LEARNING_TOKEN, or say --no-token" in refused.stderr
+
+
+def test_workers_behind_a_proxy_know_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe of the page: the proxy passes `Host` on unchanged."""
+    monkeypatch.setenv("ONLINE_LEARNING_MODEL", str(tmp_path / "model"))
+    monkeypatch.setenv("ONLINE_LEARNING_HOSTS", "model.example, other.example")
+    app = make_app()
+    statuses = []
+    for name in ("model.example", "other.example", "127.0.0.1", "evil.example"):
+        transport = httpx.ASGITransport(app)
+        answer = asyncio.run(asked(transport, name))
+        statuses.append(answer.status_code)
+
+    assert statuses == [503, 503, 503, 400]  # nothing is published; the last is not known
+
+
+async def asked(transport: httpx.ASGITransport, name: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=transport, base_url=f"http://{name}") as client:
+        return await client.get("/snapshot")

@@ -1,0 +1,168 @@
+"""Metrics of an online service: its requests, and the statistics of its learner or reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..context import REGISTRY
+from ..online import OnlineLearner, SnapshotReader
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as Family
+
+# Of `LearnerStatistics`: the field, its metric, and what it is.
+COUNTERS = (
+    ("num_taken", "taken", "Examples taken: with a journal, on disk."),
+    ("num_duplicates", "duplicates", "Examples whose idempotency key was known."),
+    ("num_refused", "refused", "Examples not taken: no room, or the journal could not."),
+    ("num_learned", "learned", "Examples learned."),
+    ("num_dead", "dead", "Examples set aside."),
+    ("num_steps", "steps", "Steps published."),
+    ("num_rollbacks", "rollbacks", "Steps rolled back."),
+    ("step_s", "step_seconds", "Seconds spent in steps."),
+    ("num_commits", "commits", "Transactions of the journal that took examples."),
+    ("commit_s", "commit_seconds", "Seconds spent in these."),
+    ("num_checkpoints", "checkpoints", "Checkpoints saved."),
+    ("num_retries", "retries", "Steps that failed and are tried again."),
+)
+GAUGES = (
+    ("queue_depth", "queue_depth", "Examples taken and not learned yet."),
+    ("queue_size", "queue_size", "How many there may be."),
+    ("backlog", "backlog", "Journalled examples of earlier processes, not learned yet."),
+    ("last_number", "last_number", "Number of the last example taken."),
+    ("learned_number", "learned_number", "Every example up to this one is learned or set aside."),
+    ("checkpoint_number", "checkpoint_number", "That of the newest checkpoint."),
+    ("step_running_s", "step_running_seconds", "Seconds since the step under way has begun."),
+)
+FLAGS = (
+    ("journal_error", "journal_failing", "1 while the journal takes nothing."),
+    ("checkpoint_error", "checkpoint_failing", "1 after a checkpoint that failed."),
+    ("publish_error", "publish_failing", "1 while snapshots do not reach other processes."),
+    ("failure", "failed", "1 once the learner has given up."),
+    ("retry_error", "retrying", "1 while the last step is tried again."),
+)
+
+PREFIX = "aioreplica_online"
+VERSION = "The published version."
+
+
+@final
+class ServiceMetrics:
+    """Counters of a service's requests; the statistics of its learner are read at each scrape.
+
+    Args:
+        learner: What is served.
+        registry: What shows them; None makes one.
+        model: Label of all of them; None for none.
+
+    Attributes:
+        registry: What shows them.
+        labels: The label, if there is one: the first of `requests`.
+        requests: Counts requests, by route and status.
+        seconds: Those of predictions.
+
+    Raises:
+        ValueError: If the registry shows those of another service, and not both have a label of
+            their own.
+    """
+
+    def __init__(
+        self,
+        learner: OnlineLearner | SnapshotReader,
+        registry: CollectorRegistry | None,
+        model: str | None,
+    ) -> None:
+        self.registry = prometheus_client.CollectorRegistry() if registry is None else registry
+        self.labels = () if model is None else (model,)
+        known = REGISTRY.once("online metrics", WeakKeyDictionary[object, _Families])
+        families = known.get(self.registry)
+        if families is None:
+            families = known[self.registry] = _Families(self.registry, len(self.labels))
+        families.add(self.labels, learner)
+        self.requests = families.requests
+        self.seconds = families.seconds.labels(*self.labels) if self.labels else families.seconds
+
+
+@final
+class _Families:
+    """The metrics of all services of a registry."""
+
+    def __init__(self, registry: CollectorRegistry, num_labels: int) -> None:
+        self._names = ("model",)[:num_labels]
+        self._learners: dict[tuple[str, ...], OnlineLearner | SnapshotReader] = {}
+        self.requests = prometheus_client.Counter(
+            f"{PREFIX}_requests",
+            "Requests answered; 499 if the client went before its body was whole.",
+            [*self._names, "route", "status"],
+            registry=registry,
+        )
+        self.seconds = prometheus_client.Histogram(
+            f"{PREFIX}_predict_seconds",
+            "Seconds from the headers of a prediction's request to its answer.",
+            self._names,
+            buckets=(0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0),
+            registry=registry,
+        )
+        registry.register(self)
+
+    def add(self, labels: tuple[str, ...], learner: OnlineLearner | SnapshotReader) -> None:
+        if len(labels) != len(self._names) or labels in self._learners:
+            shown = (
+                ", ".join(repr(*each) for each in self._learners if each) or "one without a name"
+            )
+            raise ValueError(
+                f"The registry shows the metrics of another service already: {shown}. Give each "
+                "service a name of its own, model=..., or a registry."
+            )
+        self._learners[labels] = learner
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing: who wants to know names would have to wait for the learners."""
+        return ()
+
+    def collect(self) -> Iterable[Family]:
+        """Return the statistics of all learners, and the versions that readers see."""
+        families: dict[str, Any] = {}  # Any: the base class has no `add_metric`
+        for labels, learner in tuple(self._learners.items()):
+            for kind, name, text, value in _values(learner):
+                if name not in families:
+                    families[name] = kind(f"{PREFIX}_{name}", text, labels=self._names)
+                families[name].add_metric(labels, value)
+        return families.values()
+
+
+def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:
+    if isinstance(learner, SnapshotReader):
+        yield from _of_reader(learner)
+        return
+    if learner.state == "new":
+        return
+    now = learner.statistics()
+    yield GaugeMetricFamily, "version", VERSION, now.version
+    for field, name, text in COUNTERS:
+        yield CounterMetricFamily, name, text, getattr(now, field)
+    for field, name, text in GAUGES:
+        value = getattr(now, field)
+        if value is not None:
+            yield GaugeMetricFamily, name, text, value
+    for field, name, text in FLAGS:
+        yield GaugeMetricFamily, name, text, bool(getattr(now, field))
+
+
+def _of_reader(reader: SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:
+    try:
+        version = reader.read().version
+    except OSError:  # nothing can be read: that is told, and there is no version
+        pass
+    else:
+        yield GaugeMetricFamily, "version", VERSION, version
+        text = "Seconds since the publisher said that the version is the newest."
+        yield GaugeMetricFamily, "version_age_seconds", text, reader.age_s
+    text = "1 while the published file cannot be read."
+    yield GaugeMetricFamily, "reading_failing", text, bool(reader.error)
