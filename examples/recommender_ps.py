@@ -5,7 +5,7 @@
 It starts a parameter server and two workers on this machine, as processes. A closure pulls the rows
 of the users and items of its batch and pushes the gradients of these rows; Adagrad runs on the
 server. The workers do not wait for each other: another one may have changed the rows in the
-meantime. `--sync` makes a step of one closure per worker instead.
+meantime.
 The data are made: a user likes an item if their hidden tastes fit, more or less.
 """
 
@@ -79,19 +79,18 @@ class Recommender:  # products of rows of two tables, plus how much an item is l
 
 async def train(
     *, workers: int = 2, epochs: int = 3, batch_size: int = 256, seed: int = 0,
-    sync: bool = False, address: Any = None, report: Report = lambda *_: None,
+    address: Any = None, report: Report = lambda *_: None,
 ) -> Result:  # fmt: skip
     """Train on a local cluster, or on the one with this address."""
     users, items, liked = make_data(seed)
     tested = np.arange(NUM_EXAMPLES) % 5 == 0
     rng, trained = np.random.default_rng(seed), np.flatnonzero(~tested)
-    mode = "sync" if sync else "async"
-    strategy = ar.ParameterServerStrategy(address, num_ps=1, num_workers=workers, mode=mode)
+    strategy = ar.ParameterServerStrategy(address, num_ps=1, num_workers=workers)
     async with strategy, ar.ClusterCoordinator(strategy) as coordinator:
         with strategy.scope():
             model = Recommender(rng)
         data = coordinator.create_per_worker_resource(partial(make_data, seed))
-        num_parts = len(trained) // batch_size // workers * workers  # whole steps for --sync
+        num_parts = len(trained) // batch_size
         for epoch in range(epochs):
             order = np.array_split(rng.permutation(trained), num_parts)
             losses = [await coordinator.schedule(model.train, args=(data, part)) for part in order]
@@ -121,7 +120,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--epochs", type=int, default=3)
     add("--batch-size", type=int, default=256, help="examples per closure")
     add("--seed", type=int, default=0)
-    add("--sync", action="store_true", help="workers wait for each other")
     add("--address", help="of a scheduler of Dask; without, a local cluster")
     add("--output", type=Path, default=Path("roc_curve.png"))
     options = vars(parser.parse_args(arguments))

@@ -14,26 +14,23 @@ from examples import recommender_ps as example
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", [False, True])
-def test_it_learns_what_users_like(tmp_path: Path, sync: bool) -> None:
+def test_it_learns_what_users_like(tmp_path: Path) -> None:
     reports: list[tuple[int, int, float]] = []
     engine = ar.cluster.LocalClosureEngine(num_workers=2)
 
     result = asyncio.run(
-        example.train(
-            epochs=1, sync=sync, address=engine, report=lambda *each: reports.append(each)
-        )
+        example.train(epochs=1, address=engine, report=lambda *each: reports.append(each))
     )
     example.plot_roc(result, tmp_path / "roc.png")
 
-    total = example.NUM_EXAMPLES * 4 // 5 // 256 // 2 * 2
+    total = example.NUM_EXAMPLES * 4 // 5 // 256
     assert [each[:2] for each in reports] == [(i + 1, total) for i in range(total)]
     assert np.mean([each[2] for each in reports[-20:]]) < np.mean(
         [each[2] for each in reports[:20]]
     )
     assert result.area > 0.65
     assert result.statistics.num_finished == total
-    assert result.statistics.pushes == 4 * total // (2 if sync else 1)  # or one per step
+    assert result.statistics.pushes == 4 * total
     assert (tmp_path / "roc.png").read_bytes().startswith(b"\x89PNG")
 
 

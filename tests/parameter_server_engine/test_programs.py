@@ -157,7 +157,7 @@ def test_a_program_that_is_ended(program: str, number: int) -> None:
 EXAMPLE = str(ROOT / "examples" / "recommender_ps.py")
 
 
-@pytest.mark.parametrize("options", [(), ("--sync",), ("--workers", "1")], ids=" ".join)
+@pytest.mark.parametrize("options", [(), ("--workers", "1")], ids=" ".join)
 def test_the_recommender(tmp_path: Path, options: tuple[str, ...]) -> None:
     figure = tmp_path / "roc.png"
     with running(EXAMPLE, "--epochs", "1", "--output", str(figure), *options) as process:

@@ -24,7 +24,7 @@ from ...optimizers import (
 )
 from ...values import Done, Variable, Weighted, local_value
 from ._messages import Array, Count, Gradient, Item, Key, Pull, Stamp, Write
-from ._pickles import Packed, Reduced, obstacle, pack, unpack
+from ._packing import Packed, Reduced, pack, unpack
 from ._variables import ServedVariable, fitting_push, split_value
 
 MAX_RESULT_BYTES = 1024**3
@@ -65,7 +65,6 @@ class Closure:
         call: The function and its arguments, packed.
         stamp: Whose pushes are its own.
         servers: The parameter servers, by number.
-        is_sync: Whether pushes wait for the commit of a step.
         timeout_s: How long it may take, in seconds; None sets no limit.
     """
 
@@ -75,7 +74,6 @@ class Closure:
     call: Packed
     stamp: Stamp
     servers: tuple[StateHandle, ...]
-    is_sync: bool
     timeout_s: float | None
 
     def run(self, worker: ClosureWorker) -> Packed:
@@ -221,9 +219,7 @@ class ClosureContext:
         """Push gradients to where the variables are; see `Optimizer.apply_gradients`."""
         gradients, variables = checked_pairs(pairs)
         self._check_owned(optimizer, variables, global_step)
-        finished, norm = finish_gradients(
-            optimizer, variables, gradients, keeps_weights=self.closure.is_sync
-        )
+        finished, norm = finish_gradients(optimizer, variables, gradients)
         with self._lock:
             if finished is None:
                 self._count(optimizer.skipped_steps)
@@ -242,7 +238,6 @@ class ClosureContext:
         iterations: Any = optimizer.iterations
         home = iterations.spec.shards[0].server
         number = iterations.spec.variable_id
-        before = int(self.value(iterations)) if self.closure.is_sync else None
         first: list[Item] = [Count((number, 0), self._ordinal((number, 0)))]
         items: dict[int, list[Item]] = {home: first}
         if optimizer.gradient_norm is not None and norm is not None:
@@ -250,13 +245,12 @@ class ClosureContext:
             key = (kept.spec.variable_id, 0)
             measured = Write(key, self._ordinal(key), "assign", np.asarray(norm, kept.dtype))
             items.setdefault(kept.spec.shards[0].server, []).append(measured)
-        is_mean = optimizer.settings.is_mean
         for variable, gradient in zip(variables, gradients, strict=True):
             spec = variable.spec  # type: ignore[attr-defined]  # checked to be a ServedVariable
             for i, part in _split_gradient(spec, gradient):
                 key = (spec.variable_id, i)
                 read = self._versions.get(key)
-                item = Gradient(key, self._ordinal(key), number, part, before, read, is_mean)
+                item = Gradient(key, self._ordinal(key), number, part, None, read)
                 items.setdefault(spec.shards[i].server, []).append(item)
             self._values.pop(spec.variable_id, None)
         if global_step is not None:
@@ -271,8 +265,8 @@ class ClosureContext:
     def _push_in_order(self, items: dict[int, list[Item]], home: int, counter: Key) -> None:
         """Push to the server that counts first: the others are told the number of the update."""
         first = items.pop(home)
-        if self.closure.is_sync or not items:
-            self._push({home: first, **items})
+        if not items:
+            self._push({home: first})
             return
         counts = self._push({home: first})
         count = counts.get(counter)
@@ -376,6 +370,8 @@ def _pack_result(result: Any, context: ClosureContext) -> Packed:
     try:
         packed = pack(result, context)
     except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
+        from ...devices.processes import obstacle
+
         where = obstacle({"its result": result}, context, error)[0]
         raise TypeError(
             f"The closure {context.closure.fn_name} cannot return what it did: {where}. Return "

@@ -213,8 +213,6 @@ class ClusterCoordinator:
             Stops waiting; closures go on.
         """
         await self._open()
-        self._runner.queue.flush()
-        self._runner.complete(self._runner.queue.complete_step())
         self._runner.pump()
         while not self._runner.queue.is_idle:
             await self._runner.wait_in(self._runner.idle)
@@ -316,7 +314,7 @@ class ClusterCoordinator:
             self._state = "open"
             try:
                 await self._strategy.servers.ready()
-                self._runner.queue = self._strategy.new_queue(self._queue_size)
+                self._runner.queue = ClosureQueue(self._queue_size)
                 self._runner.is_open = True
                 self._loop = asyncio.get_running_loop()
             except BaseException:
@@ -349,7 +347,7 @@ class ClusterCoordinator:
                 await self._runner.report()
             self._runner.is_open = False
             await self._runner.end_tasks()
-            self._strategy.drop_coordinator(self, self._runner.queue.next_step)
+            self._strategy.drop_coordinator(self)
         self._state = "closed"
         for waiter in [*self._runner.idle, *self._runner.room]:
             if not waiter.done():

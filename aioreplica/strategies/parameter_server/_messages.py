@@ -60,14 +60,12 @@ class Stamp(NamedTuple):
         epoch: Counts how often the servers were restored.
         closure: Number of the closure.
         oldest: Every closure below this one is over: what it pushes is dropped.
-        step: The step of the closure, in synchronous mode.
         attempt: Tells one run of a closure from another.
     """
 
     epoch: int
     closure: int
     oldest: int
-    step: int = 0
     attempt: str = ""
 
 
@@ -90,7 +88,7 @@ class Write(NamedTuple):
 
 @final
 class Count(NamedTuple):
-    """Counts an update; one per step in synchronous mode, however many closures count it."""
+    """Counts an update."""
 
     key: Key
     ordinal: int
@@ -107,7 +105,6 @@ class Gradient(NamedTuple):
         gradient: An array, IndexedSlices, or a Weighted of one.
         iteration: How many updates were done before; None if a `Count` of the same push says that.
         read_version: The version of the shard that it was computed from, None if it was not read.
-        is_mean: Whether gradients without weights are averaged, in synchronous mode.
     """
 
     key: Key
@@ -116,7 +113,6 @@ class Gradient(NamedTuple):
     gradient: Any
     iteration: int | None
     read_version: int | None
-    is_mean: bool
 
 
 Item: TypeAlias = Write | Count | Gradient
@@ -169,7 +165,6 @@ class ServerStatistics:
         bytes_pulled: Sent.
         bytes_pushed: Received.
         dropped: Pushes that had been seen before, or whose closure was over.
-        late: Pushes of an older step, in synchronous mode.
         stale: Gradients that were too old to be applied.
         retries: Runs of closures that pushed here after another run of the same closure had.
         max_staleness: How many versions old a gradient was at most.
@@ -182,7 +177,6 @@ class ServerStatistics:
     bytes_pulled: int = 0
     bytes_pushed: int = 0
     dropped: int = 0
-    late: int = 0
     stale: int = 0
     retries: int = 0
     max_staleness: int = 0
@@ -212,7 +206,6 @@ class CoordinatorStatistics:
         num_finished: Closures that ended well.
         num_failed: Closures that raised.
         num_cancelled: Closures that were cancelled because another one had failed.
-        num_steps: Steps applied, in synchronous mode.
         num_retries: Runs that pushed to a server after another run of the same closure had, summed
             over the servers. A run that was lost before it pushed, and one that comes after its
             closure is over, are not seen.
@@ -221,7 +214,6 @@ class CoordinatorStatistics:
         bytes_pulled: Sent by the servers.
         bytes_pushed: Received by them.
         pushes_dropped: Pushes that had been seen before, or whose closure was over.
-        pushes_late: Pushes of an older step, in synchronous mode.
         pushes_stale: Gradients older than `max_staleness` allows.
         max_staleness: How many versions old a gradient was at most.
         mean_staleness: The same on average.
@@ -232,14 +224,12 @@ class CoordinatorStatistics:
     num_finished: int
     num_failed: int
     num_cancelled: int
-    num_steps: int
     num_retries: int
     pulls: int
     pushes: int
     bytes_pulled: int
     bytes_pushed: int
     pushes_dropped: int
-    pushes_late: int
     pushes_stale: int
     max_staleness: int
     mean_staleness: float

@@ -1,8 +1,15 @@
-"""Packing of functions for closures, with names in place of variables."""
+"""Packing of functions and results of closures: named variables, and large buffers apart.
+
+cloudpickle is imported at use: programs without parameter servers need not have it.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, final
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+
+import numpy as np
 
 from ...cluster import ClosureEngine
 from ...context import CARRIER, CLOSURE
@@ -11,8 +18,56 @@ from ...input import InputContext
 from ...optimizers import Optimizer, OptimizerRecipe, recipe_of
 from ...values import Variable, VariableOptions
 from ._messages import Spec
-from ._pickles import Packed, Reduced, obstacle, pack
 from ._variables import ServedVariable, new_served
+
+Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+
+SEPARATE_BYTES = 64 * 1024  # smaller buffers go with the pickle
+
+
+@final
+class Packed(NamedTuple):
+    """A pickled object and its large buffers.
+
+    Attributes:
+        data: The pickle.
+        buffers: Its buffers, in order.
+    """
+
+    data: bytes
+    buffers: tuple[Any, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes to send."""
+        return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+
+def pack(thing: Any, side: Any) -> Packed:
+    """Pickle an object; its large buffers stay apart.
+
+    Raises:
+        Exception: Whatever pickling raises.
+    """
+    from ...devices.processes import dumps
+
+    buffers: list[Any] = []
+
+    def put(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < SEPARATE_BYTES:
+            return True
+        buffers.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    return Packed(dumps(thing, side, put), tuple(buffers))
+
+
+def unpack(packed: Packed, side: Any) -> Any:
+    """Build an object anew."""
+    from ...devices.processes import loads
+
+    return loads(packed.data, packed.buffers, side)
 
 
 @final
@@ -77,15 +132,7 @@ class HomeSide:
         return optimizer_in_closure, (recipe, iterations, settings.skipped, settings.norm)
 
     def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
-        recipe = recipe_of(optimizer, self._strategy._runtime.variable_table.all())
-        clipping = recipe.options["clipping"]
-        if self._strategy.mode == "sync" and clipping is not None and clipping.needs_norms:
-            raise ValueError(
-                f"{type(optimizer).__name__} {optimizer.settings.iterations.name!r} clips norms, "
-                "which needs the sum of all gradients in one place; in synchronous mode they are "
-                "summed on several parameter servers. Use clipvalue."
-            )
-        return recipe
+        return recipe_of(optimizer, self._strategy._runtime.variable_table.all())
 
 
 def variable_in_closure(spec: Spec, options: VariableOptions) -> ServedVariable:
@@ -119,9 +166,11 @@ def pack_call(fn: Any, args: Any, kwargs: Any, side: HomeSide, what: str) -> Pac
     try:
         return pack((fn, args, kwargs), side)
     except Exception as error:
-        things = {"the function": fn, "args": args, "kwargs": kwargs}
+        from ...devices.processes import obstacle
+
         if isinstance(error, ContextError | ValueError):
             raise
+        things = {"the function": fn, "args": args, "kwargs": kwargs}
         where, reason = obstacle(things, side, error)
         if isinstance(reason, ContextError | ValueError):
             raise reason from None

@@ -8,8 +8,7 @@ from typing import Any, Generic, TypeVar, final
 
 from ...devices import require_loop, run_on_host
 from ._closure import ClosureFailedError
-from ._packing import HomeSide
-from ._pickles import Packed, unpack
+from ._packing import HomeSide, Packed, unpack
 from ._queue import ScheduledClosure
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from ...errors import ClosureCancelledError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
 from ._messages import CoordinatorStatistics, ServerStatistics, Stamp
 from ._packing import HomeSide
-from ._queue import ClosureQueue, Commit, ScheduledClosure
+from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
 from ._strategy import ParameterServerStrategy
 
@@ -51,7 +51,7 @@ class ClosureRunner:
         self._tasks: set[OwnedTask[None]] = set()
         self._outbox: list[ScheduledClosure] = []
         self._sending: OwnedTask[None] | None = None
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0, "steps": 0}
+        self._counts = {"finished": 0, "failed": 0, "cancelled": 0}
         self._reports: list[ServerStatistics] = []
         self._next_report = REPORT_EVERY
         self._waits_for_gate = False
@@ -134,10 +134,8 @@ class ClosureRunner:
         if closure.state != "running":
             return
         self._counts["finished"] += 1
-        commit = self.queue.finished(closure)
-        if closure.is_over:
-            self._ended(closure)
-        self.complete(commit)
+        self.queue.finished(closure)
+        self._ended(closure)
         self.pump()
         if self._counts["finished"] >= self._next_report:
             self._next_report = self._counts["finished"] + REPORT_EVERY
@@ -161,9 +159,8 @@ class ClosureRunner:
             closure.fn_name,
             closure.is_async,
             closure.call,
-            Stamp(servers.epoch, closure.number, self.queue.oldest, closure.group),
+            Stamp(servers.epoch, closure.number, self.queue.oldest),
             servers.handles,
-            strategy.mode == "sync",
             closure.timeout_s,
         )
 
@@ -188,19 +185,6 @@ class ClosureRunner:
                 "worker is restarted.",
                 timeout_s=closure.timeout_s,
             ) from None
-
-    def complete(self, commit: Commit | None) -> None:
-        if commit is not None:
-            self._start(self._commit(commit), f"commit of step {commit.step}")
-
-    async def _commit(self, commit: Commit) -> None:
-        servers = self._strategy.servers
-        await servers.commit(commit.step, commit.closures, commit.num_replicas)
-        self._counts["steps"] += 1
-        for closure in self.queue.committed(commit):
-            self._ended(closure)
-        self.complete(self.queue.complete_step())
-        self.pump()
 
     def fail(self, error: BaseException) -> None:
         """Cancel what is not over; the next `schedule` or `join` raises the error."""
@@ -236,7 +220,7 @@ class ClosureRunner:
         self._strategy.closure_ended(closure)
 
     async def report(self) -> None:
-        self._reports = await self._strategy.servers.report(self.queue.oldest, self.queue.step)
+        self._reports = await self._strategy.servers.report(self.queue.oldest)
 
     def raise_error(self) -> None:
         error = self.queue.take_error()
@@ -266,14 +250,12 @@ class ClosureRunner:
             counts["finished"],
             counts["failed"],
             counts["cancelled"],
-            counts["steps"],
             sum(each.retries for each in reports),
             sum(each.pulls for each in reports),
             sum(each.pushes for each in reports),
             sum(each.bytes_pulled for each in reports),
             sum(each.bytes_pushed for each in reports),
             sum(each.dropped for each in reports),
-            sum(each.late for each in reports),
             sum(each.stale for each in reports),
             max((each.max_staleness for each in reports), default=0),
             sum(each.staleness_sum for each in reports) / gradients if gradients else 0.0,

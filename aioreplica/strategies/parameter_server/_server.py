@@ -6,13 +6,12 @@ Invariants:
     * A push is applied at most once: what `_seen` holds, what is below `_oldest` and what is of
       another epoch is dropped.
     * `_seen` holds no closure below `_oldest`.
-    * In synchronous mode nothing changes between two commits.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -46,7 +45,6 @@ class ParameterServer:
 
     Args:
         server: Its number.
-        is_sync: Whether pushes wait for the commit of their step.
         max_staleness: Gradients that are older, in versions, are dropped; None drops none.
         epoch: Counts how often the servers were restored.
         oldest: The oldest closure that is not over.
@@ -56,23 +54,19 @@ class ParameterServer:
     def __init__(
         self,
         server: int,
-        is_sync: bool = False,
         max_staleness: int | None = None,
         epoch: int = 0,
         oldest: int = 0,
         first_index: int = 0,
     ) -> None:
         self._server = server
-        self._is_sync = is_sync
         self._max_staleness = max_staleness
         self._epoch = epoch
         self._oldest = oldest
-        self._step = 0
         self._shards: dict[Key, PlainVariable] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._seen: dict[int, set[tuple[Key, int]]] = {}
         self._attempts: dict[int, set[str]] = {}
-        self._staged: dict[int, dict[int, list[Item]]] = {}
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
         self._indices: dict[str, int] = {}
         self._first_index = first_index
@@ -93,7 +87,7 @@ class ParameterServer:
     def learn(self, optimizer: int, data: bytes) -> None:
         """Take an optimizer, or new settings of one whose slots stay."""
         recipe: OptimizerRecipe = pickle.loads(data)
-        new = recipe.applying(clips_values=self._is_sync)
+        new = recipe.applying()
         old = self._optimizers.get(optimizer)
         if old is not None and old.slot_names == new.slot_names:
             new.settings.slots = old.settings.slots
@@ -129,7 +123,7 @@ class ParameterServer:
     # ---- pushes --------------------------------------------------------------------------
 
     def push(self, stamp: Stamp, items: Sequence[Item]) -> dict[Key, int]:
-        """Apply what a closure pushes, or keep it for its step; return the counts.
+        """Apply what a closure pushes; return the counts.
 
         Returns:
             For each `Count` how many updates there are, this one included.
@@ -137,10 +131,6 @@ class ParameterServer:
         if stamp.closure != FROM_COORDINATOR:
             self._totals.bytes_pushed += sum(_size_of(item) for item in items)
             items = self._new_items(stamp, items)
-            if self._is_sync:
-                staged = self._staged.setdefault(stamp.step, {})
-                staged.setdefault(stamp.closure, []).extend(items)
-                return {}
         counts: dict[Key, int] = {}
         for item in items:
             self._apply(item, counts)
@@ -162,14 +152,9 @@ class ParameterServer:
         if stamp.attempt not in attempts:
             totals.retries += bool(attempts)
             attempts.add(stamp.attempt)
-        if self._is_sync and stamp.step < self._step:
-            totals.late += len(items)
-            return []
         seen = self._seen.setdefault(stamp.closure, set())
         fresh = [item for item in items if (item.key, item.ordinal) not in seen]
         totals.dropped += len(items) - len(fresh)
-        if self._is_sync:
-            seen.update((item.key, item.ordinal) for item in fresh)
         return fresh
 
     def _forget_below(self, oldest: int) -> None:
@@ -206,62 +191,14 @@ class ParameterServer:
             done = counts.get(key)
             iteration = int(self._shards[key].components[0]) if done is None else done
             iteration = max(0, iteration - 1)
-        self._step_with(item.optimizer, shard, [item.gradient], iteration, 1.0)
-
-    def _step_with(
-        self,
-        number: int,
-        shard: PlainVariable,
-        gradients: Sequence[Any],
-        iteration: int,
-        divisor: float,
-    ) -> None:
-        optimizer = self._optimizers[number]
+        optimizer = self._optimizers[item.optimizer]
         iterations = optimizer.settings.iterations
         iterations.store.write({iterations: (_frozen(np.int64(iteration)),)})
-        merged = merge_gradients([shard], [gradients], is_mean=False)
-        merged[0].divisor *= divisor
+        merged = merge_gradients([shard], [[item.gradient]], is_mean=False)
         pending = take_step(optimizer, merged, None, None, is_blocking=True)
         assert pending is None
         self._totals.pushes += 1
         self._totals.gradients += 1
-
-    # ---- synchronous steps -----------------------------------------------------------------
-
-    def commit(self, step: int, closures: Sequence[int], num_replicas: int) -> None:
-        """Apply what some closures of a step have pushed; the others come too late.
-
-        Args:
-            step: The step, whose pushes are let go after that.
-            closures: Those that count, ascending.
-            num_replicas: How many there should be: sums are scaled to so many.
-
-        Determinism:
-            In ascending number of the closure, whatever the order of arrival.
-        """
-        staged = self._staged.pop(step, {})
-        chosen = [staged.get(closure, []) for closure in closures]
-        others = [items for closure, items in staged.items() if closure not in closures]
-        self._totals.late += sum(map(len, others))
-        self._step = max(self._step, step + 1)
-        self._staged = {s: items for s, items in self._staged.items() if s >= self._step}
-        counts: dict[Key, int] = {}
-        for item in _counted_once([item for items in chosen for item in items]):
-            if not isinstance(item, Gradient):
-                self._apply(item, counts)
-        gradients = [item for items in chosen for item in items if isinstance(item, Gradient)]
-        order = dict.fromkeys((item.ordinal, item.key, item.optimizer) for item in gradients)
-        for wanted in order:
-            own = [g for g in gradients if (g.ordinal, g.key, g.optimizer) == wanted]
-            is_weighted = hasattr(own[0].gradient, "weight")
-            count = len(closures)
-            scale = 1.0 if is_weighted else count / num_replicas
-            if own[0].is_mean and not is_weighted:
-                scale = float(count)
-            parts = [item.gradient for item in own]
-            self._step_with(
-                own[0].optimizer, self._shards[own[0].key], parts, own[0].iteration or 0, scale
-            )
 
     # ---- checkpoints -----------------------------------------------------------------------
 
@@ -307,7 +244,6 @@ class ParameterServer:
         self._oldest = oldest
         self._seen.clear()
         self._attempts.clear()
-        self._staged.clear()
 
     def _restore_slots(
         self, optimizer: Optimizer, shard: PlainVariable, values: Mapping[str, Array]
@@ -323,10 +259,9 @@ class ParameterServer:
         """Return the index of a worker, the next free one at its first call."""
         return self._indices.setdefault(name, self._first_index + len(self._indices))
 
-    def report(self, oldest: int, step: int) -> ServerStatistics:
+    def report(self, oldest: int) -> ServerStatistics:
         """Learn which closures are over; return what was done so far."""
         self._forget_below(oldest)
-        self._step = max(self._step, step)
         return replace(self._totals)
 
     def __repr__(self) -> str:
@@ -338,17 +273,6 @@ def _size_of(item: Item) -> int:
     if isinstance(item, Gradient):
         return num_bytes(item.gradient)
     return num_bytes(item.value) if isinstance(item, Write) else 8
-
-
-def _counted_once(items: Sequence[Item]) -> Iterator[Item]:
-    """Leave out what another closure of the step has counted already."""
-    counted: set[tuple[Key, int]] = set()
-    for item in items:
-        if isinstance(item, Count):
-            if (item.key, item.ordinal) in counted:
-                continue
-            counted.add((item.key, item.ordinal))
-        yield item
 
 
 def _frozen(value: Any) -> Array:

@@ -42,7 +42,6 @@ class Servers:
     Args:
         engine: Where they are.
         num_servers: How many.
-        is_sync: Whether pushes wait for the commit of their step.
         max_staleness: Gradients that are older are dropped; None drops none.
 
     Attributes:
@@ -59,15 +58,12 @@ class Servers:
         settings: Of the optimizers that closures use, by number.
     """
 
-    def __init__(
-        self, engine: ClosureEngine, num_servers: int, is_sync: bool, max_staleness: int | None
-    ) -> None:
+    def __init__(self, engine: ClosureEngine, num_servers: int, max_staleness: int | None) -> None:
         self.engine = engine
         self.strategy_id = uuid4().hex
         self.epoch = 0
         self.oldest = 0
         self.num_servers = num_servers
-        self._is_sync = is_sync
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
         self.lock = asyncio.Lock()
@@ -137,7 +133,7 @@ class Servers:
 
     async def _create(self, server: int, first_index: int = 0) -> None:
         args = (
-            server, self._is_sync, self._max_staleness, self.epoch, self.oldest, first_index
+            server, self._max_staleness, self.epoch, self.oldest, first_index
         )  # fmt: skip
         self._handles[server] = await self.engine.create_state(ParameterServer, args, server)
 
@@ -311,16 +307,11 @@ class Servers:
                 everyone = dict.fromkeys(range(self.num_servers), (number, recipe))
                 await self.all(everyone, "learn")
 
-    async def commit(self, step: int, closures: Sequence[int], num_replicas: int) -> None:
-        """Apply a step of the synchronous mode on all servers."""
-        args = (step, tuple(closures), num_replicas)
-        await self.all(dict.fromkeys(range(self.num_servers), args), "commit")
-
-    async def report(self, oldest: int, step: int) -> list[ServerStatistics]:
+    async def report(self, oldest: int) -> list[ServerStatistics]:
         """Tell all servers which closures are over; return what they have done."""
         self.oldest = oldest
         living = [server for server in range(self.num_servers) if server in self._handles]
-        found = await self.all(dict.fromkeys(living, (oldest, step)), "report")
+        found = await self.all(dict.fromkeys(living, (oldest,)), "report")
         return [found[server] for server in living]
 
     # ---- closing -------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, Protocol, final
+from typing import Any, NoReturn, Protocol, final
 
 from ...cluster import ClosureEngine, DaskClosureEngine
 from ...errors import ContextError
@@ -14,7 +14,7 @@ from .._strategy import Strategy
 from ._elsewhere import Elsewhere
 from ._messages import CoordinatorStatistics
 from ._partition import PartitionFn, cut_rows
-from ._queue import ClosureQueue, ScheduledClosure
+from ._queue import ScheduledClosure
 from ._servers import Servers
 from ._variables import new_served
 
@@ -41,23 +41,17 @@ class ParameterServerStrategy(Strategy):
         num_ps: How many parameter servers.
         num_workers: How many workers a local cluster has.
         variable_partitioner: Cuts variables into shards; None keeps them whole.
-        mode: "async": pushes are applied as they come. "sync": as many closures as there are
-            workers make a step, whose gradients are summed and applied together.
-        replicas_to_aggregate: In synchronous mode, how many closures of a step are waited for; the
-            others come too late. None waits for all.
-        max_staleness: In asynchronous mode, gradients computed from a value that was replaced more
-            often than this are dropped; None drops none.
+        max_staleness: Gradients computed from a value that was replaced more often than this are
+            dropped; None drops none.
         security: A `distributed.Security` for an address.
 
     Raises:
         ImportError: If Dask distributed is not installed.
         TypeError: If an argument is of the wrong type.
-        ValueError: If a number is out of range, `mode` is unknown, or an option does not belong to
-            it.
+        ValueError: If a number is out of range.
 
     Source:
-        tf.distribute.ParameterServerStrategy; the synchronous mode: Chen et al., "Revisiting
-        Distributed Synchronous SGD" (2016).
+        tf.distribute.ParameterServerStrategy.
     """
 
     def __init__(
@@ -67,12 +61,11 @@ class ParameterServerStrategy(Strategy):
         num_ps: int = 1,
         num_workers: int = 2,
         variable_partitioner: PartitionFn | None = None,
-        mode: Literal["async", "sync"] = "async",
-        replicas_to_aggregate: int | None = None,
         max_staleness: int | None = None,
         security: Any = None,
     ) -> None:
-        _check_mode(mode, replicas_to_aggregate, max_staleness)
+        if max_staleness is not None:
+            _check_count("max_staleness", max_staleness, 0)
         _check_count("num_ps", num_ps, 1)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
@@ -87,11 +80,8 @@ class ParameterServerStrategy(Strategy):
             )
         self._num_ps = num_ps
         self._partitioner = variable_partitioner
-        self._mode: Literal["async", "sync"] = mode
-        self._replicas_to_aggregate = replicas_to_aggregate
-        self._servers = Servers(self._engine, num_ps, mode == "sync", max_staleness)
+        self._servers = Servers(self._engine, num_ps, max_staleness)
         self._coordinator: Coordinator | None = None
-        self._next_step = 0  # of the synchronous mode
         self._next_closure = 0
         super().__init__(
             chosen_devices("ParameterServerStrategy", ["cpu:0"]),
@@ -133,11 +123,6 @@ class ParameterServerStrategy(Strategy):
         return self._partitioner
 
     @property
-    def mode(self) -> Literal["async", "sync"]:
-        """Mode in which pushes are applied."""
-        return self._mode
-
-    @property
     def engine(self) -> ClosureEngine:
         """Engine that runs servers and workers."""
         return self._engine
@@ -173,28 +158,10 @@ class ParameterServerStrategy(Strategy):
             )
         self._coordinator = coordinator
 
-    def drop_coordinator(self, coordinator: Coordinator, next_step: int = 0) -> None:
-        """Belong to it no more; the next one numbers its synchronous steps from `next_step`."""
+    def drop_coordinator(self, coordinator: Coordinator) -> None:
+        """Belong to it no more."""
         if self._coordinator is coordinator:
             self._coordinator = None
-            self._next_step = max(self._next_step, next_step)
-
-    def new_queue(self, size: int) -> ClosureQueue:
-        """Return the queue of a coordinator.
-
-        Raises:
-            ValueError: If more replicas are to be aggregated than there are workers.
-        """
-        if self._mode == "async":
-            return ClosureQueue(size)
-        count = self.num_workers
-        needed = self._replicas_to_aggregate or count
-        if needed > count:
-            raise ValueError(
-                f"replicas_to_aggregate is {needed}, but there are {count} workers, and so many "
-                "closures in a step."
-            )
-        return ClosureQueue(size, count, needed, self._next_step)
 
     @property
     def gate(self) -> StepGate:
@@ -288,19 +255,6 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         raise TypeError(f"{self!r} cannot be pickled: a cluster is its own. Make another one.")
-
-
-def _check_mode(mode: Any, replicas_to_aggregate: Any, max_staleness: Any) -> None:
-    if mode not in ("async", "sync"):
-        raise ValueError(f'mode must be "async" or "sync", got {mode!r}.')
-    if replicas_to_aggregate is not None:
-        _check_count("replicas_to_aggregate", replicas_to_aggregate, 1)
-        if mode == "async":
-            raise ValueError('replicas_to_aggregate is for mode="sync"; leave it out.')
-    if max_staleness is not None:
-        _check_count("max_staleness", max_staleness, 0)
-        if mode == "sync":
-            raise ValueError('max_staleness is for mode="async": in a step nothing is stale.')
 
 
 def _check_count(name: str, value: Any, lowest: int) -> None:

@@ -52,7 +52,7 @@ def halved(iteration: int) -> float:
 
 
 def gradient(ordinal: int, amount: Any, iteration: int | None = 0, **more: Any) -> Gradient:
-    given: dict[str, Any] = {"read_version": None, "is_mean": False, **more}
+    given: dict[str, Any] = {"read_version": None, **more}
     return Gradient(W, ordinal, ITERATIONS[0], np.array(amount, float), iteration, **given)
 
 
@@ -60,7 +60,7 @@ def test_a_push_that_comes_again_is_dropped() -> None:
     server = new_server()
     server.push(Stamp(0, 4, 0, attempt="a"), [add(0), add(1)])
     server.push(Stamp(0, 4, 0, attempt="b"), [add(0), add(1), add(2)])
-    report = server.report(0, 0)
+    report = server.report(0)
     assert value_of(server) == 3.0
     assert (report.pushes, report.dropped, report.retries) == (3, 2, 1)
 
@@ -81,7 +81,7 @@ def test_a_closure_that_is_over_pushes_nothing_more() -> None:
     server.push(Stamp(0, 7, 6), [add(0)])  # says that everything below 6 is over
     server.push(Stamp(0, 4, 0), [add(0), add(1)])  # a worker that was thought dead
     assert value_of(server) == 2.0
-    assert server.report(8, 0).dropped == 2
+    assert server.report(8).dropped == 2
     server.push(Stamp(0, 7, 6), [add(1)])
     assert value_of(server) == 2.0
 
@@ -126,46 +126,9 @@ def test_gradients_that_are_too_old_are_dropped_and_counted() -> None:
     [(version, _)] = server.pull([Pull(W)])
     for closure in range(3):
         server.push(Stamp(0, closure, 0), [gradient(0, -1.0, read_version=version)])
-    report = server.report(0, 0)
+    report = server.report(0)
     assert value_of(server) == 2.0
     assert (report.stale, report.max_staleness, report.staleness_sum) == (1, 2, 1)
-
-
-def test_a_step_sums_the_first_replicas_and_drops_the_rest() -> None:
-    server = new_server(0.0, is_sync=True)
-    learn(server, ar.optimizers.SGD(1.0))
-    for closure, amount in ((3, -1.0), (1, -2.0), (2, -100.0)):
-        server.push(Stamp(0, closure, 0), [Count(ITERATIONS, 0), gradient(0, amount)])
-    assert value_of(server) == 0.0  # nothing happens before the commit
-    server.commit(0, (1, 3), 3)
-    assert value_of(server) == 3.0 / (2 / 3)
-    assert value_of(server, ITERATIONS) == 1
-    server.push(Stamp(0, 2, 0), [gradient(1, -100.0)])
-    assert server.report(0, 1).late == 3
-    assert value_of(server) == 4.5
-
-
-def test_weighted_gradients_of_a_step_are_divided_once() -> None:
-    server = new_server(0.0, is_sync=True)
-    learn(server, ar.optimizers.SGD(1.0))
-    for closure, (total, weight) in enumerate([(-2.0, 1), (-4.0, 3)]):
-        item = gradient(0, 0.0)._replace(gradient=ar.Weighted(np.array(total), weight))
-        server.push(Stamp(0, closure, 0), [item])
-    server.commit(0, (0, 1), 2)
-    assert value_of(server) == 1.5
-
-
-def test_the_order_of_arrival_does_not_show() -> None:
-    parts = [0.1, 0.7, 1e16, -1e16]
-    results = set()
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        server = new_server(0.0, is_sync=True)
-        learn(server, ar.optimizers.SGD(1.0))
-        for closure in order:
-            server.push(Stamp(0, closure, 0), [gradient(0, parts[closure])])
-        server.commit(0, (0, 1, 2, 3), 4)
-        results.add(value_of(server))
-    assert len(results) == 1
 
 
 def test_slots_come_back_with_the_values_and_are_forgotten_without() -> None:

@@ -90,31 +90,6 @@ async def test_rows_touch_only_their_shard() -> None:
         assert (await w.read([5, 0, 5])).tolist() == value[[5, 0, 5]].tolist()
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("needed", [None, 2])
-async def test_synchronous_steps_equal_mirrored_ones(needed: int | None) -> None:
-    targets = np.linspace(-1, 1, 8)
-    async with opened(2, num_ps=2, mode="sync", replicas_to_aggregate=needed) as opened_:
-        strategy, coordinator = opened_
-        with strategy.scope():
-            w, optimizer = ar.Variable(np.ones(3)), ar.optimizers.Adam(0.1)
-        for target in targets:
-            await coordinator.schedule(descend, (w, optimizer, target))
-        await coordinator.join()
-        found = await w.read()
-        assert coordinator.statistics().num_steps == 4
-    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as mirrored:
-        with mirrored.scope():
-            v, rule = ar.Variable(np.ones(3)), ar.optimizers.Adam(0.1)
-
-        async def step(target: Any) -> None:
-            await rule.apply_gradients([(v.value - target, v)])
-
-        for pair in targets.reshape(-1, 2):
-            await mirrored.run(step, args=(ar.PerReplica(list(pair)),))
-        np.testing.assert_allclose(found, v.value, atol=1e-12)
-
-
 def count_twice(counter: Any) -> int:
     counter.assign_add(1)
     counter.assign_add(1)
@@ -574,9 +549,6 @@ async def test_one_coordinator_at_a_time() -> None:
     ("options", "text"),
     [
         ({"num_ps": 0}, "num_ps must be at least 1"),
-        ({"mode": "both"}, "mode must be"),
-        ({"replicas_to_aggregate": 2}, 'for mode="sync"'),
-        ({"mode": "sync", "max_staleness": 1}, 'for mode="async"'),
         ({"max_staleness": -1}, "at least 0"),
     ],
 )
