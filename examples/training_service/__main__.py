@@ -46,7 +46,14 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
     """Serve until a signal comes; return the exit status that belongs to it."""
     ended_by: list[signal.Signals] = []
     async with Store(options.data / "jobs.sqlite") as store, asyncio.TaskGroup() as tasks:
-        jobs = Jobs(options.data, store, tasks, num_running=options.num_running)
+        jobs = Jobs(
+            options.data,
+            store,
+            tasks,
+            num_running=options.num_running,
+            grace_s=options.grace,
+            step_limit_s=options.step_limit,
+        )
         app = make_app(jobs, hosts=["127.0.0.1", "localhost", options.host, *options.name])
         server = Server(
             uvicorn.Config(
@@ -92,6 +99,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
     parser.add_argument("--devices", type=between(1, 64), help="else one per core")
     parser.add_argument("--num-running", type=between(1, 100), default=4, help="at a time")
+    parser.add_argument("--grace", type=between(0, 3600), default=10, help="of a step at the end")
+    parser.add_argument("--step-limit", type=between(1, 86400), default=300, help="in seconds")
     return parser.parse_args(arguments)
 
 

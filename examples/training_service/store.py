@@ -1,7 +1,9 @@
 """The table of jobs: SQLite, all calls on one thread."""
 
 import asyncio
+import errno
 import json
+import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +22,21 @@ CREATE TABLE IF NOT EXISTS jobs (
     error TEXT NOT NULL DEFAULT '',
     digest TEXT NOT NULL DEFAULT '',
     num_steps INTEGER NOT NULL DEFAULT 0,
-    losses BLOB NOT NULL DEFAULT x''
+    losses BLOB NOT NULL DEFAULT x'',
+    step INTEGER NOT NULL DEFAULT 0,
+    starts INTEGER NOT NULL DEFAULT 0
 ) STRICT
 """
+ADDED = {"step": "length(losses) / 8", "starts": "0"}
+"""Columns that tables of earlier releases lack, and their values there."""
 
 
 class Store:
     """The jobs of a folder. What a method has returned from survives a crash of the machine.
 
     Opened in `async with`; one process at a time. A cancelled call is carried out or not, never in
-    part.
+    part. Methods raise an OSError if the disk cannot take or give what they need: ENOSPC if it is
+    full, ENOENT if the table was removed, EIO otherwise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,12 +61,24 @@ class Store:
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")
             self._connection.execute(SCHEMA)
+            self._add_columns()
         except sqlite3.OperationalError as error:
             self._connection.close()
             raise OSError(
                 f"{self._path} cannot be used: {error}. Another service may have it; give this one "
                 "a folder of its own."
             ) from error
+        self._file = self._path.stat()
+
+    def _add_columns(self) -> None:
+        found = {row["name"] for row in self._connection.execute("PRAGMA table_info(jobs)")}
+        for name in ADDED.keys() - found:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._connection.execute(
+                f"ALTER TABLE jobs ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0"
+            )
+            self._connection.execute(f"UPDATE jobs SET {name} = {ADDED[name]}")
+            self._connection.execute("COMMIT")
 
     async def __aexit__(self, *_: object) -> None:
         self._thread.submit(self._connection.close)
@@ -75,8 +94,8 @@ class Store:
         """Return the rows of all jobs, in the order in which they came, without their losses."""
         return await self._call(
             self._rows,
-            "SELECT id, program, settings, status, submitted, error, digest, num_steps, "
-            "length(losses) / 8 AS step FROM jobs ORDER BY id",
+            "SELECT id, program, settings, status, submitted, error, digest, num_steps, step, "
+            "starts FROM jobs ORDER BY id",
         )
 
     async def losses(self, job_id: int) -> bytes:
@@ -92,7 +111,19 @@ class Store:
         )
 
     def _rows(self, statement: str, *values: Any) -> list[dict[str, Any]]:
-        return [dict(row) for row in self._connection.execute(statement, values).fetchall()]
+        # SQLite goes on with a file that was removed, and what it writes there is gone with it.
+        if not os.path.samestat(self._path.stat(), self._file):
+            raise FileNotFoundError(errno.ENOENT, "Another file took its place", str(self._path))
+        try:
+            return [dict(row) for row in self._connection.execute(statement, values).fetchall()]
+        except sqlite3.OperationalError as error:
+            raise as_os_error(error, self._path) from error
 
     async def _call(self, fn: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)
+
+
+def as_os_error(error: sqlite3.Error, path: Path) -> OSError:
+    """Return an error of SQLite as one of the system."""
+    is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(path))

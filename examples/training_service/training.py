@@ -1,20 +1,31 @@
 """How a job is trained: the model, its step, and the loop that saves it in the background."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import autograd.numpy as np
 from numpy.typing import NDArray
 
 import aioreplica as ar
+from aioreplica.checkpoint import Storage
+from aioreplica.errors import CheckpointError
 
+from .faults import is_passing
 from .programs import Program
 
 Array = NDArray[Any]
+
+
+MAX_POINTS = 100_000
+"""So many values a curve has at most: all of it is copied at each checkpoint."""
+
+
+def stride_of(num_steps: int) -> int:
+    """Return of how many steps a value of the curve is the mean."""
+    return max(1, -(-num_steps // MAX_POINTS))
 
 
 class Training:
@@ -41,14 +52,15 @@ class Training:
             settings.learning_rate, loss_scale=ar.optimizers.DynamicLossScale()
         )
         self.num_steps = settings.epochs * len(self.batches)
-        self.losses = np.full(self.num_steps, np.nan)
-        self.place = {"step": 0}
+        self.stride = stride_of(self.num_steps)
+        self.losses = np.full(-(-self.num_steps // self.stride), np.nan)
+        self.place: dict[str, Any] = {"step": 0, "sum": 0.0}  # of losses that have no value yet
         self.report: Callable[[], None] = lambda: None
 
     @property
     def step_number(self) -> int:
         """How many steps are done."""
-        return self.place["step"]
+        return int(self.place["step"])
 
     def state(self, dataset: Any) -> dict[str, Any]:
         """What a checkpoint has to hold for the next step to be the same in every bit.
@@ -72,9 +84,19 @@ class Training:
         loss = await self.optimizer.minimize(lambda: self.loss(examples, labels, mask / kept))
         total = await ctx.all_reduce("sum", loss)
         if ctx.replica_id_in_sync_group == 0:
-            self.losses[self.place["step"]] = total.mean()
-            self.place["step"] += 1
+            self.count(float(total.mean()))
             self.report()
+
+    def count(self, loss: float) -> None:
+        """Write the loss of a step down; a value of the curve when it is complete."""
+        place = self.place
+        place["step"] += 1
+        place["sum"] = place.get("sum", 0.0) + loss
+        done = place["step"]
+        num_summed = done % self.stride or self.stride
+        if num_summed == self.stride or done == self.num_steps:
+            self.losses[(done - 1) // self.stride] = place["sum"] / num_summed
+            place["sum"] = 0.0
 
     def loss(self, examples: Array, labels: Array, mask: Array) -> ar.Weighted:
         """Cross entropy, summed, and the number of examples: the parts may differ in size."""
@@ -95,21 +117,29 @@ class Training:
 async def train(
     program: Program,
     settings: Any,
-    folder: Path,
+    storage: Storage,
     devices: tuple[str, ...],
     *,
     turn: Callable[[], AbstractAsyncContextManager[None]],
     begin: Callable[[Training, int | None], None],
+    grace_s: float,
+    saved: Callable[[], Awaitable[None]],
+    not_saved: Callable[[Exception, int], Awaitable[None]],
 ) -> Training:
-    """Train from the newest checkpoint in a folder to the end.
+    """Train from the newest checkpoint in a storage to the end.
 
     Args:
         program: What to train.
         settings: Those of the program.
-        folder: Has the checkpoints.
+        storage: Has the checkpoints.
         devices: Where.
         turn: Waits for the devices, and holds them for a step.
         begin: Called before the first step, with the step that was restored.
+        grace_s: How long the step under way may take when the training is cancelled.
+        saved: Waited for once a checkpoint is known to be saved.
+        not_saved: Waited for after one that was not saved because the machine lacks something,
+            such as room; with the count of those in turn. Training goes on, and the state at the
+            end is tried again.
 
     Cancellation:
         The step under way ends, and what it has changed is saved.
@@ -119,7 +149,7 @@ async def train(
         with strategy.scope():
             training = Training(settings, data)
         async with (
-            ar.CheckpointManager(folder, max_to_keep=2) as manager,
+            ar.CheckpointManager(storage, max_to_keep=2) as manager,
             strategy.distribute_dataset(training.batches) as dataset,
         ):
             state = training.state(dataset)
@@ -135,13 +165,34 @@ async def train(
                     await strategy.run(training.step, batch, options=options)
                     return True
 
+            failures, is_behind = 0, False  # one is being saved in the background
+
+            async def save(*, wait: bool) -> bool:
+                nonlocal failures, is_behind
+                try:
+                    await manager.save(training.step_number, state, wait=wait)
+                except CheckpointError as error:
+                    if not is_passing(error):
+                        raise
+                    failures, is_behind = failures + 1, False
+                    await not_saved(error, failures if wait else 0)
+                    return False
+                failures = 0
+                for _ in range(is_behind + wait):
+                    await saved()
+                is_behind = not wait
+                return True
+
             async def work() -> None:
                 for _ in range(dataset.epoch, settings.epochs):
                     batches = aiter(dataset)
                     while await next_step(batches):
                         if training.step_number % settings.save_every == 0:
-                            await manager.save(training.step_number, state, wait=False)
-                await manager.save(training.step_number, state)
+                            await save(wait=False)
+                while not await save(wait=True):
+                    pass
 
-            await manager.save_on_cancel(work(), state, lambda: training.step_number)
+            await manager.save_on_cancel(
+                work(), state, lambda: training.step_number, grace_s=grace_s
+            )
     return training

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from starlette.routing import Route
 
 import aioreplica as ar
 
+from .faults import RefusedError
 from .jobs import Job, Jobs
 from .programs import PROGRAMS, RejectedError
+from .training import stride_of
 
 MAX_BODY_BYTES = 64 * 1024
 KEEP_ALIVE_S = 15.0
@@ -43,11 +46,19 @@ def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
             Route("/jobs", submit, methods=["POST"]),
             Route("/jobs/{id:int}", show, methods=["GET"]),
             Route("/jobs/{id:int}", cancel, methods=["DELETE"]),
+            Route("/jobs/{id:int}/resume", resume, methods=["POST"]),
             Route("/jobs/{id:int}/events", events),
             Route("/jobs/{id:int}/loss.png", curve),
+            Route("/healthz", healthy),
+            Route("/readyz", ready),
+            Route("/metrics", metrics),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
-        exception_handlers={HTTPException: problem, RejectedError: rejected},
+        exception_handlers={
+            HTTPException: problem,
+            RejectedError: rejected,
+            RefusedError: refused,
+        },
     )
     app.state.jobs = jobs
     app.state.drawing = asyncio.Lock()  # matplotlib is not made for several threads
@@ -63,6 +74,12 @@ async def rejected(_request: Request, error: Exception) -> Response:
     reasons = getattr(error, "reasons", ())
     listed = [{"where": where, "what": what} for where, what in reasons]
     return JSONResponse({"error": "The job was not taken.", "reasons": listed}, 422)
+
+
+async def refused(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    again = {"retry-after": str(error.retry_after_s)}
+    return JSONResponse({"error": f"No job is taken now. {error}"}, error.status, again)
 
 
 async def page(_request: Request) -> Response:
@@ -83,9 +100,8 @@ async def list_jobs(request: Request) -> Response:
 
 
 async def submit(request: Request) -> Response:
-    """Take a job: 201 and where it is, 422 and the reasons why not."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise HTTPException(415, "Send JSON, and say so: content-type: application/json.")
+    """Take a job: 201 and where it is, 422 and the reasons why not; 429, 503, 507: later."""
+    require_json(request)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -107,8 +123,58 @@ async def cancel(request: Request) -> Response:
     return JSONResponse(job.describe())
 
 
+async def resume(request: Request) -> Response:
+    """Go on with a job that failed or was cancelled: 200, or 409 if it is neither."""
+    require_json(request)
+    job = job_of(request)
+    if not await request.app.state.jobs.start_again(job):
+        raise HTTPException(409, f"Job {job.id} is {job.status}.")
+    return JSONResponse(job.describe())
+
+
+def require_json(request: Request) -> None:
+    """Refuse what a page of another site can send without being asked by the browser."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "Send JSON, and say so: content-type: application/json.")
+
+
+async def healthy(_request: Request) -> Response:
+    """Answer, which the event loop can do only if it is not held up."""
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """Tell whether a job would be taken: 200, or 503 and why not."""
+    refusal = request.app.state.jobs.refusal()
+    if refusal is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "refusing jobs", "error": str(refusal)}, 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Return counts in the text format of Prometheus."""
+    jobs: Jobs = request.app.state.jobs
+    statuses = Counter(job.status for job in jobs.all())
+    lines = ["# TYPE training_service_jobs gauge"]
+    lines += [
+        f'training_service_jobs{{status="{status}"}} {statuses[status]}'
+        for status in ("queued", "running", "done", "failed", "cancelled")
+    ]
+    waiting = sum(job.trouble is not None for job in jobs.all())
+    for name, kind, value in (
+        ("jobs_in_trouble", "gauge", waiting),
+        ("checkpoints_total", "counter", jobs.num_saved),
+        ("checkpoint_failures_total", "counter", jobs.num_not_saved),
+        ("last_checkpoint_timestamp_seconds", "gauge", jobs.saved_at),
+    ):
+        lines += [f"# TYPE training_service_{name} {kind}", f"training_service_{name} {value}"]
+    return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4")
+
+
 async def events(request: Request) -> Response:
     """Follow a job: an event "step" for each step, numbered by it, and "end" at the end.
+
+    Of a job with many steps an event has the mean loss of several and the number of the last.
 
     A client that comes back with the number of the last event it has seen, as EventSource does,
     goes on behind it, across restarts of the service, too.
@@ -126,8 +192,10 @@ async def follow(jobs: Jobs, job: Job, seen: int) -> AsyncIterator[str]:
     while True:
         changed = job.changed  # taken first: what changes from here on sets it
         is_over = job.is_over
-        for loss in (await jobs.losses(job, seen)).tolist():
-            seen += 1
+        stride = stride_of(job.num_steps)
+        start = -(-seen // stride)
+        for number, loss in enumerate((await jobs.losses(job, start)).tolist(), start + 1):
+            seen = min(number * stride, job.num_steps)
             news = {"step": seen, "num_steps": job.num_steps, "loss": as_json(loss)}
             yield f"id: {seen}\nevent: step\ndata: {json.dumps(news)}\n\n"
         if is_over:
@@ -146,14 +214,15 @@ async def curve(request: Request) -> Response:
     job = job_of(request)
     losses = await request.app.state.jobs.losses(job)
     async with request.app.state.drawing:
-        image = await ar.run_on_host(draw, f"job {job.id}: {job.program}", losses)
+        stride = stride_of(job.num_steps)
+        image = await ar.run_on_host(draw, f"job {job.id}: {job.program}", losses, stride)
     return Response(image, media_type="image/png", headers={"cache-control": "no-store"})
 
 
-def draw(title: str, losses: np.ndarray) -> bytes:
+def draw(title: str, losses: np.ndarray, stride: int) -> bytes:
     figure = Figure(figsize=(6, 4), layout="constrained")  # without pyplot, so drawn by Agg
     axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8)
+    axes.plot(stride * np.arange(1, len(losses) + 1), losses, linewidth=0.8)
     axes.set(xlabel="step", ylabel="cross entropy", title=title)
     axes.grid(alpha=0.3)
     file = io.BytesIO()

@@ -152,7 +152,7 @@ async def test_a_table_belongs_to_one_service_and_keeps_its_jobs(tmp_path: Path)
     path = tmp_path / "new" / "jobs.sqlite"
     async with Store(path) as store:
         first = await store.add("digits", {"epochs": 3})
-        await store.update(first["id"], status="done", losses=b"12345678" * 2)
+        await store.update(first["id"], status="done", losses=b"12345678" * 2, step=2)
         with pytest.raises(OSError, match="Another service may have it"):
             async with Store(path):
                 pass
@@ -164,6 +164,26 @@ async def test_a_table_belongs_to_one_service_and_keeps_its_jobs(tmp_path: Path)
         assert (await store.add("digits", {}))["id"] == 2
     with closing(sqlite3.connect(path)) as reader:
         assert reader.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.asyncio
+async def test_a_table_of_an_earlier_release_gets_its_new_columns(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    with closing(sqlite3.connect(path)) as old:
+        old.execute(
+            "CREATE TABLE jobs (id INTEGER PRIMARY KEY AUTOINCREMENT, program TEXT NOT NULL, "
+            "settings TEXT NOT NULL, status TEXT NOT NULL DEFAULT 'queued', "
+            "submitted TEXT NOT NULL DEFAULT '', error TEXT NOT NULL DEFAULT '', "
+            "digest TEXT NOT NULL DEFAULT '', num_steps INTEGER NOT NULL DEFAULT 0, "
+            "losses BLOB NOT NULL DEFAULT x'') STRICT"
+        )
+        old.execute("INSERT INTO jobs (program, settings, losses) VALUES ('a', '{}', zeroblob(24))")
+        old.commit()
+
+    for _ in range(2):
+        async with Store(path) as store:
+            [row] = await store.all()
+        assert (row["program"], row["step"], row["starts"]) == ("a", 3, 0)
 
 
 @pytest.mark.parametrize(
