@@ -52,6 +52,8 @@ __getattr__, __dir__, __all__ = export_lazily(
             "get_replica_context",
             "get_strategy",
             "has_strategy",
+            "no_sync",
+            "prepare",
             "with_context",
         ),
         "typing": ("ReduceOp", "VariableAggregation", "VariableSynchronization"),

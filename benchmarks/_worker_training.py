@@ -1,8 +1,10 @@
 """Training the digits on two workers: `python -m benchmarks._worker_training WHO ROUNDS PATH`.
 
 WHO is "workers" (two processes of one replica each, MPI or torch.distributed), "replicas" (one
-process of two replicas) or "ddp" (torch's DistributedDataParallel over Gloo, two processes). All
-train the same network on the same batches; the first process writes the steps per second as JSON.
+process of two replicas), "prepared-workers" and "prepared-replicas" (a loop of torch that
+`ar.prepare` has made ready,
+in these) or "ddp" (torch's DistributedDataParallel over Gloo, two processes). All train the same
+network on the same batches; the first process writes the steps per second as JSON.
 """
 
 from __future__ import annotations
@@ -94,19 +96,10 @@ def train_ddp(num_rounds: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    model = torch.nn.Sequential(
-        torch.nn.Linear(NUM_INPUTS, NUM_HIDDEN), torch.nn.ReLU(),
-        torch.nn.Linear(NUM_HIDDEN, NUM_CLASSES),
-    )  # fmt: skip
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), first_weights().values(), strict=True):
-            parameter.copy_(torch.from_numpy(value.T.copy()))
+    model, sgd = network(size)
     copies = DistributedDataParallel(model)
-    # ours sums the gradients of the replicas' means, DDP averages them
-    sgd = torch.optim.SGD(copies.parameters(), lr=RATE * size)
     loss = torch.nn.CrossEntropyLoss()
     images, labels = digits()
     share = BATCH // size
@@ -120,24 +113,81 @@ def train_ddp(num_rounds: int) -> dict[str, Any]:
             loss(copies(torch.from_numpy(images[part])), torch.from_numpy(labels[part])).backward()
             sgd.step()
         rates.append(NUM_STEPS / (perf_counter() - start))
-    total = sum(float(parameter.detach().abs().sum()) for parameter in model.parameters())
     dist.destroy_process_group()
-    return {"rates": rates[1:], "weights": total, "replicas": size}
+    return {"rates": rates[1:], "weights": sum_of(model), "replicas": size}
 
 
-def ours(num_devices: int, make: Callable[[], ar.Strategy], num_rounds: int) -> dict[str, Any]:
+async def train_prepared(strategy: ar.Strategy, num_rounds: int) -> dict[str, Any]:
+    """Return the same of a loop of torch that `ar.prepare` has made ready."""
+    import torch
+
+    images, labels = (torch.from_numpy(column).split(BATCH) for column in digits())
+    async with strategy:
+        count = strategy.num_replicas_in_sync
+        model, sgd = network(count)
+        batches = list(zip(images, labels, strict=True))
+        prepared = ar.prepare(model, sgd, batches, strategy=strategy)
+        rates = []
+        for _ in range(num_rounds + 1):
+            start = perf_counter()
+            await strategy.run(train_an_epoch, args=prepared)
+            rates.append(NUM_STEPS / (perf_counter() - start))
+    return {"rates": rates[1:], "weights": sum_of(model), "replicas": count}
+
+
+def train_an_epoch(model: Any, optimizer: Any, batches: Any) -> None:
+    """Train as torch's users do."""
+    import torch
+
+    loss = torch.nn.CrossEntropyLoss()
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss(model(images), labels).backward()
+        optimizer.step()
+
+
+def network(num_replicas: int) -> tuple[Any, Any]:
+    """Return the network of torch and its optimizer."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(NUM_INPUTS, NUM_HIDDEN), torch.nn.ReLU(),
+        torch.nn.Linear(NUM_HIDDEN, NUM_CLASSES),
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), first_weights().values(), strict=True):
+            parameter.copy_(torch.from_numpy(value.T.copy()))
+    # `train` sums the gradients of the replicas' means, DDP and `prepare` average them
+    return model, torch.optim.SGD(model.parameters(), lr=RATE * num_replicas)
+
+
+def sum_of(model: Any) -> float:
+    """Return a number that tells networks apart."""
+    return sum(float(parameter.detach().abs().sum()) for parameter in model.parameters())
+
+
+def ours(
+    num_devices: int, make: Callable[[], ar.Strategy], num_rounds: int, *, is_prepared: bool
+) -> dict[str, Any]:
     """Train with a strategy of so many devices in this process."""
     ar.set_logical_devices("cpu", num_devices)
-    return asyncio.run(train(make(), num_rounds))
+    return asyncio.run((train_prepared if is_prepared else train)(make(), num_rounds))
 
 
 def main(who: str, num_rounds: int, path: str) -> None:
-    """Train in one of the three ways; worker 0 writes what came of it."""
-    if who == "replicas":
-        told = ours(2, ar.MirroredStrategy, num_rounds)
-    elif who == "workers":
+    """Train in one of the five ways; worker 0 writes what came of it."""
+    prepared, _, who_else = who.rpartition("-")
+    if who_else == "replicas":
+        told = ours(2, ar.MirroredStrategy, num_rounds, is_prepared=bool(prepared))
+    elif who_else == "workers":
         options = ar.CommunicationOptions(timeout_seconds=TIMEOUT_S)
-        told = ours(1, lambda: ar.MultiWorkerMirroredStrategy(options=options), num_rounds)
+        told = ours(
+            1,
+            lambda: ar.MultiWorkerMirroredStrategy(options=options),
+            num_rounds,
+            is_prepared=bool(prepared),
+        )
     else:
         told = train_ddp(num_rounds)
     rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("RANK") or "0"

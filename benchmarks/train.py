@@ -18,6 +18,7 @@ from ._command import parse_options
 from ._loops import open_runners
 from ._report import format_table, summarise, write_json
 from ._row import Row
+from ._torch_loops import measure_torch_loops
 from ._training import Speed, blas_threads, measure_overhead, measure_steps
 
 MAX_REPLICAS = 4
@@ -75,6 +76,7 @@ async def measure(loop: str, plan: Plan, num_threads: int) -> tuple[list[Row], l
     rows: list[Row] = []
     speeds: list[Speed] = []
     rows += await measure_adapters(loop, num_steps=plan.num_steps, num_rounds=4 * plan.num_rounds)
+    rows += await measure_torch_loops(loop, num_steps=plan.num_steps, num_rounds=plan.num_rounds)
     devices = ar.list_devices("cpu")
     for size in plan.sizes:
         async with ar.MirroredStrategy(devices[:size]) as strategy:

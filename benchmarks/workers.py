@@ -4,7 +4,8 @@ Two workers on this machine, for each engine that is installed: MPI (mpi4py and 
 this interpreter) and torch.distributed with Gloo. Floor and ours take turns in one run.
 
 Then two workers train a classifier of digits, one replica each, beside one worker of two replicas
-and beside torch's DistributedDataParallel over Gloo: one process after the other, in turns.
+and beside torch's DistributedDataParallel over Gloo: one process after the other, in turns. So does
+a loop of torch that `ar.prepare` has made ready, on one worker of two replicas and on two workers.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
     """Train the digits in every way, in turns; make a row of milliseconds per step for each."""
     ways = [("replicas", "")] + [("workers", engine) for engine in engines]
     if "torch" in engines and importlib.util.find_spec("sklearn") is not None:
-        ways.append(("ddp", "torch"))
+        ways += [("ddp", "torch"), ("prepared-replicas", ""), ("prepared-workers", "torch")]
     samples: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     weights = []
     for _ in range(num_turns):
@@ -109,6 +110,14 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
                 )
                 for name, floor in against.items()
             ]  # fmt: skip
+        elif who.startswith("prepared"):
+            rows.append(
+                compared_row(
+                    f"prepare, digits, a step, on {'2 workers' if engine else '1 worker'}",
+                    "asyncio", NUM_WORKERS, "ms", ours=values, against="torch DDP, Gloo",
+                    floor=samples["ddp", "torch"],
+                )
+            )  # fmt: skip
     return rows
 
 

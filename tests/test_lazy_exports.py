@@ -113,7 +113,8 @@ def test_the_plugin_alone_loads_no_kit() -> None:
     loaded = modules_after(f"import sys, {plugin}\nprint(*sys.modules)")
 
     ours = {name for name in loaded if name.startswith("aioreplica")}
-    assert ours == {"aioreplica", "aioreplica._export", "aioreplica.integrations", plugin}
+    suite = "aioreplica.integrations._pytest_suite"
+    assert ours == {"aioreplica", "aioreplica._export", "aioreplica.integrations", plugin, suite}
 
 
 def test_the_library_may_be_imported_by_the_program_itself() -> None:

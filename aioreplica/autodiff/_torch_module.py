@@ -200,7 +200,10 @@ class TorchModule:
         with self._seeded():
             result = getattr(shell.module, method)(*args, **kwargs)
         after = shell.versions()
-        changed = [key for key in after if not after[key].is_same(before[key])]
+        changed = [
+            key for key, (tensor, count) in after.items()
+            if tensor is not before[key][0] or count != before[key][1]
+        ]  # fmt: skip
         for key in changed:
             if key in self._parameters:
                 raise RuntimeError(
@@ -339,9 +342,15 @@ class _Shell:
         """Return the tensor of that name."""
         return next(place[label] for place, label, found in self._places if found == key)
 
-    def versions(self) -> dict[str, _Version]:
-        """Return what tells whether a tensor was changed or replaced."""
-        return {key: _Version(place[label]) for place, label, key in self._places}
+    def versions(self) -> dict[str, tuple[torch.Tensor | None, int]]:
+        """Return each tensor, and how often it was written, which tells whether it has changed."""
+        found: dict[str, tuple[torch.Tensor | None, int]] = {}
+        for place, label, key in self._places:
+            tensor = place[label]
+            # One made in inference mode counts no writes, and was none of ours.
+            counts_writes = tensor is not None and not tensor.is_inference()
+            found[key] = (tensor, tensor._version if counts_writes else -1)
+        return found
 
     def set_modes(self, modes: tuple[bool, ...]) -> None:
         """Set the training mode of each part."""
@@ -349,22 +358,6 @@ class _Shell:
             for part, mode in zip(self.module.modules(), modes, strict=True):
                 part.training = mode
             self._modes = modes
-
-
-@final
-class _Version:
-    """A tensor as it is at one time."""
-
-    __slots__ = ("_count", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor | None) -> None:
-        self._tensor = tensor
-        # one made in inference mode counts no writes, and was none of ours
-        self._count: int = -1 if tensor is None or tensor.is_inference() else tensor._version
-
-    def is_same(self, earlier: _Version) -> bool:
-        """Tell whether it is the same tensor, not written meanwhile."""
-        return self._tensor is earlier._tensor and self._count == earlier._count
 
 
 def _require_module(module: object) -> None:

@@ -125,8 +125,8 @@ def _may_draw(part: nn.Module) -> bool:
         return True
     if isinstance(part, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
-    rate = getattr(part, "p", 0.0) if "Dropout" in type(part).__name__ else 0.0
-    return bool(rate or getattr(part, "dropout", 0.0))
+    rate = getattr(part, "p" if "Dropout" in type(part).__name__ else "dropout", 0.0)
+    return not isinstance(rate, nn.Module) and bool(rate)  # a layer in it is a part of its own
 
 
 def _draws_nothing(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

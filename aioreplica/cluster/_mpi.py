@@ -296,17 +296,22 @@ class MpiEngine(Engine):
         if not isinstance(error, mpi.Exception):
             return None
         code = error.Get_error_class()
-        if code not in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED):
+        is_loss = code in (mpi.ERR_PROC_FAILED, mpi.ERR_PROC_FAILED_PENDING, mpi.ERR_REVOKED)
+        # A test of several requests says only that one of them has failed.
+        ranks = self._lost() if is_loss or code == mpi.ERR_IN_STATUS else ()
+        if not is_loss and not ranks:
             text = f"MPI failed in {what} on worker {self.rank}: {error}"
             return Failure(ENDED, text, (self.rank,))
-        ranks = self._lost()
         who = f"{workers_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'}" if ranks else "?"
         text = f"{who} gone, as MPI says in {what}. Restart from the newest checkpoint."
         return Failure(LOST, text, ranks)
 
     def _lost(self) -> tuple[int, ...]:
         mpi = self._mpi
-        failed, everyone = self._notes.Get_failed(), self._notes.Get_group()
+        try:
+            failed, everyone = self._notes.Get_failed(), self._notes.Get_group()
+        except NotImplementedError:  # an MPI that does not survive a loss
+            return ()
         ranks = mpi.Group.Translate_ranks(failed, list(range(failed.Get_size())), everyone)
         return tuple(sorted(ranks))
 

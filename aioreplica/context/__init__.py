@@ -4,6 +4,7 @@ from .._export import export_public
 from ._place import CARRIER as CARRIER
 from ._place import CLOSURE as CLOSURE
 from ._place import CLUSTER as CLUSTER
+from ._place import CREATORS as CREATORS
 from ._place import DEFAULT_PLACE as DEFAULT_PLACE
 from ._place import DEVICE as DEVICE
 from ._place import DIFFERENTIATING as DIFFERENTIATING

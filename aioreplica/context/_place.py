@@ -190,6 +190,10 @@ DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", def
 """Whether a derivative is being taken, so that one inside it keeps its trace (see autodiff)."""
 
 
+CREATORS: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("aioreplica_creators", default=())
+"""Functions that make variables here, outermost first, each with the strategy that it is for."""
+
+
 class Carrier(Protocol):
     """Carrier of objects to another process and back."""
 

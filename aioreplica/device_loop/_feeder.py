@@ -24,8 +24,8 @@ from threading import Lock
 from typing import Any, TypeAlias, final
 
 from ..context import LoopStep
-from ..devices import Gate, Op, OwnedTask, new_gate, wait_shielded
-from ..input import DistributedIterator, SourceLane, close_iterator
+from ..devices import Gate, Op, OwnedTask, OwnLane, new_gate, wait_shielded
+from ..input import DistributedIterator, close_iterator
 from ..values import DistributedValues, PerReplica, split_per_replica
 from ._infeed import Infeed, Mark
 from ._static_shapes import StaticShapes
@@ -67,7 +67,7 @@ class KeptIterator:
     __slots__ = ("lane", "unrun")
 
     def __init__(self) -> None:
-        self.lane = SourceLane()
+        self.lane = OwnLane()
         self.unrun: deque[Reading] = deque()
 
 

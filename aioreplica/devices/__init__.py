@@ -32,6 +32,7 @@ from ._op import OpTracker as OpTracker
 from ._op import UnfinishedOp as UnfinishedOp
 from ._owned_task import OwnedTask as OwnedTask
 from ._run import INLINE_BYTES as INLINE_BYTES
+from ._run import OwnLane as OwnLane
 from ._run import device_op as device_op
 from ._run import num_collective_streams as num_collective_streams
 from ._run import run_on_host as run_on_host

@@ -109,6 +109,13 @@ class LaneTable:
                     lane.stop()
             self._budget()
 
+    def retire(self, name: str) -> None:
+        """Take a lane out whose op hangs: the next op of the device gets a thread of its own."""
+        with self._lock:
+            lane = self._lanes.pop(name, None)
+        if lane is not None:
+            lane.stop()
+
     def configure(
         self,
         num_streams: int,

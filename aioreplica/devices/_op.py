@@ -206,6 +206,11 @@ class Op(asyncio.Future[T]):
         return not self._claim and self._args is not None
 
     @property
+    def error(self) -> BaseException | None:
+        """Exception that the call has raised; None if it has raised none so far."""
+        return self._error
+
+    @property
     def is_abandoned(self) -> bool:
         """True if its result is wanted no more, although its call has begun."""
         return self.done()
@@ -409,13 +414,14 @@ class OpTracker:
         is_closed: Whether the run has ended, so that ops are refused.
     """
 
-    __slots__ = ("_waiter", "is_closed", "num_done", "observers", "pending")
+    __slots__ = ("_is_given_up", "_waiter", "is_closed", "num_done", "observers", "pending")
 
     def __init__(self, observers: Observers | None = None) -> None:
         self.observers = observers if observers is not None else observers_of_all()
         self.pending: dict[AnyOp, None] = {}  # ordered: a set is walked by address
         self.num_done = 0
         self.is_closed = False
+        self._is_given_up = False
         self._waiter: asyncio.Future[None] | None = None
 
     def close(self) -> None:
@@ -470,14 +476,23 @@ class OpTracker:
             if op.withdraw():
                 op.cancel()
 
+    def give_up(self) -> None:
+        """Wait no more for ops that have begun: they hang."""
+        self._is_given_up = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     async def drain(self, on_cancel: Callable[[asyncio.CancelledError], None]) -> bool:
-        """Wait until no op is in flight; False if the interpreter is interrupted.
+        """Wait until no op is in flight; False if they are left: interrupted, or given up.
 
         Cancellation:
             Handed to `on_cancel`, see `wait_shielded`.
         """
         self.withdraw_queued()
-        return await wait_shielded(lambda: not self.pending, self._new_waiter, on_cancel)
+        has_waited = await wait_shielded(
+            lambda: not self.pending or self._is_given_up, self._new_waiter, on_cancel
+        )
+        return has_waited and not self._is_given_up
 
     def _new_waiter(self) -> asyncio.Future[None]:
         self._waiter = asyncio.get_running_loop().create_future()

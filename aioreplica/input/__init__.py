@@ -14,7 +14,6 @@ from ._distributed_dataset import DistributedDataset as DistributedDataset
 from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._distributed_dataset import InputStatistics as InputStatistics
 from ._epoch import OpenLoops as OpenLoops
-from ._iterables import SourceLane as SourceLane
 from ._iterables import Stateful as Stateful
 from ._iterables import close_iterator as close_iterator
 from ._options import InputContext as InputContext

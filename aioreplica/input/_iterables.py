@@ -9,7 +9,6 @@ import asyncio
 import copy
 import functools
 import inspect
-import itertools
 import sys
 import warnings
 from collections.abc import (
@@ -27,8 +26,7 @@ from contextlib import aclosing
 from enum import Enum
 from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
-from ..context import REGISTRY
-from ..devices import CompletionQueue, Lane, Op, lane_table, run_on_lane
+from ..devices import OwnLane
 from ..errors import ContextError
 from ..values import DistributedValues
 from ._source import Item, Pass, Source, Start
@@ -41,7 +39,6 @@ EXPECTED = (
 )
 
 T = TypeVar("T")
-JOIN_S = 0.5  # a bound only: an idle thread ends in microseconds
 CURE = (
     "Use torchdata's StatefulDataLoader, which keeps its own state; or a sampler whose order "
     "follows from the epoch; or ar.ArrayDataset(..., shuffle=True)."
@@ -239,7 +236,7 @@ async def _read_on_thread(
 
     A call that still runs because of an interrupt is left alone, and so is its iterator.
     """
-    lane, reader = SourceLane(), _ThreadReader(make, start, own, label)
+    lane, reader = OwnLane(), _ThreadReader(make, start, own, label)
     offset = start.offset
     try:
         while (value := await lane.run(reader.advance)) is not _Mark.END:
@@ -347,69 +344,6 @@ def label_of(dataset: Any) -> str:
     if callable(dataset) and name is not None:
         return f"function {name}"
     return f"<{type(dataset).__qualname__}>"
-
-
-@final
-class SourceLane:
-    """One thread for a source that may block, from its first call to `close`.
-
-    A thread of its own, not one of the host pool: a generator that holds an SQLite connection, or
-    anything else that belongs to the thread that made it, works; and one that blocks for long
-    keeps no thread from others.
-
-    Args:
-        kind: What its lane is called, before a number.
-        writes_files: Whether a call that has begun is waited for in an interrupt, too.
-    """
-
-    __slots__ = ("_kind", "_lane", "_port", "_writes_files")
-
-    def __init__(self, kind: str = "input", *, writes_files: bool = False) -> None:
-        self._kind = kind
-        self._writes_files = writes_files
-        self._lane: Lane | None = None
-        self._port: CompletionQueue | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a call runs that was given up because of an interrupt."""
-        return self._lane is not None and self._lane.statistics().running > 0
-
-    def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:
-        """Return an op that calls `fn` on the thread once it is awaited."""
-        self._port = CompletionQueue.of_running_loop()
-        if self._lane is None:
-            number = next(REGISTRY.once("source_lanes", itertools.count))
-            name = f"{self._kind}:{number}"
-            lane_table().acquire((name,))
-            self._lane = lane_table().lane(name, num_streams=1)
-        op = run_on_lane(self._lane, self._port, fn, args, {})
-        if self._writes_files:
-            op.writes_files = True
-        return op
-
-    def close(self) -> None:
-        """End the thread, and see it gone unless it is busy; idempotent."""
-        lane, self._lane = self._lane, None
-        if lane is not None:
-            is_busy = lane.statistics().running > 0
-            _end(lane)
-            if not is_busy:
-                lane.join(JOIN_S)
-
-    def __del__(self) -> None:
-        """End the thread of an owner that was dropped: soon, as the collector may be the caller."""
-        lane, port = getattr(self, "_lane", None), getattr(self, "_port", None)
-        if lane is None or port is None:
-            return
-        try:
-            port.loop.call_soon_threadsafe(_end, lane)
-        except RuntimeError:  # the event loop is closed
-            _end(lane)
-
-
-def _end(lane: Lane) -> None:
-    lane_table().release((lane.name,))
 
 
 def warn_if_shuffled(dataset: Any) -> None:

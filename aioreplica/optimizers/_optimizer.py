@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ..context import PLACE
 from ..replica import RunningReplica
+from ..typing import ReduceOp
 from ..values import Variable
 from ._apply_gradients import (
     APPLY_GRADIENTS,
@@ -380,12 +381,16 @@ class Optimizer(UpdateRule):
         return self._settings.slots.names
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """Return a slot, "master" too of half precision; None before the variable's first update.
-
-        Raises:
-            ValueError: If this optimizer has no slot of that name.
-        """
+        """Return a slot, "master" too of half precision; None if there is none, or none so far."""
         return self._settings.slots.find(var, name)
+
+    def get_slot_names(self) -> list[str]:
+        """Return the names of `slot_names` as a list, as optimizers of TensorFlow do."""
+        return list(self.slot_names)
+
+    def get_loss_reduction(self) -> ReduceOp:
+        """Return how the gradients of the replicas' losses are combined: SUM or MEAN."""
+        return ReduceOp.MEAN if self._settings.is_mean else ReduceOp.SUM
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -408,10 +413,7 @@ class Optimizer(UpdateRule):
 
     @property
     def skipped_steps(self) -> Variable | None:
-        """Number of steps skipped because of gradients that were not finite.
-
-        None if such steps are not skipped.
-        """
+        """Number of steps skipped for gradients that were not finite; None if none ever are."""
         return self._settings.skipped
 
     @property
@@ -528,17 +530,10 @@ class OptimizerRecipe:
         )
         return optimizer
 
-    def applying(self, *, clips_values: bool) -> Optimizer:
-        """Return a copy that applies gradients which were checked and clipped before.
-
-        Args:
-            clips_values: Whether single elements were not.
-        """
-        clipping = self.options["clipping"]
-        if clipping is not None and (clipping.needs_norms or not clips_values):
-            clipping = None
+    def applying(self) -> Optimizer:
+        """Return a copy that applies gradients which were checked and clipped before."""
         changed = {
-            "clipping": clipping, "loss_scaling": None, "on_non_finite": "ignore", "is_mean": False
+            "clipping": None, "loss_scaling": None, "on_non_finite": "ignore", "is_mean": False
         }  # fmt: skip
         bare = replace(self, options={**self.options, **changed})
         return bare.rebuilt(new_variable(None, np.int64(0), "iterations"), None, None)

@@ -60,17 +60,9 @@ class SlotTable:
         return len(self.made)
 
     def find(self, variable: Variable, name: str) -> Variable | None:
-        """Return one slot, None if the variable has none yet.
-
-        Raises:
-            ValueError: If there is no slot of that name.
-        """
-        names = self.names_of(variable)
-        if name not in names:
-            legal = ", ".join(map(repr, names)) or "none"
-            raise ValueError(f"Unknown slot {name!r}. The slots of this optimizer are: {legal}.")
-        slots = self.made.get(variable)
-        return None if slots is None else slots[names.index(name)]
+        """Return one slot; None if the variable has none yet, or none of that name."""
+        names, slots = self.names_of(variable), self.made.get(variable)
+        return None if slots is None or name not in names else slots[names.index(name)]
 
     def names_of(self, variable: Variable) -> tuple[str, ...]:
         """Return the names of a variable's slots, in order: a master comes first."""

@@ -28,10 +28,9 @@ from ..collectives import (
 from ..context import INLINE_STEP
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
-from ..values import IndexedSlices, Variable, Weighted
+from ..values import IndexedSlices, Variable
 from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
 from ._checks import learning_rate_at
-from ._gradient import ScaledGradient
 from ._kernels import Kernel
 from ._merged_gradient import MergedGradient, merge_gradients
 from ._slots import SlotTable
@@ -266,8 +265,6 @@ def finish_gradients(
     optimizer: Optimizer,
     variables: Sequence[Variable],
     gradients: Sequence[Any],
-    *,
-    keeps_weights: bool,
 ) -> tuple[list[Any] | None, float | None]:
     """Sum rows, unscale, check and clip, where the rule is applied elsewhere.
 
@@ -275,7 +272,6 @@ def finish_gradients(
         optimizer: Whose options count.
         variables: Whose gradients they are.
         gradients: As `checked_pairs` gives them.
-        keeps_weights: Whether totals and weights are summed elsewhere, apart, and clipped there.
 
     Returns:
         Gradients to be applied, None if the step is to be skipped; and the norm of all of them
@@ -283,41 +279,23 @@ def finish_gradients(
 
     Raises:
         NonFiniteError: If one is not finite, unless such steps are skipped.
-        ValueError: If one has weight 0, and weights are not kept.
+        ValueError: If one has weight 0.
     """
     settings = optimizer.settings
-    weights: list[float | None] = [None] * len(gradients)
-    if keeps_weights:
-        weights = [each.weight if isinstance(each, Weighted) else None for each in gradients]
-        gradients = list(map(_without_weight, gradients))
     merged = merge_gradients(variables, [(each,) for each in gradients], is_mean=False)
     run_here(sum_gradients(merged, None))
     norm, squares = None, [0.0] * len(merged)
-    if settings.needs_norms and not keeps_weights:
+    if settings.needs_norms:
         run_here(unscale_and_check(merged, squares))
         norm = math.sqrt(math.fsum(squares))
-    if settings.clipping is not None and not keeps_weights:
+    if settings.clipping is not None:
         settings.clipping(merged, squares)
     finished = [each.whole() for each in merged]
     if settings.on_non_finite != "ignore" and not all(each.is_finite for each in merged):
         if settings.skipped is None:
             raise next(each for each in merged if not each.is_finite).non_finite_error()
         return None, None
-    pairs = zip(finished, weights, strict=True)
-    return [part if weight is None else Weighted(part, weight) for part, weight in pairs], norm
-
-
-def _without_weight(gradient: Any) -> Any:
-    """Return the total of a gradient; zeros if it has no weight, as that may hold anything."""
-    if not isinstance(gradient, Weighted):
-        return gradient
-    part = gradient.total
-    if gradient.weight:
-        return part
-    rows = part.values if isinstance(part, ScaledGradient) else part
-    if isinstance(rows, IndexedSlices):
-        return IndexedSlices(rows.values[:0], rows.indices[:0], rows.dense_shape)
-    return np.zeros_like(rows)
+    return finished, norm
 
 
 # ---- parts of these ------------------------------------------------------------------------------

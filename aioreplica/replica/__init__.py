@@ -14,6 +14,7 @@ from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
 from ._failure import add_note_once as add_note_once
 from ._group import ReplicaGroup as ReplicaGroup
+from ._group import running_ops as running_ops
 from ._handle import Handle as Handle
 from ._meeting import Call as Call
 from ._meeting import CallSite as CallSite

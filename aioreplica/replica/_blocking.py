@@ -69,6 +69,12 @@ class BlockingCollectives(Collectives):
         def all(self, flag: Any) -> bool: ...  # type: ignore[override]
         def agree(self, value: T) -> T: ...  # type: ignore[override]
 
+    def meet_as(
+        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
+    ) -> Any:
+        """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
+        return self._call(merge_call_named(name), merge_fn, args, None, frame)
+
 
 @final
 class BlockingContext(BlockingCollectives):
@@ -181,12 +187,6 @@ class BlockingContext(BlockingCollectives):
         """
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self.meet_as("update", _on_the_loop(merge), merged, sys._getframe(1))
-
-    def meet_as(
-        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
-    ) -> Any:
-        """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
-        return self._call(merge_call_named(name), merge_fn, args, None, frame)
 
     def call_on_host(
         self, fn: Callable[..., Any], args: tuple[Any, ...], place: Place, name: str

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, final
 
 from ..context import PLACE, CurrentStrategy, Place
-from ..devices import CompletionQueue, Op, OpTracker, submit_gang, wait_shielded
+from ..devices import CompletionQueue, Op, OpTracker, lane_table, submit_gang, wait_shielded
 from ._failure import Failures, RunControl, cause_of_unwinding, error_of
 from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint
@@ -175,6 +175,10 @@ class ReplicaGroup(RunControl):
                 meanwhile = await self._drain()
                 if meanwhile is not None:
                     raise meanwhile
+            error = self._failures.error()
+            # Before the end of the run is told: who draws it knows then how it ended.
+            if error is not None and (tell_fault := self._observers.fault) is not None:
+                tell_fault(self.step, error)
         except asyncio.CancelledError as cancelled:
             self.abort(None)
             self._cancel_withdrawn()
@@ -190,11 +194,7 @@ class ReplicaGroup(RunControl):
                     timer.cancel()
             if (tell := self._observers.run_ended) is not None:
                 tell(self)
-        error = self._failures.error()
         if error is not None:
-            tell_fault = self._observers.fault
-            if tell_fault is not None:
-                tell_fault(self.step, error)
             raise error
         for error in self.point.unseen.values():  # of reductions whose handle nobody has read
             raise error
@@ -329,7 +329,7 @@ class ReplicaGroup(RunControl):
             self._cancel_all()
 
         is_over = await wait_shielded(lambda: self.is_over, self._new_finished, cancelled)
-        if not is_over or not await self.ops.drain(cancelled):
+        if not is_over or not await self.ops.drain(cancelled) or self._gave_up:
             self._cancel_all()
             timer = asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up)
             while not self.is_over:
@@ -340,6 +340,15 @@ class ReplicaGroup(RunControl):
             timer.cancel()
             self._runtime.abandon()
         return seen[0] if seen else None
+
+    def give_up(self) -> None:
+        """End the run although ops of it hang: they keep their threads, which get no more ops."""
+        for name, _ in running_ops(self):
+            if name in self._runtime.device_names:  # lanes of the library have several threads
+                lane_table().retire(name)
+        self.ops.give_up()
+        self._cancel_all()
+        self._give_up()
 
     def _give_up(self) -> None:
         self._gave_up = True
@@ -385,3 +394,15 @@ class ReplicaGroup(RunControl):
         """Return counts that change whenever something happens."""
         done = self.ops.num_done + sum(r.sequence + r.steps_done for r in self.replicas)
         return self.point.num_merges, self._num_left, done
+
+
+def running_ops(group: ReplicaGroup) -> list[tuple[str, str]]:
+    """Return the device and the description of each op of a run that has begun and not ended."""
+    found: list[tuple[str, str]] = []
+    for replica, device in zip(group.replicas, group.point.everyone.device_names, strict=True):
+        who = replica.replica_id
+        if replica.op is not None and replica.op.is_running:
+            found.append((device, f"replica {who}: {group.fn_name} on {device}"))
+        running = [op for op in group.ops.unfinished(who) if op.is_running]
+        found += [(op.device_name or "-", f"replica {who}: {op.describe()}") for op in running]
+    return found

@@ -96,6 +96,8 @@ class Pending:
             self.awaitable.close()
         elif isinstance(self.awaitable, asyncio.Future):
             self.awaitable.cancel()
+        if isinstance(self.task, asyncio.Task) and inspect.iscoroutine(self.task.get_coro()):
+            self.task.get_coro().close()
 
 
 class AcrossWorkers(Protocol):
@@ -469,6 +471,11 @@ class Generation:
             self.watchers = []
         self.watchers.append(watcher)
         return watcher
+
+    def discard(self) -> None:
+        """Close what its merge would have awaited, which never begins."""
+        if self.pending is not None:
+            self.pending.discard()
 
     def give_up(self) -> None:
         """Cancel all who wait, on the event loop."""

@@ -188,8 +188,9 @@ class MeetingPoint:
             self.release(generation, parts, None)
         elif self.lock is None:
             self._start_merge(generation, parts)
-        elif not self.post(self._start_merge, generation, parts):
-            parts.discard()
+        else:
+            generation.pending, self.merging[generation] = parts, False
+            self.post(self._start_merge, generation, parts)
 
     def _merge_across(self, generation: Generation, across: AcrossWorkers) -> None:
         if self.is_aborted:
@@ -244,14 +245,13 @@ class MeetingPoint:
             self.unseen[generation] = error
 
     def _start_merge(self, generation: Generation, pending: Pending) -> None:
-        """Wait for the rest of a merge: for a future by a callback, else in a task.
-
-        In replica 0's context variables.
-        """
+        """Wait for the rest of a merge, as replica 0: by a callback of a future, else in a task."""
         if self.is_aborted:
             pending.discard()
             pending.end()
+            self.merging.pop(generation, None)
             self.wake_threads()
+            _tell_merge_ended(self.run)
             return
         context = generation.calls[0].context
         context.run(PLACE.set, generation.group.merge_place)
@@ -283,8 +283,7 @@ class MeetingPoint:
                 except Exception as wrong:  # noqa: BLE001 - every member raises it
                     error = wrong
             self.release(generation, parts, error)
-        with suppress(ReferenceError):  # the run was given up in an interrupt
-            self.run.merge_ended()
+        _tell_merge_ended(self.run)
 
     # ---- waiting -------------------------------------------------------------------------
 
@@ -337,10 +336,8 @@ class MeetingPoint:
 
     def unseen_by(self, replica_id: int) -> BaseException | None:
         """Return what a collective raised that a replica started and whose handle was not read."""
-        for generation, error in self.unseen.items():
-            if replica_id in generation.group.members:
-                return error
-        return None
+        errors = (error for each, error in self.unseen.items() if replica_id in each.group.members)
+        return next(errors, None)
 
     def cancel(self) -> None:
         """Wake all who wait, once their arrays are not read; child tasks may be among them."""
@@ -388,6 +385,9 @@ class MeetingPoint:
     def abandon(self) -> None:
         """End the run from a thread: its event loop is closed and cannot."""
         self.is_aborted = True
+        if self.loop is not None and self.loop.is_closed():  # it forgot what was in its queue
+            for generation in [each for each, has_begun in self.merging.items() if not has_begun]:
+                generation.discard()
         self.wake_threads()
 
     def restart(self) -> None:
@@ -457,6 +457,11 @@ class Waiter(ABC):
         Raises:
             ContextError: If it must not be made there.
         """
+
+
+def _tell_merge_ended(run: RunControl) -> None:
+    with suppress(ReferenceError):  # the run was given up in an interrupt
+        run.merge_ended()
 
 
 @final

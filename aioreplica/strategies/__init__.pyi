@@ -13,6 +13,8 @@ from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
+from ._prepare import no_sync as no_sync
+from ._prepare import prepare as prepare
 from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy

@@ -313,7 +313,7 @@ async def _maybe_in_thread(value: object, work: Callable[[], Any]) -> Any:
 
 
 def _entries(destinations: object, replicas: Replicas, what: str) -> int | None:
-    count = _require_destination(destinations, replicas, what)
+    count = _require_destination(destinations, replicas, what, takes_arrays=True)
     return None if replicas.runtime.has_plain_values else count
 
 
@@ -338,8 +338,10 @@ def _frozen(leaf: object) -> Any:
     return copy
 
 
-def _require_destination(destinations: object, replicas: Replicas, what: str) -> int | None:
-    """Check a destination; return on how many replicas it lives, or None if it is a device.
+def _require_destination(
+    destinations: object, replicas: Replicas, what: str, *, takes_arrays: bool = False
+) -> int | None:
+    """Check a destination; return on how many replicas it lives; None for a device or an array.
 
     Raises:
         TypeError: If it is a list or anything else that is not a destination.
@@ -363,6 +365,8 @@ def _require_destination(destinations: object, replicas: Replicas, what: str) ->
             )
         return len(destinations)
     kind = type(destinations).__name__
+    if takes_arrays and hasattr(destinations, "__dlpack_device__"):
+        return None  # one of NumPy, torch or jax
     if isinstance(destinations, (list, tuple, Set, Mapping)):
         raise TypeError(
             f"{what} takes one destination, got a {kind}. Pass one device, or a variable or "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from .._functions import is_async, require_no_yield
 from ..collectives import CommunicationOptions
-from ..context import PLACE
-from ..devices import Device, require_device
+from ..context import CREATORS, PLACE
+from ..devices import Device, list_devices, require_device
 from ..errors import ContextError
 from ..replica import RunningReplica, update_variable
 from ..typing import OpName, ReduceOp
@@ -97,6 +98,21 @@ class Extended:
             require_own(variable, self._runtime, what)
         return () if self._runtime.has_plain_values else self.parameter_devices
 
+    def get_host_cpu_device(self, host_id: int = 0) -> Device:
+        """Return the device of ordinary code on a host, its first CPU.
+
+        Args:
+            host_id: The hosts of a `TPUStrategy` count from 0, as do workers; else there is one.
+
+        Raises:
+            ValueError: If there is no such host.
+        """
+        workers = self._runtime.workers
+        num_hosts = len(self._runtime.host_replicas) if workers is None else workers.num_workers
+        if host_id not in range(num_hosts):
+            raise ValueError(f"There is no host {host_id!r}: ids are 0 to {num_hosts - 1}.")
+        return list_devices("cpu")[0]
+
     # ---- results that live somewhere ---------------------------------------------------------
 
     async def reduce_to(
@@ -111,14 +127,14 @@ class Extended:
         Args:
             op: SUM, MEAN, MIN or MAX, or its name in any case.
             value: Any pytree of distributed values.
-            destinations: A device or its name, a variable (which is not written) or a distributed
-                value.
+            destinations: A device or its name, a variable (which is not written), a distributed
+                value, or a plain array.
             options: How to do it; None takes the strategy's options.
 
         Returns:
             The pytree with a Mirrored per distributed value, whose entries share one read-only
-            buffer; with plain values if the destination is a device, and under the default
-            strategy.
+            buffer; with plain values if the destination is a device or a plain array, and under
+            the default strategy.
 
         Raises:
             ValueError: As `strategy.reduce`; or if a name is malformed, or a distributed value has
@@ -308,20 +324,66 @@ class Extended:
         require_own(v, self._runtime, what)
         return await read_variable(self._runtime.workers, v, what)
 
-    def colocate_vars_with(self, var: Variable) -> AbstractContextManager[Strategy]:
+    def colocate_vars_with(
+        self, var: Variable | Sequence[Device]
+    ) -> AbstractContextManager[Strategy]:
         """Return a context manager in which new variables live where `var` does.
 
         They belong to the same strategy and to the same devices.
 
+        Args:
+            var: A variable, or what `non_slot_devices(var_list)` gave.
+
         Raises:
-            TypeError: If `var` is not a variable.
+            TypeError: If `var` is neither.
+            ValueError: If the devices are not all of those that variables live on.
             ContextError: If called inside a replica or under another strategy, or if the variable
                 belongs to another strategy.
         """
         what = "extended.colocate_vars_with"
         self._runtime.require_cross_replica(what, None)
-        require_own(var, self._runtime, what)
+        if isinstance(var, Sequence) and all(isinstance(each, Device) for each in var):
+            known = () if self._runtime.has_plain_values else self.parameter_devices
+            if tuple(var) != known:
+                raise ValueError(
+                    f"{what} got {', '.join(map(str, var)) or 'no device'}, but a variable of this "
+                    f"strategy lives on all of {', '.join(map(str, known)) or 'none'}. Pass what "
+                    "extended.non_slot_devices(var_list) gave."
+                )
+        else:
+            require_own(var, self._runtime, what)
         return self._runtime.facade.scope()  # type: ignore[no-any-return]  # see there
+
+    @contextmanager
+    def variable_creator_scope(self, creator: Callable[..., Variable]) -> Iterator[None]:
+        """Have a function make the variables of this strategy, in a `with` block.
+
+        It is called for each `ar.Variable(...)`, those of `torch_module` and `jax_variables` too,
+        and not for the slots and counters of optimizers. Of nested ones the innermost is called.
+
+        Args:
+            creator: Called as `creator(next_creator, initial_value=..., **options)` with what
+                `ar.Variable` was given; returns `next_creator(initial_value=..., **options)`,
+                changed as it likes. `next_creator` is the creator around it, at last `ar.Variable`.
+
+        Raises:
+            TypeError: If it is not a plain function; at a creation, if it returns no variable.
+            ContextError: If called inside a replica or under another strategy.
+
+        Source:
+            tf.variable_creator_scope.
+        """
+        what = "extended.variable_creator_scope"
+        self._runtime.require_cross_replica(what, None)
+        if not callable(creator) or is_async(creator):
+            raise TypeError(f"{what} takes a plain function that makes variables, got {creator!r}.")
+        require_no_yield(creator, what)
+        owner = None if self._runtime.has_plain_values else self._runtime
+        token = CREATORS.set((*CREATORS.get(), (owner, creator)))
+        try:
+            yield
+        finally:
+            CREATORS.reset(token)
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Tell whether this strategy made the variable."""

@@ -8,7 +8,6 @@ the loop holds that alone.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import sys
 import threading
@@ -19,8 +18,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self, final
 
-from ..context import REGISTRY
-from ..devices import CompletionQueue, Gate, Op, lane_table, new_gate, run_on_lane
+from ..devices import Gate, Op, OwnLane, new_gate
 from ..telemetry import ObservedOp, Observer, Observers, printable
 
 LOOKS_PER_THRESHOLD = 4
@@ -158,7 +156,7 @@ class LoopWatch:
         self._ended: deque[RanOp] = deque(maxlen=64)
         self._answered_s: float | None = None
         self._gate: Gate | None = None
-        self._lane_name = ""
+        self._lane = OwnLane("loop watch")
         self._work: Op[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -166,12 +164,7 @@ class LoopWatch:
             raise RuntimeError("This watch is running. Make another one for another block.")
         loop = asyncio.get_running_loop()
         self._gate = gate = new_gate(loop)
-        self._lane_name = f"loop watch:{next(REGISTRY.once('loop_watches', itertools.count))}"
-        lane_table().acquire((self._lane_name,))
-        lane = lane_table().lane(self._lane_name, num_streams=1)
-        port = CompletionQueue.of_running_loop()
-        args = (loop, gate, threading.get_ident())
-        self._work = run_on_lane(lane, port, self._watch, args, {})
+        self._work = self._lane.run(self._watch, loop, gate, threading.get_ident())
         self._work.put()
         self._observers.add(self._observer)
         return self
@@ -190,7 +183,7 @@ class LoopWatch:
             await self._work
         finally:
             self._work = None
-            lane_table().release((self._lane_name,))
+            self._lane.close()
 
     def _op_started(self, op: ObservedOp, lane: str) -> None:
         whose = "" if op.replica_id is None else f" of replica {op.replica_id}"

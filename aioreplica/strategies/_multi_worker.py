@@ -83,7 +83,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             rank, size, len(devices), "MultiWorkerMirroredStrategy",
             chosen if isinstance(chosen, Communicator) else None,
         )  # fmt: skip
-        super().__init__(devices, new_mirrored, options, resolver=chosen, workers=workers)
+        known = None if isinstance(chosen, Communicator) else chosen
+        super().__init__(devices, new_mirrored, options, resolver=known, workers=workers)
 
     async def shrink(self, savepoint: Savepoint | None = None) -> None:
         """Go on with the workers that are left, after one was lost; all of them must call this.
@@ -122,7 +123,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         workers = runtime.workers
         assert workers is not None  # this kind of strategy always has them
         await workers.shrink()
-        if isinstance(self.cluster_resolver, ClusterResolver):
+        if self.cluster_resolver is not None:
             self._resolver = ClusterResolver(
                 task_id=workers.rank, num_workers=workers.num_workers, source=SHRUNK
             )
@@ -145,7 +146,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return make, (self.cluster_resolver,)
 
     def _require_copyable(self) -> None:
-        if isinstance(self.cluster_resolver, Communicator):
+        if self.cluster_resolver is None:
             raise TypeError(
                 "A MultiWorkerMirroredStrategy that was given a Communicator cannot be copied: the "
                 "communicator is its own. Make it from a ClusterResolver."

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 from weakref import WeakValueDictionary
 
 from ..collectives import CommunicationOptions, Reducer
-from ..context import PLACE, Place
+from ..context import CREATORS, DEVICE, PLACE, Place
 from ..devices import Device
 from ..errors import ContextError
 from ..telemetry import EventLog, Observer, Observers, Recorder
@@ -219,13 +219,13 @@ class Scope(Generic[S]):
         runtime: The strategy that it makes current; the default one's scope changes nothing.
 
     Raises:
-        ContextError: If another strategy is in charge, if entered inside a replica, or if left in
-            another context than it was entered in.
+        ContextError: If another strategy is in charge, if entered inside a replica, if left in
+            another context than it was entered in, or inside a block that was entered in it.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._tokens: list[Token[Place]] = []
+        self._tokens: list[tuple[Token[Place], tuple[object, object]]] = []
 
     def __enter__(self) -> S:
         current = PLACE.get()
@@ -243,7 +243,7 @@ class Scope(Generic[S]):
                 "other scope first: two strategies cannot be in charge at once."
             )
         place = current if own_place is None or current.in_merge else own_place
-        self._tokens.append(PLACE.set(place))
+        self._tokens.append((PLACE.set(place), (DEVICE.get(), CREATORS.get())))
         return self._runtime.facade  # type: ignore[no-any-return]  # see there
 
     def __exit__(
@@ -252,12 +252,19 @@ class Scope(Generic[S]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for token in reversed(self._tokens):  # the last one of this context: tasks may share it
+        for entered in reversed(self._tokens):  # the last one of this context: tasks may share it
+            token, (device, creators) = entered
             try:
                 PLACE.reset(token)
             except ValueError:
                 continue
-            self._tokens.remove(token)
+            self._tokens.remove(entered)
+            if kind is None and (DEVICE.get() is not device or CREATORS.get() is not creators):
+                block = "ar.device" if DEVICE.get() is not device else "variable_creator_scope"
+                raise ContextError(
+                    f"scope() of {self._runtime!r} was left inside a block of {block} that was "
+                    "entered in it. Leave the inner one first."
+                )
             return
         raise ContextError(
             f"scope() of {self._runtime!r} was left in another context than it was entered "

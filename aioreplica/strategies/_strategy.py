@@ -424,7 +424,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> Any:
-        """Resolver of hosts and workers; None for a strategy that needs none."""
+        """Resolver of hosts and workers; None for a strategy that needs none, or got none."""
         return self._resolver
 
     @property

@@ -15,9 +15,9 @@ from ._plain import PlainVariable as PlainVariable
 from ._plain import default_store as default_store
 from ._regroup import argument_difference as argument_difference
 from ._regroup import merged_column as merged_column
+from ._regroup import read_at as read_at
 from ._regroup import regroup_results as regroup_results
-from ._select import read_at as read_at
-from ._select import split_per_replica as split_per_replica
+from ._regroup import split_per_replica as split_per_replica
 from ._snapshot import Snapshot as Snapshot
 from ._snapshot import take_snapshot as take_snapshot
 from ._step_gate import StepGate as StepGate

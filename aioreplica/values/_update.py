@@ -17,7 +17,7 @@ from ..devices import Device
 from ..errors import ContextError
 from ..tree import leaves
 from ._distributed import Mirrored, PerReplica
-from ._select import split_per_replica
+from ._regroup import split_per_replica
 from ._store import Components
 from ._variable import Array, Variable
 

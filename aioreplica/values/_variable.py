@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import CARRIER, OVERRIDES, PLACE, CurrentStrategy, Place
+from ..context import CARRIER, CREATORS, OVERRIDES, PLACE, CurrentStrategy, Place
 from ..devices import Publication, run_on_host
 from ..errors import ContextError
 from ..typing import (
@@ -21,6 +21,7 @@ from ..typing import (
     VariableSynchronization,
 )
 from ._array_like import ArrayLike
+from ._creators import create_through
 from ._distributed import Mirrored, PerReplica
 from ._indexed_slices import IndexedSlices, scatter
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
@@ -75,6 +76,10 @@ class _VariableType(ABCMeta):
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is Variable:
+                creators = CREATORS.get()
+                if creators and len(args) == 1:
+                    options = {"initial_value": args[0], **kwargs}
+                    return create_through(creators, _create_variable, options)
                 return _create_variable(*args, **kwargs)
             return super().__call__(*args, **kwargs)
 
@@ -519,7 +524,7 @@ def _create_variable(
     return variable
 
 
-_create_variable.__qualname__ = "Variable"  # as a TypeError of its arguments should name it
+_create_variable.__qualname__ = "ar.Variable"  # as a TypeError of its arguments should name it
 
 
 def _new_plain(value: Array, options: VariableOptions) -> Variable:

@@ -789,3 +789,11 @@ async def test_generators_for_a_purpose(pair: ar.MirroredStrategy) -> None:
     assert first[0] != second[0]
     with pytest.raises(ContextError, match="Call it in a step"):
         ar.autodiff.torch_generator("a")
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_layer_draws_if_it_drops_something(rate: float) -> None:
+    """Each operation of a module that may draw is looked at, which takes longer than the module."""
+    from aioreplica.autodiff._torch_random import may_draw
+
+    assert may_draw(nn.TransformerEncoderLayer(8, 2, dropout=rate)) == (rate > 0)

@@ -46,6 +46,9 @@ def test_every_row_is_written(quick: tuple[str, dict[str, Any]]) -> None:
         for name in ADAPTED
         for size in ("", ", small")
     ]
+    if "torch" in ADAPTED:
+        loops = ("transformer, prepare", "transformer, torch_module")
+        expected += [(name, "plain torch", 1) for name in loops]
     for size in (1, 2):
         for name in ("SGD", "Adam"):
             for batch in (32, 256):
@@ -84,6 +87,7 @@ def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str
         ("bare array updates", 1.15, 1),
         ("bare array updates", 1.15, 2),
         *((f"{name} alone", 1.5, 1) for name in ADAPTED),
+        *(("plain torch", limit, 1) for limit in (1.05, 1.2) if "torch" in ADAPTED),
     }
     assert printed.count("steps/s; sequential") == 8
 

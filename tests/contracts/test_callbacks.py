@@ -140,6 +140,11 @@ async def done_callback(ctx: ar.ReplicaContext, fn: Any) -> None:
         raise told[0]
 
 
+def created(strategy: ar.Strategy, creator: Any) -> None:
+    with strategy.scope(), strategy.extended.variable_creator_scope(creator):
+        ar.Variable(1.0)
+
+
 async def mapped(fn: Any) -> None:
     async for _ in ar.Dataset([1, 2]).map(fn):
         pass
@@ -208,6 +213,10 @@ async def explored(call: Callable[[Any], Any], fn: Any) -> None:
         report.check()
 
 
+async def modelled(fn: Any) -> None:
+    art.linearizable(art.History(), fn)
+
+
 ROWS: dict[str, Row] = {
     "Strategy.run(fn)": lambda fn: with_strategy(lambda s, _: s.run(fn)),
     "Extended.call_for_each_replica(fn)": lambda fn: with_strategy(
@@ -217,6 +226,9 @@ ROWS: dict[str, Row] = {
     "Extended.update(fn)": lambda fn: with_strategy(lambda s, v: s.extended.update(v, fn)),
     "Extended.update_non_slot(fn)": lambda fn: with_strategy(
         lambda s, v: s.extended.update_non_slot(s.extended.non_slot_devices([v]), fn)
+    ),
+    "Extended.variable_creator_scope(creator)": lambda fn: with_strategy(
+        lambda s, _: created(s, fn)
     ),
     "Strategy.distribute_values_from_function(value_fn)": lambda fn: with_strategy(
         lambda s, _: s.distribute_values_from_function(fn)
@@ -259,11 +271,14 @@ ROWS: dict[str, Row] = {
     "run(main)": lambda fn: explored(art.run, fn),
     "replay(main)": lambda fn: explored(lambda main: art.replay(main, "token"), fn),
     "cancel_everywhere(main)": lambda fn: explored(art.cancel_everywhere, fn),
+    "History.call(fn)": lambda fn: art.History().call(fn),
+    "linearizable(model)": modelled,
 }
 
 
 FURTHER = {  # of other types, or of another package
     "Extended.call_for_each_replica(fn)", "Extended.update(fn)", "Extended.update_non_slot(fn)",
+    "Extended.variable_creator_scope(creator)",
     "Optimizer.__init__(learning_rate)", "Optimizer.__init__(learning_rate_multipliers)",
 }  # fmt: skip
 
@@ -293,7 +308,11 @@ def test_observers_and_services_are_given_functions_that_run(kind: str) -> None:
             Observer(**{each.name: fn})
     with pytest.raises(TypeError, match="contains `yield`"):
         events_to(fn)
-    for options in ({"predict": fn}, {"predict": len, "report": fn}):
+    for options in (
+        {"predict": fn},
+        {"predict": len, "report": fn},
+        {"predict": len, "validate": fn},
+    ):
         with pytest.raises(TypeError, match="contains `yield`"):
             OnlineService(cast("Any", None), input_like={"x": 0.0}, **options)
     RAN.clear()
@@ -313,6 +332,8 @@ def test_callbacks_that_are_not_awaited_refuse_coroutine_functions(kind: str) ->
         events_to(fn)
     with pytest.raises(TypeError, match="report must be a plain function"):
         OnlineService(cast("Any", None), len, input_like={"x": 0.0}, report=fn)
+    with pytest.raises(TypeError, match="validate must be a plain function"):
+        OnlineService(cast("Any", None), len, input_like={"x": 0.0}, validate=fn)
 
 
 # ---- the table is complete -------------------------------------------------------------------
@@ -340,7 +361,8 @@ WITHOUT_A_ROW = {
     ),
     "tested apart": (
         *(f"Observer.__init__({each.name})" for each in fields(Observer)),
-        "OnlineService.__init__(predict)", "OnlineService.__init__(report)", "events_to(emit)",
+        "OnlineService.__init__(predict)", "OnlineService.__init__(report)",
+        "OnlineService.__init__(validate)", "events_to(emit)",
     ),
     "called by the library, with functions of its own or checked before": (
         "differentiate_variables(loss)", "Strategy.__init__(new_variable)",

@@ -39,3 +39,33 @@ def test_every_name_has_a_row(name: str) -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("|")]
 
     assert any(re.search(rf"\b{name}\b", row.split(" | ")[0]) for row in rows), name
+
+
+# What people from tf.distribute look for besides, with its twin or the reason why there is none.
+FURTHER = re.findall(
+    r"\w+",
+    """
+    variable_creator_scope get_host_cpu_device get_slot get_slot_names get_loss_reduction
+    _get_non_slot_variable components distribution_strategy replica input_api Estimator
+    compute_gradients callbacks replica
+    """,
+)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_what_is_looked_for_besides_has_a_row(name: str) -> None:
+    test_every_name_has_a_row(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Under the default strategy, too, a dataset becomes a `DistributedDataset`",
+        "A source can be distributed again",
+        "It cannot be made: it is the replica of a run",
+        "an optimizer made in each replica",
+        "a communicator that was given is none",
+    ],
+)
+def test_reasons_are_told(text: str) -> None:
+    assert text in PAGE

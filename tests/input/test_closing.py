@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.devices import OwnLane
 from aioreplica.errors import ContextError
-from aioreplica.input._iterables import SourceLane
 from tests.conftest import mirrored
 from tests.input.sources import Watched, WatchedAsync
 from tests.sequencer import idle
@@ -38,7 +38,7 @@ def options(request: pytest.FixtureRequest) -> ar.InputOptions:
 @pytest.mark.asyncio
 async def test_calls_of_a_source_are_given_up_at_an_interrupt_unless_they_write_files() -> None:
     found = []
-    for lane in (SourceLane(), SourceLane("journal", writes_files=True)):
+    for lane in (OwnLane(), OwnLane("journal", writes_files=True)):
         op = lane.run(int)
         found.append(op.writes_files)
         await op

@@ -4,7 +4,11 @@ import asyncio
 import inspect
 import itertools
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from contextvars import Context
+from typing import Any
+
+import pytest
 
 import aioreplica as ar
 from tests.conftest import mirrored
@@ -40,6 +44,59 @@ def test_threads_are_let_go_when_their_loop_is_gone() -> None:
     del task
 
 
+@pytest.mark.parametrize("closed", ["before the merge", "with it in its queue", "with its task"])
+def test_a_merge_is_closed_whenever_its_loop_is(closed: str) -> None:
+    """A loop forgets what is in its queue when it is closed."""
+    started = [threading.Event(), threading.Event()]
+    ended = [threading.Event(), threading.Event()]
+    may_merge, is_posted = threading.Event(), threading.Event()
+    merges: list[Coroutine[object, object, None]] = []
+    strategy = mirrored(2)
+
+    class Loop(asyncio.SelectorEventLoop):
+        def call_soon_threadsafe(
+            self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        ) -> asyncio.Handle:
+            handle = super().call_soon_threadsafe(callback, *args, context=context)
+            if merges:
+                is_posted.set()
+            return handle
+
+    def step() -> None:
+        try:
+            started[my_id()].set()
+            assert may_merge.wait(10)
+            me().blocking.merge_call(merge)
+        finally:
+            ended[my_id()].set()
+
+    def merge(_strategy: ar.Strategy) -> Coroutine[object, object, None]:
+        merges.append(nothing())
+        return merges[0]
+
+    async def nothing() -> None:
+        raise AssertionError("there is no loop to run this")
+
+    loop = Loop()
+    task = loop.create_task(strategy.run(step))
+    while not all(event.is_set() for event in started):
+        loop.run_until_complete(asyncio.sleep(0))
+    if closed != "before the merge":
+        may_merge.set()
+        assert is_posted.wait(10)
+    if closed == "with its task":
+        loop.call_soon(loop.stop)
+        loop.run_forever()  # one turn: the task is made in it
+    loop.close()
+    may_merge.set()
+
+    assert all(event.wait(10) for event in ended)
+    assert [inspect.getcoroutinestate(merge) for merge in merges] == [inspect.CORO_CLOSED]
+    strategy._runtime.abandon()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
+    del task
+
+
 def test_a_device_loop_that_never_waits_ends_too() -> None:
     stepped = [threading.Event(), threading.Event()]
     strategy = mirrored(2)
@@ -64,42 +121,5 @@ def test_a_device_loop_that_never_waits_ends_too() -> None:
     strategy._runtime.abandon()
 
     assert source_ended.wait(10)
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
-    del task
-
-
-def test_a_merge_that_no_loop_can_run_is_closed() -> None:
-    """Threads that meet after their loop is gone leave no coroutine that was never awaited."""
-    started = [threading.Event(), threading.Event()]
-    ended = [threading.Event(), threading.Event()]
-    loop_is_gone = threading.Event()
-    merges: list[Coroutine[object, object, None]] = []
-    strategy = mirrored(2)
-
-    def step() -> None:
-        try:
-            started[my_id()].set()
-            assert loop_is_gone.wait(10)
-            me().blocking.merge_call(merge)
-        finally:
-            ended[my_id()].set()
-
-    def merge(_strategy: ar.Strategy) -> Coroutine[object, object, None]:
-        merges.append(nothing())
-        return merges[0]
-
-    async def nothing() -> None:
-        raise AssertionError("there is no loop to run this")
-
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(strategy.run(step))
-    while not all(event.is_set() for event in started):
-        loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
-    loop_is_gone.set()
-
-    assert all(event.wait(10) for event in ended)
-    assert [inspect.getcoroutinestate(merge) for merge in merges] == [inspect.CORO_CLOSED]
-    strategy._runtime.abandon()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # nobody can await it
     del task

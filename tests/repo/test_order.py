@@ -29,6 +29,7 @@ POLLS = {"sleep", "wait"}
 
 ALLOWED = {
     "benchmarks/test_real_bugs.py::LOST_UPDATE": "a program that the testing kit runs",
+    "cli/test_explore.py::PROGRAM": "a program that the testing kit runs",
     "input/test_read_ahead.py::seconds_of_an_epoch": "on a loop of its own, in virtual time",
     "libraries/": "programs that the testing kit runs, in simulated time",
     "testing/programs.py": "programs that the testing kit runs, in simulated time",
@@ -36,6 +37,7 @@ ALLOWED = {
     "testing/test_pytest.py::CASES": "a test file that the testing kit runs",
     "testing/test_pytest.py::FIXTURES": "a test file that the testing kit runs",
     "testing/test_pytest.py::METHODS": "a test file that the testing kit runs",
+    "testing/test_pytest_suite.py::ASYNCIO_TESTS": "a test file that the testing kit runs",
     "testing/test_simulation.py::sleeper": "what the testing kit is given in all its uses",
     "testing/test_started.py::loops_in_threads": "a program that the testing kit runs",
     "online/soak.py": "a load at random moments; nothing is expected at any of them",

@@ -154,6 +154,34 @@ async def test_a_save_of_a_variable_with_adam(
     assert len(walks) == 1
 
 
+@pytest.mark.asyncio
+async def test_learned_examples_walk_the_state_once(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step makes slots, so the state is another one behind it."""
+    with pair.scope():
+        weights, optimizer = ar.Variable(np.zeros(4)), Adam(0.1)
+    walks: list[str] = []
+    walk = _state._walk
+
+    def noted(found: Any, key: str, *args: Any) -> None:
+        walks.append(key)
+        walk(found, key, *args)
+
+    async def step(_ctx: ar.ReplicaContext, _batch: Any) -> None:
+        await optimizer.apply_gradients([(np.ones(4), weights)])
+
+    async with OnlineLearner(
+        pair, step, {"weights": weights, "optimizer": optimizer},
+        max_batch=4, max_delay_s=0.0, queue_size=8,
+    ) as learner:  # fmt: skip
+        monkeypatch.setattr(_state, "_walk", noted)
+        for _ in range(3):
+            await (await learner.submit(1.0))
+
+    assert walks == ["", "weights", "optimizer"]
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_posted_example_up_to_the_version_that_has_learned_it(

@@ -19,7 +19,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 350
-FACADES = {"Strategy": 500}  # nearly all of it documents what it forwards; mixins hid the length
+# Nearly all of these documents what they forward; mixins hid the length.
+FACADES = {"Extended": 410, "OnlineLearner": 450, "Strategy": 500}
 FRONT_DOOR = (
     'pip install -e ".[examples]" && python examples/train_digits.py',
     'pip install -e ".[test]" && pytest',

@@ -230,6 +230,8 @@ async def test_a_list_of_destinations_is_refused(
 async def test_an_invalid_destination_is_refused(
     either: ar.Strategy, method: str, wrong: Any
 ) -> None:
+    if wrong is ARRAY and method != "broadcast_to":
+        wrong = ARRAY.tolist
     with pytest.raises(TypeError, match=f"{type(wrong).__name__}. Pass a device"):
         await send(either, method, wrong)
 
@@ -270,3 +272,19 @@ async def test_in_a_replica_the_twin_is_named(strategy: ar.Strategy, method: str
 
     with pytest.raises(ContextError, match=rf"extended\.{method}.*{twin}"):
         await strategy.run(step)
+
+
+# ---- to a plain array ---------------------------------------------------------------------------
+
+
+async def test_a_plain_array_stands_for_its_device(strategy: ar.Strategy) -> None:
+    value, where = per_replica(strategy), np.zeros(7)
+    expected = sum(value.values)
+
+    one = await strategy.extended.reduce_to("sum", value, where)
+    two = await strategy.extended.batch_reduce_to("sum", [(value, where), (value, "cpu:0")])
+
+    for result in (one, *two):
+        assert type(result) is np.ndarray
+        np.testing.assert_array_equal(result, expected)
+    assert not where.any()

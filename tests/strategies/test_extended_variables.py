@@ -153,3 +153,30 @@ async def test_in_a_replica_the_error_names_the_other_method(
 
     with pytest.raises(ContextError, match=rf"extended\.{method}.*{advice}"):
         await strategy.run(step)
+
+
+async def test_variables_live_with_the_devices_of_others(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        first = ar.Variable(1.0)
+    with pair.extended.colocate_vars_with(pair.extended.non_slot_devices([first])):
+        second = ar.Variable(2.0)
+    assert pair.extended.variable_created_in_scope(second)
+    with ar.get_strategy().extended.colocate_vars_with(()):
+        assert ar.Variable(1.0).value == 1.0
+
+    for wrong, names in ((ar.list_devices("cpu")[:1], "cpu:0"), ((), "no device")):
+        with pytest.raises(
+            ValueError, match=f"colocate_vars_with got {names}, but .* cpu:0, cpu:1"
+        ):
+            pair.extended.colocate_vars_with(wrong)
+    with pytest.raises(TypeError, match="colocate_vars_with"):
+        pair.extended.colocate_vars_with(3)  # type: ignore[arg-type]
+
+
+async def test_the_device_of_ordinary_code_on_a_host(pair: ar.MirroredStrategy) -> None:
+    assert pair.extended.get_host_cpu_device() == ar.Device("cpu:0")
+    hosts = ar.TPUStrategy(ar.TPUClusterResolver(num_hosts=2, cores_per_host=1))
+    assert hosts.extended.get_host_cpu_device(1) == ar.Device("cpu:0")
+    for strategy, host_id, last in ((pair, 1, 0), (hosts, 2, 1), (hosts, -1, 1)):
+        with pytest.raises(ValueError, match=f"no host {host_id}: ids are 0 to {last}"):
+            strategy.extended.get_host_cpu_device(host_id)

@@ -14,7 +14,7 @@ from aioreplica.cluster import ClusterResolver, LocalCommunicator
 from aioreplica.errors import ContextError, MergeMismatchError, OutOfSyncError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
-from tests.strategies.workers import on_workers, outcomes, strategies
+from tests.strategies.workers import communicator_of, on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 Strategy = MultiWorkerMirroredStrategy
@@ -213,7 +213,7 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
                 order.append("local")
                 return real(*args, **kwargs)
 
-            communicator = strategy.cluster_resolver
+            communicator = communicator_of(strategy)
             settle = communicator._settle
 
             def settled(call: Any, result: Any) -> None:
@@ -489,7 +489,7 @@ async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
         await me().all_reduce("sum", np.ones(100 + me().replica_id_in_sync_group))
 
     async def program(strategy: Strategy) -> Any:
-        communicator, counts = strategy.cluster_resolver, []
+        communicator, counts = communicator_of(strategy), []
         send_after, followed = communicator.all_gather_then_reduce, []
 
         def all_gather_then_reduce(row: Any, agrees: Any, after: list[Any], op: Any) -> Any:
@@ -522,7 +522,7 @@ async def test_workers_agree_once_on_the_batches_that_lie_in_memory() -> None:
 
         async with strategy.distribute_datasets_from_function(make) as batches:
             count = len([batch async for batch in batches])
-        return count, strategy.cluster_resolver.statistics().calls
+        return count, communicator_of(strategy).statistics().calls
 
     greeting, begin, end = 1, 1, 1
     assert await on_workers(2, 1, program) == [(6, greeting + begin + end)] * 2

@@ -15,7 +15,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver
 from aioreplica.strategies import MultiWorkerMirroredStrategy
-from tests.strategies.workers import on_workers
+from tests.strategies.workers import on_workers, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 Strategy = MultiWorkerMirroredStrategy
@@ -268,3 +268,8 @@ async def test_one_dataset_per_replica_counts_pipelines_over_all_workers() -> No
             ]
 
     assert await on_workers(2, 2, program) == [[[0, 1]] * 2, [[2, 3]] * 2]
+
+
+async def test_a_communicator_is_no_resolver() -> None:
+    (strategy,) = strategies(1, 1)  # each is given a LocalCommunicator
+    assert strategy.cluster_resolver is None

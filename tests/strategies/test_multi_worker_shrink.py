@@ -12,7 +12,7 @@ from aioreplica.checkpoint import Savepoint
 from aioreplica.cluster import LocalCommunicator
 from aioreplica.errors import CheckpointError, ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
-from tests.strategies.workers import outcomes, strategies
+from tests.strategies.workers import communicator_of, outcomes, strategies
 
 Strategy = MultiWorkerMirroredStrategy
 NUM_STEPS, BATCH = 5, 4
@@ -115,7 +115,7 @@ async def test_a_second_loss_shrinks_again_and_the_chief_may_be_lost() -> None:
 
 def lose(strategy: Strategy) -> None:
     """Let the engine lose a worker, as all of the others see it."""
-    communicator = strategy.cluster_resolver
+    communicator = communicator_of(strategy)
     assert isinstance(communicator, LocalCommunicator)
     rank = communicator.rank
     communicator._arrived(lambda: None, lambda: None, LostOp(rank))  # type: ignore[arg-type]

@@ -293,7 +293,7 @@ def test_workers_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
         async def program(strategy: ar.MultiWorkerMirroredStrategy) -> None:
             await strategy.run(step)
-            await asyncio.sleep(60.0 if strategy.cluster_resolver.rank else 0.0)
+            await asyncio.sleep(60.0 if strategy._runtime.workers.rank else 0.0)
             assert strategy.local_results(await strategy.run(step)) == (3.0,)
 
         await on_workers(3, 1, program)

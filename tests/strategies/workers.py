@@ -28,6 +28,13 @@ def strategies(
         return [MultiWorkerMirroredStrategy(each, options=options) for each in group]
 
 
+def communicator_of(strategy: ar.Strategy) -> Any:
+    """Return the communicator that a strategy was given."""
+    workers = strategy._runtime.workers
+    assert workers is not None
+    return workers.connected or workers._given
+
+
 @contextmanager
 def only(num_devices: int) -> Iterator[None]:
     """Let strategies find only so many devices."""

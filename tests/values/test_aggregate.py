@@ -65,7 +65,7 @@ async def test_rows_that_do_not_fit_are_an_error(pair: ar.MirroredStrategy) -> N
 def test_a_variable_needs_a_value_and_a_name_that_is_text() -> None:
     name: Any = 3
 
-    with pytest.raises(TypeError, match=r"^Variable\(\) missing"):
+    with pytest.raises(TypeError, match=r"^ar\.Variable\(\) missing"):
         ar.Variable()
     with pytest.raises(TypeError, match="must be a str, got 3"):
         ar.Variable(0.0, name=name)

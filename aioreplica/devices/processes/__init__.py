@@ -3,9 +3,9 @@
 Imported when the first of them gets an op: it needs cloudpickle.
 """
 
-from ._op_server import kind_of as kind_of
 from ._parcel import dumps as dumps
-from ._parcel import find_obstacle as find_obstacle
+from ._parcel import loads as loads
+from ._parcel import obstacle as obstacle
 from ._process import DeviceProcess as DeviceProcess
 from ._process import RemoteTracebackError as RemoteTracebackError
 

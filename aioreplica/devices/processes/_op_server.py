@@ -34,7 +34,7 @@ from ...context import PLACE, REGISTRY, Place
 from .._logical import set_logical_devices
 from ._context_variables import set_vars
 from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Value, Where
-from ._parcel import Parcel, Reduced, Side, dumps, find_obstacle, named, pack, unpack
+from ._parcel import Parcel, Reduced, Side, dumps, named, obstacle, pack, unpack
 from ._segments import Arena, Extent, Mappings
 
 LOOK_S = 1.0  # how often a device process looks whether its parent and its main thread live
@@ -167,9 +167,7 @@ class _OpServer:
         except (OSError, MemoryError) as error:
             return None, OpFailure(_traceback(error), "memory", _words(error))
         except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
-            found = find_obstacle({"its result": result}, self)
-            where, thing, reason = found or ("its result", result, error)
-            words = f"{where} (a {kind_of(thing)}) cannot be pickled: {reason}"
+            words, _ = obstacle({"its result": result}, self, error)
             return None, OpFailure("", "returned", words)
 
     def _pack_error(self, error: BaseException) -> Parcel | None:
@@ -370,13 +368,6 @@ def _traceback(error: BaseException) -> str:
 
 def _words(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
-
-
-def kind_of(thing: object) -> str:
-    """Return the full name of an object's class."""
-    kind = type(thing)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return f"{module}{kind.__qualname__}"
 
 
 def _flush(stream: Any) -> None:

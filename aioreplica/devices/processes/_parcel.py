@@ -1,15 +1,15 @@
-"""Parcels: pickled objects whose large buffers lie in shared memory, and whose parts may be names.
+"""Pickles of what goes to device processes and to workers, with large buffers apart and with names.
 
-A parcel is made by cloudpickle with protocol 5. Buffers that pickle finds on its own (those of
-NumPy arrays among them) are copied once, into extents of the sender's arena; the receiver's arrays
-lie in these extents. What an object refers to by name (`Carrier.refer`) is not copied at all.
+The pickler is cloudpickle's, with protocol 5. What an object refers to by name (`Carrier.refer`) is
+not copied at all. In a parcel, buffers that pickle finds on its own (those of NumPy arrays among
+them) are copied once, into extents of the sender's arena; the receiver's arrays lie there.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any, Literal, NamedTuple, Protocol, final
@@ -99,9 +99,14 @@ def unpack(parcel: Parcel, side: Side) -> Any:
     """Build the objects of a parcel anew."""
     payload = parcel.payload
     data: Any = payload if isinstance(payload, bytes) else side.view(payload)
+    return loads(data, [side.view(extent) for extent in parcel.buffers], side)
+
+
+def loads(data: Any, buffers: Iterable[Any], side: Any) -> Any:
+    """Build an object anew; names in it stand for what they do on this side."""
     token = CARRIER.set(side)
     try:
-        return pickle.loads(data, buffers=[side.view(extent) for extent in parcel.buffers])
+        return pickle.loads(data, buffers=buffers)
     finally:
         CARRIER.reset(token)
 
@@ -192,24 +197,32 @@ def _restore_order(
     return flat.transpose(order)[tuple(slice(None, None, step) for step in steps)]
 
 
-def find_obstacle(
-    things: Mapping[str, Any], side: Naming, depth: int = 6
-) -> tuple[str, Any, Exception] | None:
-    """Find what cannot be pickled among some objects; None if all can.
+def obstacle(things: Mapping[str, Any], side: Naming, error: Exception) -> tuple[str, Exception]:
+    """Say which of some objects cannot be pickled, and return what pickling it raised.
 
     Args:
         things: The objects, by what they are called.
-        side: Names objects, as it would in the real pickle.
-        depth: How many containers and closures are looked into.
-
-    Returns:
-        Where it is, in words; the innermost object; and what pickling it raised.
+        side: Names objects, as it did when they were pickled.
+        error: What was raised then.
     """
+    found = _find_obstacle(things, side)
+    if found is None:  # each of them can
+        return f"it cannot be pickled: {error}", error
+    where, thing, reason = found
+    kind = type(thing)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{where} (a {module}{kind.__qualname__}) cannot be pickled: {reason}", reason
+
+
+def _find_obstacle(
+    things: Mapping[str, Any], side: Naming, depth: int = 6
+) -> tuple[str, Any, Exception] | None:
+    """Return where the obstacle is, in words; the innermost object; and what pickling it raised."""
     for name, thing in things.items():
         try:
             dumps(thing, side)
         except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
-            inner = find_obstacle(_parts(name, thing), side, depth - 1) if depth else None
+            inner = _find_obstacle(_parts(name, thing), side, depth - 1) if depth else None
             return inner or (name, thing, error)
     return None
 

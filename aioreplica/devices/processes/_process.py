@@ -28,8 +28,8 @@ from .._op import AnyOp
 from ._context_variables import ContextSender, numpy_errors
 from ._link import ProcessLink
 from ._messages import OpFailure, Reply, Request, Value
-from ._op_server import kind_of, receive_segments, send_segments, serve
-from ._parcel import Parcel, find_obstacle, pack, unpack
+from ._op_server import receive_segments, send_segments, serve
+from ._parcel import Parcel, obstacle, pack, unpack
 from ._segments import Extent
 
 END_S = 3.0  # how long the exit code of a device process is waited for
@@ -169,12 +169,11 @@ class DeviceProcess:
         """Return the error of an op that cannot be pickled, naming what is in the way."""
         named = {f"argument {i}": arg for i, arg in enumerate(args)}
         named |= {f"argument {name!r}": arg for name, arg in kwargs.items()}
-        found = find_obstacle({"its function": fn, **named}, link)
-        where, thing, reason = found or ("its function", fn, error)
+        words, _ = obstacle({"its function": fn, **named}, link, error)
         return TypeError(
             f"Op {op.fn_name!r} cannot be sent to {self._device_name}, whose lane is a device "
-            f"process: {where} (a {kind_of(thing)}) cannot be pickled: {reason}. Make it in the "
-            "op, pass what can be pickled, or use a device whose lane is a thread."
+            f"process: {words}. Make it in the op, pass what can be pickled, or use a device whose "
+            "lane is a thread."
         )
 
     def _wait(self, link: ProcessLink, op: AnyOp, future: Future[bytes]) -> bytes:

@@ -87,3 +87,16 @@ async def closures(coordinator: ar.ClusterCoordinator) -> None:
     assert_type(remote, ar.RemoteValue[dict[str, int]])
     assert_type(await remote.fetch(), dict[str, int])
     assert_type(await coordinator.schedule(len, args=([1],)), ar.RemoteValue[int])
+
+
+def prepared(strategy: ar.Strategy) -> None:
+    module, optimizer, batches = ar.prepare(Net(), [1.0], [(1, "a")], strategy=strategy)
+    assert_type(module, ar.PerReplica[Net])
+    assert_type(optimizer, ar.PerReplica[list[float]])
+    for number, text in batches.values[0]:
+        assert_type(number, int)
+        assert_type(text, str)
+
+
+class Net:
+    """In place of a module: type checkers see the user's own class again."""

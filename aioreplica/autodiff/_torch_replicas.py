@@ -1,0 +1,399 @@
+"""Copies of a torch module and its optimizer for replicas that run a plain loop.
+
+The engine calls a hook of a parameter when its gradient is there, and what hooks have queued when
+the whole of `backward` is done: there the replicas meet, once, with one array per dtype. In the
+optimizer's step it would be too late: clipping and a GradScaler look at gradients before.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
+
+from ..context import PLACE
+from ..errors import OutOfSyncError
+from ..replica import RunningReplica
+from ._torch_batches import Batches, require_loader
+from ._torch_random import SeededDraws, may_draw
+
+RANDOM_STREAM = "prepare/random"
+STAND_INS = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.uint8}
+"""Dtypes that others are summed in: NumPy has no bfloat16, and halves overflow."""
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = vars(torch)[
+    "_foreach_copy_"
+]
+
+
+_BATCHES_DIFFER = (
+    "Workers read different batches, but ar.prepare gives each of their replicas a part of one "
+    "global batch. Make the loader the same on all workers: one data set in one order, shuffled by "
+    "torch (whose generators are set as on worker 0) and by nothing else."
+)
+
+
+@final
+class Averaging:
+    """Averages the gradients of one replica's module with those of the others.
+
+    It is found among the module's hooks. A copy of the module, and a pickled one, get an empty one.
+
+    Args:
+        module: The replica's; None makes an empty one.
+        seeds_draws: Whether random layers draw from a generator of the replica.
+
+    Attributes:
+        module: The replica's; None if detached, or in a copy.
+        is_on: False in `no_sync`.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, seeds_draws: bool = False) -> None:
+        self.module = module
+        self.is_on = True
+        self._seeds_draws = seeds_draws
+        self._draws: tuple[int, SeededDraws] | None = None
+        self._entered: list[SeededDraws] = []
+        self._backward = -1
+        self._seen = 0
+        self._flat: dict[object, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return Averaging, ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Averaging | None:
+        """Return that of a module, None if `prepare` did not give it."""
+        hooks = getattr(module, "_forward_pre_hooks", {}).values()
+        return next((h for h in hooks if type(h) is cls and h.module is module), None)
+
+    def attach(self, *, averages: bool) -> None:
+        """Register the hooks; those of parameters only if there is something to average."""
+        assert self.module is not None
+        self._handles.append(self.module.register_forward_pre_hook(self))
+        if self._seeds_draws:
+            leave = self.module.register_forward_hook(self._leave_draws, always_call=True)
+            self._handles.append(leave)
+        for parameter in self.module.parameters() if averages else ():
+            needs_gradient = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook waits for the day it is no longer frozen
+            handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+            parameter.requires_grad_(needs_gradient)
+            self._handles.append(handle)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.module = None
+
+    def saw(self, fingerprint: int) -> None:
+        """Remember what was read since the replicas were compared; it has to be so on all workers.
+
+        Args:
+            fingerprint: Of a batch, at most 32 bits.
+        """
+        self._seen = zlib.crc32(fingerprint.to_bytes(8, "little", signed=True), self._seen)
+
+    # ---- forward: random numbers ---------------------------------------------------------
+
+    def __call__(self, _module: nn.Module, _args: object) -> None:
+        """Draw what the module draws from a generator of this replica and run."""
+        if not self._seeds_draws:
+            return
+        replica = PLACE.get().replica
+        if not isinstance(replica, RunningReplica):
+            return
+        step = replica.blocking.step
+        if self._draws is None or self._draws[0] != step:
+            rng = replica.rng(RANDOM_STREAM)
+            self._draws = (step, SeededDraws(lambda: int(rng.integers(2**63))))
+        draws = self._draws[1]
+        draws.__enter__()
+        self._entered.append(draws)
+
+    def _leave_draws(self, _module: nn.Module, _args: object, _result: object) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
+    # ---- backward: gradients -------------------------------------------------------------
+
+    def _gradient_is_there(self, _parameter: torch.Tensor) -> None:
+        """Have gradients averaged at the end of this `backward`."""
+        # By its number and not by a flag: one that an error has ended calls nothing back.
+        number = torch._C._current_graph_task_id()
+        if self.is_on and number != self._backward:
+            self._backward = number
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        replica = PLACE.get().replica
+        if not isinstance(replica, RunningReplica) or self.module is None:
+            return
+        blocking = replica.blocking
+        num_replicas = blocking.num_replicas_in_sync
+        if num_replicas == 1:
+            return
+        named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        for name, parameter in named:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise TypeError(_sparse_text(name))
+        is_first = replica.replica_id_in_sync_group == 0
+        with torch.no_grad():
+            gradients = [parameter.grad for _, parameter in named]
+            buffers = list(self.module.buffers())
+            own = [buffer if is_first else None for buffer in buffers]
+            packed = self._packed("gradients", [p for _, p in named], gradients)
+            state = self._packed("buffers", buffers, own)
+            told = [self._seen, *(gradient is not None for gradient in gradients)]
+            sums = blocking.all_reduce(
+                "sum",
+                ([flat.numpy() for flat in (*packed[0], *state[0])], np.array(told, np.int64)),
+            )
+            if sums[1][0] != num_replicas * self._seen:
+                raise ValueError(_BATCHES_DIFFER)
+            self._seen = 0
+            self._keep_average(named, packed, sums[0][: len(packed[0])], sums[1][1:], num_replicas)
+            for flat, total in zip(state[0], sums[0][len(packed[0]) :], strict=True):
+                np.copyto(flat.numpy(), total)
+            for buffer, view in zip(buffers, state[1], strict=True):
+                if not is_first:
+                    buffer.copy_(view)
+
+    def _keep_average(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        packed: tuple[list[torch.Tensor], list[torch.Tensor]],
+        totals: Sequence[Any],
+        used: Any,
+        num_replicas: int,
+    ) -> None:
+        """Put means in place of the gradients; one that no replica has stays None."""
+        flats, views = packed
+        for flat, total in zip(flats, totals, strict=True):
+            np.divide(total, num_replicas, out=flat.numpy())
+        found, means = [], []
+        for (_, parameter), view, count in zip(named, views, used, strict=True):
+            if parameter.grad is not None:
+                found.append(parameter.grad)
+                means.append(view)
+            elif count:
+                parameter.grad = view.to(parameter.dtype, copy=True)
+        if found:
+            copy_each(found, means)
+
+    def _packed(
+        self, kind: str, like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Copy tensors into one per dtype, zeros for None; return these, and a view of each."""
+        sizes: dict[torch.dtype, int] = {}
+        places = []
+        for tensor in like:
+            dtype = STAND_INS.get(tensor.dtype, tensor.dtype)
+            start = sizes.get(dtype, 0)
+            sizes[dtype] = start + tensor.numel()
+            places.append((dtype, start))
+        flats = {dtype: self._flat_of(kind, dtype, size) for dtype, size in sizes.items()}
+        views = [
+            flats[dtype].narrow(0, start, tensor.numel()).view(tensor.shape)
+            for tensor, (dtype, start) in zip(like, places, strict=True)
+        ]
+        targets, values = [], []
+        for view, value in zip(views, tensors, strict=True):
+            if value is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                values.append(value)
+        if targets:
+            copy_each(targets, values)
+        return list(flats.values()), views
+
+    def _flat_of(self, kind: str, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """Return a tensor that is kept from call to call: fresh memory costs page faults."""
+        flat = self._flat.get((kind, dtype))
+        if flat is None or flat.numel() != size:
+            flat = self._flat[kind, dtype] = torch.empty(size, dtype=dtype)
+        return flat
+
+    # ---- epochs --------------------------------------------------------------------------
+
+    def check_in_sync(self, blocking: Any, when: str) -> None:
+        """Compare the parameters of all replicas, and what they have read; a collective.
+
+        Raises:
+            OutOfSyncError: If parameters differ.
+            ValueError: If workers have read different batches.
+        """
+        assert self.module is not None
+        named = list(self.module.named_parameters())
+        own = [self._seen, *(_checksum(parameter) for _, parameter in named)]
+        table = blocking.all_gather(np.array([own], np.int64), 0)
+        if (table[:, 0] != table[0, 0]).any():
+            raise ValueError(_BATCHES_DIFFER)
+        self._seen = 0
+        differs = np.argwhere(table[:, 1:] != table[0, 1:])
+        if len(differs):
+            replica_id, index = map(int, differs[0])
+            name = named[index][0]
+            raise OutOfSyncError(
+                f"Parameter {name!r} of replica {replica_id} differs from that of replica 0 at the "
+                f"{when} of an epoch. Step the optimizers of all replicas alike, outside of "
+                "ar.no_sync at last, and load states before ar.prepare or on every replica.",
+                variable=name,
+                replica_id=replica_id,
+            )
+
+
+def replicas_of(
+    module: Any, optimizer: Any, loader: Any, num_local: int, num_replicas: int
+) -> tuple[list[Any], list[Any], list[Batches]]:
+    """Return modules, optimizers and batches for the replicas of this process.
+
+    The first replica has the module and the optimizer themselves.
+
+    Args:
+        module: A `torch.nn.Module`.
+        optimizer: One of `torch.optim`, made of its parameters.
+        loader: What yields batches.
+        num_local: How many replicas this process has.
+        num_replicas: How many there are on all workers.
+
+    Raises:
+        TypeError: If these are of other kinds, or cannot be taken.
+        ValueError: If they do not fit together.
+    """
+    _require_module(module, num_replicas)
+    _require_optimizer(optimizer, module)
+    require_loader(loader, num_replicas)
+    seeds_draws = num_replicas > 1 and may_draw(module)
+    earlier = Averaging.of(module)
+    if earlier is not None:
+        earlier.detach()
+    pairs = [(module, optimizer)]
+    pairs += [copy.deepcopy((module, optimizer)) for _ in range(num_local - 1)]
+    averagings = [Averaging(own, seeds_draws=seeds_draws) for own, _ in pairs]
+    for averaging in averagings:
+        averaging.attach(averages=num_replicas > 1)
+    for _, own in pairs:
+        if _refuse_closure not in own._optimizer_step_pre_hooks.values():
+            own.register_step_pre_hook(_refuse_closure)
+    modules, optimizers = zip(*pairs, strict=True)
+    return (
+        list(modules),
+        list(optimizers),
+        [Batches(loader, each, num_local) for each in averagings],
+    )
+
+
+@contextmanager
+def no_sync(module: Any) -> Iterator[None]:
+    """Do not average gradients of a module that `prepare` gave, inside a `with` block.
+
+    Raises:
+        ValueError: If it is another module.
+    """
+    averaging = Averaging.of(module)
+    if averaging is None:
+        raise ValueError(
+            f"ar.no_sync takes a module that ar.prepare gave, got {type(module).__name__}. Pass "
+            "the whole one that the step function was given."
+        )
+    was_on, averaging.is_on = averaging.is_on, False
+    try:
+        yield
+    finally:
+        averaging.is_on = was_on
+
+
+# ---- refusals ----------------------------------------------------------------------------
+
+
+def _require_module(module: Any, num_replicas: int) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"ar.prepare takes a torch.nn.Module, got {module!r:.80} ({type(module).__name__})."
+        )
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise TypeError(
+            f"ar.prepare takes the module itself, got a {type(module).__name__} of it. Pass "
+            "model.module."
+        )
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True:
+            raise TypeError(_sparse_text(f"{name}.weight" if name else "weight"))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} has no shape yet: its module is lazy. Call the module once with a batch."
+            )
+        if num_replicas > 1 and (tensor.device.type != "cpu" or tensor.is_sparse):
+            kind = "a sparse tensor" if tensor.is_sparse else f"on {tensor.device}"
+            raise TypeError(
+                f"{name!r} is {kind}, but ar.prepare averages over replicas what is dense and on "
+                "the CPU. Move the module with module.cpu()."
+            )
+
+
+def _require_optimizer(optimizer: Any, module: nn.Module) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"ar.prepare takes an optimizer of torch.optim, got {optimizer!r:.80} ({kind})."
+        )
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(_closure_text(kind))
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"A scheduler was made of this {kind} before ar.prepare, and would move on that of one "
+            "replica only. Make the scheduler in the step function, of the optimizer it is given."
+        )
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(),
+             *optimizer._optimizer_step_post_hooks.values()]  # fmt: skip
+    if any(hook is not _refuse_closure for hook in hooks):
+        raise ValueError(
+            f"This {kind} has step hooks, which copies of it would not have. Register them in the "
+            "step function, on the optimizer it is given."
+        )
+    own = set(map(id, module.parameters()))
+    strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise ValueError(
+            f"{strangers} of the parameters of this {kind} are not in {type(module).__name__}, so "
+            "their gradients would not be averaged. Put both in one module, such as an "
+            "nn.ModuleDict."
+        )
+
+
+def _refuse_closure(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
+    given = [*args[1:], *kwargs.values()]
+    if any(map(callable, given)):
+        raise TypeError(_closure_text(type(optimizer).__name__))
+
+
+def _closure_text(kind: str) -> str:
+    return (
+        f"{kind}.step(closure) may call the closure any number of times, on each replica another, "
+        "so ar.prepare takes no optimizer that is stepped so. Call backward() and step()."
+    )
+
+
+def _sparse_text(name: str) -> str:
+    return (
+        f"The gradient of {name!r} is sparse, which ar.prepare does not average. Use sparse=False, "
+        "or ar.autodiff.torch_module, which takes sparse gradients."
+    )
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    values = tensor.detach().contiguous().view(-1)
+    return zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0
