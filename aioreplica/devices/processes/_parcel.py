@@ -155,7 +155,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             return reduced
         if kind is ContextVar:
             return reduce_var(obj)
+        if kind is CodeType:  # of a function that goes by value
+            make, parts, *_ = self.dispatch_table[CodeType](obj)
+            return _restore_code, (make, parts, obj.co_filename)
         return super().reducer_override(obj)
+
+
+def _restore_code(make: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
+    """Build code with the name of its file, which cloudpickle 3.1.3 and later leave out.
+
+    Tracebacks, warnings and log records of an op name the line that the user wrote.
+    """
+    return make(*parts).replace(co_filename=filename)
 
 
 def _reduce_array(array: npt.NDArray[Any]) -> Any:
