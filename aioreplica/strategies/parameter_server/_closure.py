@@ -119,6 +119,7 @@ class ClosureContext:
         self._stamp = closure.stamp._replace(attempt=uuid4().hex)
         self._values: dict[int, Array] = {}
         self._versions: dict[Key, int] = {}
+        self._written: set[Key] = set()  # since their versions were noted
         self._ordinals: dict[Key, int] = {}
         self._lock = threading.RLock()
         self._why_over: str | None = None
@@ -150,6 +151,7 @@ class ClosureContext:
             if value is not None:
                 known[key] = version, value
             self._versions[key] = version
+            self._written.discard(key)
         parts = [known[key][1] for key in pulls]
         return parts[0].view() if len(parts) == 1 else np.concatenate(parts)
 
@@ -174,7 +176,9 @@ class ClosureContext:
             answers = self._exchange(requests)
             for key in sorted(answers):
                 version, part = answers[key]
-                self._versions.setdefault(key, version)
+                if key not in self._versions or key in self._written:
+                    self._versions[key] = version
+                    self._written.discard(key)
                 if part is not None:
                     parts.append(part)
             return np.concatenate(parts)[inverse].reshape(*indices.shape, *spec.shape[1:])
@@ -198,6 +202,7 @@ class ClosureContext:
             items: dict[int, list[Item]] = {}
             for i, part in split_value(spec, fitting):
                 key = (spec.variable_id, i)
+                self._written.add(key)
                 item = Write(key, self._ordinal(key), verb, part)
                 items.setdefault(spec.shards[i].server, []).append(item)
             self._push(items)
@@ -250,6 +255,7 @@ class ClosureContext:
             for i, part in _split_gradient(spec, gradient):
                 key = (spec.variable_id, i)
                 read = self._versions.get(key)
+                self._written.add(key)
                 item = Gradient(key, self._ordinal(key), number, part, None, read)
                 items.setdefault(spec.shards[i].server, []).append(item)
             self._values.pop(spec.variable_id, None)

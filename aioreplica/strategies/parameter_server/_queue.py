@@ -26,7 +26,7 @@ class ScheduledClosure:
         number: Its number in the strategy.
         fn_name: Name of its function.
         is_async: Whether that is an async function.
-        call: The function with its arguments, packed.
+        call: The function with its arguments, packed; empty once it is over.
         recipes: Of the optimizers that it uses.
         timeout_s: How long it may take.
         settled: Done when it is over; its result is None, or it raises why there is none.

@@ -11,7 +11,7 @@ from ...devices import OwnedTask
 from ...errors import ClosureCancelledError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
 from ._messages import CoordinatorStatistics, ServerStatistics, Stamp
-from ._packing import HomeSide
+from ._packing import HomeSide, Packed
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
 from ._strategy import ParameterServerStrategy
@@ -215,6 +215,7 @@ class ClosureRunner:
 
     def _ended(self, closure: ScheduledClosure) -> None:
         closure.abort = None  # else it is a circle, which keeps the result until it is collected
+        closure.call = Packed(b"", ())  # the engine has its own; a RemoteValue may live long
         if not closure.settled.done():
             closure.settled.set_result(None)
         self._strategy.closure_ended(closure)

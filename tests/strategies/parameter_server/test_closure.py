@@ -1,0 +1,58 @@
+"""A closure on its worker: how old its rows are, and what is left of it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.cluster import LocalClosureEngine
+from aioreplica.strategies.parameter_server._packing import Packed
+
+
+async def descend_twice(w: Any, optimizer: Any, rows: Any) -> None:
+    for _ in range(2):
+        slices = ar.IndexedSlices(w.rows(rows), rows, w.shape)
+        await optimizer.apply_gradients([(slices, w)])
+
+
+async def descend_twice_from_old_rows(w: Any, optimizer: Any, rows: Any) -> None:
+    slices = ar.IndexedSlices(w.rows(rows), rows, w.shape)
+    for _ in range(2):
+        await optimizer.apply_gradients([(slices, w)])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("fn", "stale"), [(descend_twice, 0), (descend_twice_from_old_rows, 1)])
+async def test_rows_are_as_old_as_their_last_read(fn: Any, stale: int) -> None:
+    async with (
+        ar.ParameterServerStrategy(LocalClosureEngine(1), max_staleness=0) as strategy,
+        ar.ClusterCoordinator(strategy) as coordinator,
+    ):
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.full((4, 2), 9.0)), ar.optimizers.SGD(0.5)
+        await coordinator.schedule(fn, (w, optimizer, np.array([1, 3])))
+        await coordinator.join()
+        assert coordinator.statistics().pushes_stale == stale
+
+
+SIZE = 54_321
+"""Bytes of an argument that is as large as no other one."""
+
+
+@pytest.mark.asyncio
+async def test_arguments_go_when_a_closure_is_over() -> None:
+    async with (
+        ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
+        ar.ClusterCoordinator(strategy) as coordinator,
+    ):
+        remote = await coordinator.schedule(len, (bytes(SIZE),))
+        await coordinator.join()
+        assert await remote.fetch() == SIZE
+        gc.collect()
+        packed = [each for each in gc.get_objects() if isinstance(each, Packed)]
+        assert not [each for each in packed if SIZE <= each.num_bytes < SIZE + 4096]
+        assert remote.done()
