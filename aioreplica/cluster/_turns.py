@@ -200,6 +200,7 @@ class OpenTurn(Turn):
         *,
         what: str = "",
         signature: str = "",
+        layout: str = "",
         ahead: Ahead | None = None,
     ) -> Operation[T]:
         """Send a frame to all workers; if all agree, carry larger data."""
@@ -207,13 +208,14 @@ class OpenTurn(Turn):
         name = f"{what} in {self._what}" if what else self._what
         signature = f"{signature} {self._signature}" if signature else self._signature
         stage, self._stage = self._stage, self._stage + 1
-        digest = digest_of(name, signature)
+        digest = digest_of(name, signature, layout)
         frame = Frame(
             FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
         )
 
         def where(sent: Frame) -> WorkerRows:
-            return run.where(sent, name, signature)
+            known = layout in signature  # nothing new for an error
+            return run.where(sent, name, signature if known else f"{signature} sent as {layout}")
 
         operation = Operation(run, frame, where, carry, ahead or NOTHING_AHEAD)
         if ahead is not None:
@@ -271,11 +273,14 @@ class InnerTurn(Turn):
         *,
         what: str = "",
         signature: str = "",
+        layout: str = "",
         ahead: Ahead | None = None,
     ) -> Operation[T]:
         """Send a frame to all workers; if all agree, carry larger data."""
         what, signature = what or self._what, signature or self._signature
-        return self._outer.exchange(slot, carry, what=what, signature=signature, ahead=ahead)
+        return self._outer.exchange(
+            slot, carry, what=what, signature=signature, layout=layout, ahead=ahead
+        )
 
     def merging(self) -> AbstractContextManager[None]:
         """Do what the turn of the merge function does."""

@@ -14,17 +14,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
-from ..collectives import Turn, broadcast_arrays, reduce_across
+from ..collectives import Turn, broadcast_arrays, reduce_across, widen_halves
 from ..context import PLACE
 from ..devices import OwnedTask
 from ..errors import ContextError, LoopMismatchError, WorkerLostError
-from ..replica import summand_text
 from ..typing import ReduceOp, VariableAggregation
-from ..values import IndexedSlices
+from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._exchange import SMALL_BYTES
 from ._frame import Closed, Frame, FrameKind, Room
@@ -147,22 +146,24 @@ class Workers:
                 yield turn
 
     async def aggregate(
-        self, what: str, name: str, aggregation: VariableAggregation, value: Any
+        self, what: str, name: str, aggregation: VariableAggregation, arrays: Sequence[Any]
     ) -> Any:
-        """Combine what each worker has made of a variable's components, as its aggregation says.
+        """Combine a variable's components, or values for them, as its aggregation says.
 
         Args:
             what: Names the operation.
             name: Of the variable.
             aggregation: "sum", "mean" or "only_first_replica".
-            value: An array, or an IndexedSlices.
+            arrays: One array or IndexedSlices per replica of this worker.
         """
         is_mean = aggregation is VariableAggregation.MEAN
         op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-        signature = f"{name!r} {aggregation.value} {summand_text(value)}"
-        async with self.operation(what, signature) as turn:
-            if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
-                return (await reduce_across(turn, op, [value]))[0]
+        is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
+        rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
+        value = aggregate(aggregation, [array for [array] in rows])
+        async with self.operation(what, f"{name!r} {aggregation.value}") as turn:
+            if is_sum:
+                return (await reduce_across(turn, op, [value], halves=halves))[0]
             if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
                 nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
                 brought = value if turn.rank == 0 else nothing

@@ -13,8 +13,10 @@ import math
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -25,7 +27,7 @@ from array_api_compat import device as device_of
 from ..devices.backends import backend_of, join_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
-from ._kind import array_like
+from ._kind import array_like, half_dtype, narrowed, widened
 from ._reduce import reduce_leaves
 
 Array = npt.NDArray[Any]
@@ -36,6 +38,8 @@ SLOT_BYTES = 384
 
 PACKED_BYTES = 256 * 1024
 """Arrays up to this size are sent together; joining larger ones would cost more than it saves."""
+
+NO_HALVES: Mapping[int, Any] = MappingProxyType({})
 
 _NUMBERS = (bool, int, float, complex)
 _CELL = struct.Struct("<c16s")
@@ -134,6 +138,7 @@ class Turn(ABC):
         *,
         what: str = "",
         signature: str = "",
+        layout: str = "",
         ahead: Ahead | None = None,
     ) -> asyncio.Future[T]:
         """Send a frame to all workers; if all agree, carry larger data.
@@ -144,6 +149,7 @@ class Turn(ABC):
                 coroutine that does, which may use the wire.
             what: Names a further exchange in the same turn.
             signature: What has to be the same on all workers, besides what the turn says.
+            layout: What decides the bytes that are sent, so it has to be the same too.
             ahead: What is reduced before `carry` is called.
 
         Returns:
@@ -171,9 +177,32 @@ def no_data(_wire: Wire, slots: list[bytes]) -> list[bytes]:
 # ---- reducing ------------------------------------------------------------------------------------
 
 
+def widen_halves(
+    op: ReduceOp, rows: Sequence[Sequence[Any]]
+) -> tuple[Sequence[Sequence[Any]], Mapping[int, Any]]:
+    """Return a worker's rows with half precision in float32, to be rounded once, after all sums.
+
+    Args:
+        op: The operator.
+        rows: The leaves of each replica.
+
+    Returns:
+        The rows, and the dtypes of the leaves that were widened by their index.
+    """
+    if op is ReduceOp.MIN or op is ReduceOp.MAX:
+        return rows, NO_HALVES
+    halves = {i: dtype for i, leaf in enumerate(rows[0]) if (dtype := half_dtype(leaf)) is not None}
+    if not halves:
+        return rows, NO_HALVES
+    wide = [[widened(leaf) if i in halves else leaf for i, leaf in enumerate(row)] for row in rows]
+    return wide, halves
+
+
 def reduces_to_itself(leaf: Any) -> bool:
     """Tell whether any reduction of this leaf alone gives the same values in the same dtype."""
-    return type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
+    if type(leaf) is not np.ndarray:
+        return False
+    return leaf.dtype.kind in "fc" or half_dtype(leaf) is not None
 
 
 def reduce_across(
@@ -183,6 +212,7 @@ def reduce_across(
     *,
     what: str = "",
     signature: str = "",
+    halves: Mapping[int, Any] = NO_HALVES,
     are_lent: bool = False,
 ) -> asyncio.Future[list[Any]]:
     """Combine leaves over all workers, which have combined those of their own replicas.
@@ -192,7 +222,8 @@ def reduce_across(
         op: The operator. For MEAN each worker brings its mean, and all have as many replicas.
         leaves: Numbers, arrays and IndexedSlices, of the same kinds, dtypes and shapes everywhere.
         what: As for `Turn.exchange`.
-        signature: As for `Turn.exchange`.
+        signature: As for `Turn.exchange`; kinds, dtypes and shapes are compared without it.
+        halves: Which leaves were widened, and from what, see `widen_halves`: these are rounded.
         are_lent: Whether the leaves are a replica's own, which may write them afterwards.
 
     Returns:
@@ -202,11 +233,12 @@ def reduce_across(
     Determinism:
         In rank order, element by element.
     """
-    reduction = _Reduction(op, leaves, are_lent=are_lent)
+    reduction = _Reduction(op, leaves, halves, are_lent=are_lent)
     slot = b"".join(map(_as_bytes, reduction.small))
     return turn.exchange(
-        slot, reduction.carry, what=what, signature=signature, ahead=reduction.ahead
-    )
+        slot, reduction.carry, what=what, signature=signature, layout=reduction.layout,
+        ahead=reduction.ahead,
+    )  # fmt: skip
 
 
 @final
@@ -216,19 +248,35 @@ class _Reduction:
     Args:
         op: The operator.
         leaves: Of this worker.
+        halves: Which of them were widened, and from what.
         are_lent: Whether they are a replica's own.
 
     Attributes:
+        layout: Describes all leaves as they are sent, and so how many bytes go where.
         small: Those that go in the slot.
         ahead: Arrays, joined where they are small; None if there are none.
     """
 
-    __slots__ = ("_groups", "_in_slot", "_leaves", "_op", "_sent", "ahead", "small")
+    __slots__ = (
+        "_groups",
+        "_halves",
+        "_in_slot",
+        "_leaves",
+        "_op",
+        "_sent",
+        "ahead",
+        "layout",
+        "small",
+    )
 
-    def __init__(self, op: ReduceOp, leaves: Sequence[Any], *, are_lent: bool) -> None:
+    def __init__(
+        self, op: ReduceOp, leaves: Sequence[Any], halves: Mapping[int, Any], *, are_lent: bool
+    ) -> None:
         self._op = op
         self._leaves = leaves
+        self._halves = halves
         self._sent = sent = [_sent_form(leaf) for leaf in leaves]
+        self.layout = ", ".join(map(sent_text, sent))
         self._in_slot = _indices_in_slot(sent)
         self._groups = _groups(sent, self._in_slot)
         self.small = [sent[i] for i in self._in_slot]
@@ -267,7 +315,10 @@ class _Reduction:
                 results[i], start = _frozen(total[start:stop].reshape(shape)), stop
 
     def _as_before(self, results: list[Any]) -> list[Any]:
-        return [_as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
+        found = [_as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
+        for i, dtype in self._halves.items():
+            found[i] = narrowed(found[i], dtype)
+        return found
 
 
 def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
@@ -359,7 +410,10 @@ async def gather_across(
     async def carry(wire: Wire, _slots: list[bytes]) -> list[list[Any]]:
         return [await _gather_one(wire, array, axis) for array in arrays]
 
-    found: list[list[Any]] = await turn.exchange(b"", carry, what=what, signature=signature)
+    layout = ", ".join(_joined_form(array, axis) for array in arrays)
+    found: list[list[Any]] = await turn.exchange(
+        b"", carry, what=what, signature=signature, layout=layout
+    )
     return [
         [_as_before(array, leaf) for array in row] for row, leaf in zip(found, leaves, strict=True)
     ]
@@ -419,15 +473,48 @@ async def broadcast_arrays(
             found.append(whole)
         return found
 
-    return await turn.exchange(b"", carry, what=what, signature=signature)
+    layout = ", ".join(map(sent_text, arrays))
+    return await turn.exchange(b"", carry, what=what, signature=signature, layout=layout)
 
 
 # ---- what is sent --------------------------------------------------------------------------------
 
 
+def sent_text(leaf: Any) -> str:
+    """Describe a leaf by what decides the bytes that are sent of it: kind, dtype and shape.
+
+    Python numbers, and the scalars of NumPy that are such numbers too (float64, complex128), are
+    all sent with their kind in cells of one size.
+
+    Example:
+        >>> import numpy as np
+        >>> sent_text(2), sent_text(np.float64(2)), sent_text(np.float32(2)), sent_text(np.ones(3))
+        ('number', 'number', 'float32[]', 'float64[3]')
+    """
+    if type(leaf) is np.ndarray:
+        return _form_text(leaf.dtype, leaf.shape)
+    if isinstance(leaf, _NUMBERS):
+        return "number"
+    if isinstance(leaf, IndexedSlices):
+        return f"IndexedSlices of {leaf.dtype}{list(leaf.dense_shape)}"
+    array = np.asarray(leaf)
+    return _form_text(array.dtype, array.shape)
+
+
+@lru_cache(maxsize=1024)
+def _form_text(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"
+
+
+def _joined_form(array: Array, axis: int) -> str:
+    shape = list(array.shape)
+    shape[axis] = -1
+    return f"{array.dtype}{shape}"
+
+
 def _sent_form(leaf: Any) -> Any:
     """Return a leaf as it is sent: a number, a NumPy array or an IndexedSlices."""
-    if isinstance(leaf, (*_NUMBERS, IndexedSlices)) and not isinstance(leaf, np.generic):
+    if isinstance(leaf, (*_NUMBERS, IndexedSlices)):
         return leaf
     array = leaf if type(leaf) is np.ndarray else _host_array(leaf)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
@@ -444,7 +531,7 @@ def _as_before(new: Any, leaf: Any) -> Any:
     if type(leaf) is np.ndarray:
         return new
     if isinstance(leaf, np.generic):
-        return new[()]
+        return np.asarray(new)[()]
     if type(new) is not np.ndarray or not is_array_api_obj(leaf) or isinstance(leaf, np.ndarray):
         return new
     return array_namespace(leaf).asarray(new.copy(), device=device_of(leaf))

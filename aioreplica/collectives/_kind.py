@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj
 
 from ..devices.backends import NumpyBackend, backend_of, share_array, trace_of
 from ..typing import ReduceOp
@@ -50,6 +50,38 @@ def require_untraced(leaf: Any, where: str) -> bool:
             'ar.autodiff.all_reduce("sum", x); for the numbers alone, detach it first.'
         )
     return False
+
+
+def half_dtype(leaf: Any) -> Any:
+    """Return the dtype of an array or IndexedSlices of half precision, None for any other leaf."""
+    dtype = getattr(leaf, "dtype", None)
+    if getattr(dtype, "itemsize", 0) != 2:
+        return None
+    name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    return dtype if name in _HALF else None
+
+
+def widened(leaf: Any) -> Any:
+    """Return a leaf of half precision in float32."""
+    if type(leaf) is IndexedSlices:
+        return IndexedSlices(widened(leaf.values), leaf.indices, leaf.dense_shape)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.astype(np.float32)
+    xp = array_namespace(leaf)
+    return xp.astype(leaf, xp.float32)
+
+
+def narrowed(leaf: Any, dtype: Any) -> Any:
+    """Return a leaf that was widened in its dtype again; read-only where it is a NumPy array."""
+    if type(leaf) is IndexedSlices:
+        return IndexedSlices(narrowed(leaf.values, dtype), leaf.indices, leaf.dense_shape)
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return array_namespace(leaf).astype(leaf, dtype)
+    with np.errstate(over="ignore"):  # as where it is rounded in one process
+        rounded = leaf.astype(dtype)
+    if isinstance(rounded, np.ndarray):
+        rounded.flags.writeable = False
+    return rounded
 
 
 def share(value: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -9,14 +9,21 @@ step checks by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import Reducer, Turn, reduce_across, reduce_leaves, reduces_to_itself
+from ..collectives import (
+    Reducer,
+    Turn,
+    reduce_across,
+    reduce_leaves,
+    reduces_to_itself,
+    widen_halves,
+)
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
@@ -332,8 +339,10 @@ async def merge_over_workers(
     Raises:
         ValueError: If all weights of a gradient are 0.
     """
-    sums, weights, are_lent = await _sum_here(reducer, columns)
-    found = await reduce_across(turn, ReduceOp.SUM, [*sums, *weights], are_lent=are_lent)
+    sums, weights, halves, are_lent = await _sum_here(reducer, columns)
+    found = await reduce_across(
+        turn, ReduceOp.SUM, [*sums, *weights], halves=halves, are_lent=are_lent
+    )
     totals, weights = found[: len(sums)], found[len(sums) :]
     left = iter(weights)
     parts = []
@@ -357,10 +366,11 @@ async def merge_over_workers(
 
 async def _sum_here(
     reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[list[Any], list[float], bool]:
+) -> tuple[Sequence[Any], list[float], Mapping[int, Any], bool]:
     """Sum parts without weight 0 over this worker's replicas, and the weights.
 
-    A single replica's are taken as they are, which the last of the results tells.
+    Half precision is summed to float32; which sums that is comes with them. A single replica's
+    are taken as they are, which the last of the results tells.
     """
     weights = [
         float(sum(part.weight for part in column))
@@ -369,10 +379,11 @@ async def _sum_here(
     ]
     rows = [[summand_of(part) for part in row] for row in zip(*columns, strict=True)]
     if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
-        return rows[0], weights, True
+        return rows[0], weights, {}, True
+    wide, halves = widen_halves(ReduceOp.SUM, rows)
     with np.errstate(all="ignore"):
-        done = reducer.reduce(ReduceOp.SUM, rows, None, None, None)
-        return (done if isinstance(done, list) else await done), weights, False
+        done = reducer.reduce(ReduceOp.SUM, wide, None, None, None)
+        return (done if isinstance(done, list) else await done), weights, halves, False
 
 
 def summand_of(part: Any) -> Any:

@@ -7,7 +7,7 @@ compared leaf by leaf.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -26,6 +26,7 @@ from ..collectives import (
     require_axis,
     require_reducible,
     share,
+    widen_halves,
 )
 from ..context import PLACE, Place
 from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
@@ -237,18 +238,22 @@ class Reducing(Collective):
         if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
             found = reduce_across(turn, argument.op, rows[0], are_lent=True)
         else:
-            local = group.reducer.reduce(
-                argument.op, rows, options, group.members, calls[0].args[2]
-            )
+            wide, halves = widen_halves(argument.op, rows)
+            forms = None if halves else calls[0].args[2]
+            local = group.reducer.reduce(argument.op, wide, options, group.members, forms)
             if not isinstance(local, list):
-                return self._across_later(calls, turn, local)
-            found = reduce_across(turn, argument.op, local)
+                return self._across_later(calls, turn, local, halves)
+            found = reduce_across(turn, argument.op, local, halves=halves)
         return Pending(found, partial(self.hand_out_share, calls, turn=turn))
 
     async def _across_later(
-        self, calls: Sequence[Call], turn: Turn, local: Awaitable[list[Any]]
+        self,
+        calls: Sequence[Call],
+        turn: Turn,
+        local: Awaitable[list[Any]],
+        halves: Mapping[int, Any],
     ) -> Parts:
-        found = await reduce_across(turn, calls[0].argument.op, await local)
+        found = await reduce_across(turn, calls[0].argument.op, await local, halves=halves)
         return self.hand_out_share(calls, found, turn)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from array_api_compat import is_array_api_obj
 
+from ..collectives import sent_text
 from ..devices.backends import backend_of
 from ..tree import LEAF_SPEC, describe_structure, flatten
-from ..values import IndexedSlices, Variable
-
-_NUMBERS = (bool, int, float, complex)
+from ..values import Variable
 
 
 def payload_signature(leaves: Sequence[Any], spec: Any, leaf_text: Callable[[Any], str]) -> str:
@@ -32,19 +31,10 @@ def payload_signature(leaves: Sequence[Any], spec: Any, leaf_text: Callable[[Any
 
 
 def summand_text(leaf: Any) -> str:
-    """Describe a leaf that is reduced: by what `leaf_difference` compares."""
-    if type(leaf) is np.ndarray:
-        return _form_text(leaf.dtype, leaf.shape)
-    if isinstance(leaf, _NUMBERS):
-        return "number"
-    if isinstance(leaf, IndexedSlices):
-        return f"IndexedSlices of {leaf.dtype}{list(leaf.dense_shape)}"
-    return array_text(leaf, leaf.shape if hasattr(leaf, "shape") else np.shape(leaf))
-
-
-@functools.lru_cache(maxsize=1024)
-def _form_text(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
+    """Describe a leaf that is reduced: by what is sent of it, and its library."""
+    if is_array_api_obj(leaf) and not isinstance(leaf, (np.ndarray, np.generic)):
+        return array_text(leaf, leaf.shape)
+    return sent_text(leaf)
 
 
 def joined_text(leaf: Any, axis: int) -> str:

@@ -41,7 +41,7 @@ async def _create_across(options: dict[str, Any], workers: Any, initial: Any) ->
     """Create a variable on every worker, with the initial value of worker 0."""
     own = np.asarray(initial() if callable(initial) else initial)
     first = VariableAggregation.ONLY_FIRST_REPLICA
-    value = await workers.aggregate("initial value", options.get("name"), first, own)
+    value = await workers.aggregate("initial value", options.get("name"), first, [own])
     return Variable(value, **options)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -16,15 +16,19 @@ from ..collectives import (
     no_data,
     reduce_across,
     reduce_over_axis,
+    widen_halves,
 )
-from ..replica import joined_text, payload_signature, summand_text
+from ..replica import joined_text, payload_signature
 from ..tree import LEAF_SPEC, flatten
 from ..typing import ReduceOp, VariableAggregation
-from ..values import Variable, aggregate
+from ..values import Variable
 from ._runtime import Runtime, VariableTable
 
 if TYPE_CHECKING:
     from ..cluster import Workers, WorkersRun
+
+Local: TypeAlias = tuple[list[Any], Mapping[int, Any]]
+"""What a worker has made of its replicas' leaves, and the dtypes of those that were widened."""
 
 BATCHES_BYTES = 4
 MAX_BATCHES = 2 ** (8 * BATCHES_BYTES) - 1
@@ -78,7 +82,7 @@ async def agree_on_names(workers: Workers, table: VariableTable) -> None:
 
 
 async def reduce_leaves_across(
-    workers: Workers, op: ReduceOp, name: str, local: Callable[[], Any]
+    workers: Workers, op: ReduceOp, name: str, local: Callable[[], Awaitable[Local]]
 ) -> list[Any]:
     """Reduce here, in the turn of the operation, then over the workers.
 
@@ -86,12 +90,11 @@ async def reduce_leaves_across(
         workers: The other workers.
         op: The operator.
         name: Of the operation.
-        local: Reduces the values of this worker's replicas: leaves, or what to await for them.
+        local: Reduces the values of this worker's replicas: the leaves, and which are widened.
     """
     async with workers.operation(name, op.name) as turn:
-        leaves = await local()
-        text = ", ".join(map(summand_text, leaves))
-        return await reduce_across(turn, op, leaves, signature=text)
+        leaves, halves = await local()
+        return await reduce_across(turn, op, leaves, halves=halves)
 
 
 async def reduce_axis_across(
@@ -100,16 +103,17 @@ async def reduce_axis_across(
     """Reduce one leaf over axes of each component and over the replicas of all workers."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     if op is not ReduceOp.MEAN:
-        local = reduce_over_axis(op, column, axis)
-        async with workers.operation("reduce", f"{op.name} {axes}: {summand_text(local)}") as turn:
-            return (await reduce_across(turn, op, [local]))[0]
+        rows, halves = widen_halves(op, [[part] for part in column])
+        local = reduce_over_axis(op, [part for [part] in rows], axis)
+        async with workers.operation("reduce", f"{op.name} {axes}") as turn:
+            return (await reduce_across(turn, op, [local], halves=halves))[0]
     wide = [np.asarray(part) for part in column]
     dtype = wide[0].dtype
     if dtype.kind in "iub" or dtype.itemsize < 4:
         wide = [part.astype(np.float64) for part in wide]
     total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axis))
     count = sum(int(np.prod([part.shape[one] for one in axes], dtype=np.int64)) for part in wide)
-    async with workers.operation("reduce", f"MEAN {axes}: {summand_text(total)}") as turn:
+    async with workers.operation("reduce", f"MEAN {axes}") as turn:
         total, count = await reduce_across(turn, ReduceOp.SUM, [total, count])
     if not count:
         raise ValueError(f"MEAN over axis {axis!r} of empty components is undefined.")
@@ -124,8 +128,7 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
     how = variable.aggregation
     if workers is None or variable.is_mirrored or how is VariableAggregation.NONE:
         return variable.value  # or an error that says why it has none
-    local = aggregate(how, variable.components)
-    return await workers.aggregate(what, variable.name, how, local)
+    return await workers.aggregate(what, variable.name, how, variable.components)
 
 
 async def agreed_batches(workers: Workers, num_left: int) -> int:

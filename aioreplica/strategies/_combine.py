@@ -26,12 +26,13 @@ from ..collectives import (
     require_dense,
     require_options,
     require_reducible,
+    widen_halves,
 )
 from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp
 from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
-from ._across import gather_leaves_across, reduce_axis_across, reduce_leaves_across
+from ._across import Local, gather_leaves_across, reduce_axis_across, reduce_leaves_across
 from ._runtime import Replicas
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def reduce_tree(
     if workers is None:
         reduced = await _reduce_columns(replicas, op, columns, options)
     else:
-        local = partial(_reduce_columns, replicas, op, columns, options)
+        local = partial(_reduce_wide, replicas, op, columns, options)
         reduced = await reduce_leaves_across(workers, op, "reduce", local)
     results = iter(reduced)
     return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
@@ -83,6 +84,22 @@ async def _reduce_columns(
         for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
             reduced[i] = result
     return reduced
+
+
+async def _reduce_wide(
+    replicas: Replicas,
+    op: ReduceOp,
+    columns: Sequence[Sequence[Any]],
+    options: CommunicationOptions | None,
+) -> Local:
+    """Reduce what goes to other workers next: half precision stays wide until the last sum."""
+    wide, halves = [], {}
+    for i, column in enumerate(columns):
+        rows, dtypes = widen_halves(op, [[part] for part in column])
+        wide.append([part for [part] in rows])
+        if dtypes:
+            halves[i] = dtypes[0]
+    return await _reduce_columns(replicas, op, wide, options), halves
 
 
 async def _reduce_axis_across(

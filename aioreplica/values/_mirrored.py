@@ -93,18 +93,17 @@ def _joined(aggregation: VariableAggregation, parts: Sequence[IndexedSlices]) ->
 def _merge_write(
     _strategy: object, variable: MirroredVariable, verb: str, arrays: PerReplica
 ) -> PerReplica | Awaitable[PerReplica]:
-    combined = aggregate(variable.aggregation, arrays.values)
     workers = workers_of(variable)
     if workers is not None:
-        return _write_across(workers, variable, verb, combined)
-    return _write(variable, verb, combined)
+        return _write_across(workers, variable, verb, arrays.values)
+    return _write(variable, verb, aggregate(variable.aggregation, arrays.values))
 
 
 async def _write_across(
-    workers: Any, variable: MirroredVariable, verb: str, combined: Any
+    workers: Any, variable: MirroredVariable, verb: str, arrays: Sequence[Any]
 ) -> PerReplica:
-    """Combine what the replicas of each worker have made of their values, then write it."""
-    found = await workers.aggregate(verb, variable.name, variable.aggregation, combined)
+    """Combine what the replicas of all workers have made of their values, then write it."""
+    found = await workers.aggregate(verb, variable.name, variable.aggregation, arrays)
     new = _write(variable, verb, found)
     return new if isinstance(new, PerReplica) else await new
 

@@ -124,7 +124,7 @@ async def test_a_wait_that_is_cancelled_while_arrays_are_read_ends_with_the_oper
     seen: list[Any] = []
 
     async def late(turn: Turn) -> Any:
-        exchange = turn.exchange(b"", no_data, ahead=ahead)
+        exchange = turn.exchange(b"", no_data, layout="float64[100000]", ahead=ahead)
         ahead.begin()  # as the engine does, once all frames have agreed
         exchange.cancel()
         seen.append(exchange.done())

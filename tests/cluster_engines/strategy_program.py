@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
 from aioreplica.checkpoint import Savepoint
-from aioreplica.errors import ContextError, WorkerLostError
+from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
 from tests.cluster_engines.program import row_of, say
 
 warnings.simplefilter("error")
@@ -133,6 +133,35 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
         "chief": strategy.extended.should_checkpoint,
         "task": [strategy.cluster_resolver.task_id, strategy.cluster_resolver.num_workers],
         "copied": _copied(strategy),
+    }
+
+
+async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Numbers of two kinds, half precision, and a form that does not fit."""
+    number = (1.5, np.float64(2.0))[rank_of(strategy) % 2]
+    halves = np.float16([2048, 1, 1, 2])
+
+    async def step(value: Any) -> Any:
+        return await me().all_reduce("sum", value)
+
+    async def half() -> Any:
+        ctx = me()
+        return await ctx.all_reduce("sum", np.full(1000, halves[ctx.replica_id_in_sync_group]))
+
+    tree = {"loss": number, "other": np.arange(1000.0), "mean": ar.Weighted(number, number)}
+    found = strategy.local_results(await strategy.run(step, (tree,)))[0]
+    rounded = strategy.local_results(await strategy.run(half))[0]
+    value = number if rank_of(strategy) else np.ones(())
+    try:
+        told = str(await strategy.run(step, (value,)))
+    except MergeMismatchError as error:
+        told = error.reason
+    return {
+        "loss": float(found["loss"]),
+        "weight": float(found["mean"].weight),
+        "other": bool((found["other"] == 4 * np.arange(1000.0)).all()),
+        "half": [str(rounded.dtype), *np.unique(rounded).tolist()],
+        "told": told,
     }
 
 

@@ -1,0 +1,27 @@
+"""Strategies over the engines as their users start them: results, failures, and who is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cluster_engines.launching import STRATEGY_PROGRAM, Launch, gloo, mpi
+
+Launcher = Callable[..., Launch]
+both = pytest.mark.parametrize("launch", [mpi, gloo], ids=["mpi", "gloo"])
+
+
+def results_of(launch: Launch, size: int) -> list[Any]:
+    assert sorted(launch.results) == list(range(size)), (launch.codes, launch.output)
+    return [launch.results[rank] for rank in range(size)]
+
+
+@both
+def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
+    expected = {"loss": 7.0, "weight": 7.0, "other": True, "half": ["float16", 2052.0]}
+    for row in results_of(launch(2, "sums", program=STRATEGY_PROGRAM), 2):
+        told = row.pop("told")
+        assert row == expected
+        assert "float64[] on worker 0 and SUM; number on worker 1" in told

@@ -1,0 +1,218 @@
+"""Sums over workers: what is compared is what is sent, and which sums are equal in every bit."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import MergeMismatchError
+from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.strategies.workers import on_workers
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+Strategy = MultiWorkerMirroredStrategy
+LARGE = np.arange(1000.0)
+DIVISIONS = [(4, 1), (2, 2)]
+
+
+def me() -> ar.ReplicaContext:
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    return ctx
+
+
+def rank_of(strategy: Strategy) -> int:
+    assert strategy._runtime.workers is not None
+    return strategy._runtime.workers.rank
+
+
+# ---- what is compared is what is sent --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "total"),
+    [
+        ((1.5, np.float64(2.0)), 3.5),
+        ((np.float64(1.5), 2), 3.5),
+        ((True, np.float64(2.5)), 3.5),
+        ((np.complex128(1j), 2.0), 2 + 1j),
+        ((1j, np.complex128(2.0)), 2 + 1j),
+    ],
+)
+@pytest.mark.parametrize("beside", [np.arange(3.0), LARGE], ids=["small", "large"])
+async def test_a_python_number_and_its_twin_in_numpy_are_added_up(
+    own: tuple[Any, Any], total: Any, beside: Any
+) -> None:
+    async def step(value: Any) -> Any:
+        return await me().all_reduce("sum", value)
+
+    async def program(strategy: Strategy) -> Any:
+        value = {"loss": own[rank_of(strategy)], "other": beside, "count": 1}
+        return strategy.local_results(await strategy.run(step, (value,)))[0]
+
+    for rank, found in enumerate(await on_workers(2, 1, program)):
+        assert found["loss"] == total
+        assert isinstance(found["loss"], np.generic) is isinstance(own[rank], np.generic)
+        assert found["other"].tolist() == (2 * beside).tolist()
+        assert found["count"] == 2
+
+
+async def test_weights_and_reduce_take_either_kind_of_number() -> None:
+    async def step(weight: Any) -> Any:
+        total = await me().all_reduce("sum", ar.Weighted(np.float64(6.0), weight))
+        return total.mean()
+
+    async def program(strategy: Strategy) -> Any:
+        number = (2.0, np.float64(4.0))[rank_of(strategy)]
+        mean = strategy.local_results(await strategy.run(step, (number,)))[0]
+        parts = strategy.distribute_values_from_function(lambda _: number)
+        tree = await strategy.reduce("sum", {"a": parts, "b": ar.Weighted(parts, parts)})
+        return mean, tree["a"], tree["b"].total, tree["b"].weight
+
+    assert await on_workers(2, 1, program) == [(2.0, 6.0, 6.0, 6.0)] * 2
+
+
+async def test_two_workers_add_up_or_both_are_told() -> None:
+    """All pairs of kinds, dtypes and shapes beside an array: never a number that nobody brought."""
+    values = [
+        1, 1.0, True, 1 + 0j, np.float64(1), np.float32(1), np.int64(1), np.bool_(True),
+        np.complex128(1), np.array(1.0), np.ones(1), np.ones(1, "f4"), np.ones(2, "i4"),
+        np.ones(400, "f4"), np.ones(200), np.ones((2, 100)),
+        ar.IndexedSlices(np.ones((1, 2)), [0], (4, 2)),
+        ar.IndexedSlices(np.ones((1, 2), "f4"), [0], (4, 2)),
+        ar.IndexedSlices(np.ones((1, 2)), [0], (5, 2)),
+    ]  # fmt: skip
+    pairs = list(itertools.combinations_with_replacement(range(len(values)), 2))
+
+    async def step(value: Any) -> Any:
+        return await me().all_reduce("sum", [value, LARGE, 5])
+
+    async def program(strategy: Strategy) -> list[Any]:
+        found: list[Any] = []
+        for pair in pairs:
+            try:
+                result = await strategy.run(step, (values[pair[rank_of(strategy)]],))
+            except MergeMismatchError:
+                found.append(None)
+            else:
+                total, other, five = strategy.local_results(result)[0]
+                assert (other.tolist(), five) == ((2 * LARGE).tolist(), 10)
+                found.append(total.to_dense() if isinstance(total, ar.IndexedSlices) else total)
+        return found
+
+    for pair, *totals in zip(pairs, *await on_workers(2, 1, program), strict=True):
+        assert [total is None for total in totals] in ([True] * 2, [False] * 2), pair
+        if totals[0] is not None:
+            assert np.asarray(totals[0]).max() == np.asarray(totals[1]).max() == 2, pair
+        else:
+            assert pair[0] != pair[1]
+
+
+async def test_a_sum_that_is_sent_in_another_form_is_a_mismatch() -> None:
+    """The bytes decide, even where the calls are alike: the error shows what is sent."""
+
+    async def step(value: Any) -> Any:
+        return await me().all_reduce("mean", value)
+
+    async def program(strategy: Strategy) -> Any:
+        value = np.ones(3, ("i8", "f8")[rank_of(strategy)])
+        with pytest.raises(MergeMismatchError) as caught:
+            await strategy.run(step, (value,))
+        return caught.value.reason
+
+    for reason in await on_workers(2, 2, program):
+        assert "MEAN; int64[3] sent as float64[3] on worker 0" in reason
+        assert "MEAN; float64[3] on worker 1" in reason
+
+
+# ---- which sums are equal in every bit -------------------------------------------------------
+
+
+def numbers(dtype: str, *, exact: bool) -> list[Any]:
+    """Return what four replicas bring; sums of float32 are exact if asked for."""
+    rng = np.random.default_rng(3)
+    values = rng.integers(-40, 40, (4, 50)) if exact else rng.normal(size=(4, 50)) * 100
+    return list(values.astype(dtype))
+
+
+async def reduced(division: tuple[int, int] | None, op: str, rows: list[Any]) -> list[bytes]:
+    async def step() -> Any:
+        ctx = me()
+        return await ctx.all_reduce(op, rows[ctx.replica_id_in_sync_group])
+
+    async def program(strategy: ar.Strategy) -> Any:
+        return strategy.local_results(await strategy.run(step))[0]
+
+    if division is None:
+        async with ar.MirroredStrategy([f"cpu:{i}" for i in range(4)]) as strategy:
+            found = [await program(strategy)]
+    else:
+        found = await on_workers(*division, program)
+    return [np.asarray(each).tobytes() for each in found]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
+@pytest.mark.parametrize("dtype", ["f2", "bfloat16", "f4", "f8", "c16", "i4", "?"])
+async def test_the_table_of_equal_sums(dtype: str, op: str) -> None:
+    """The rows of the page: one replica each as one worker of all, others where sums are exact."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    if dtype == "c16" and op in ("min", "max"):
+        pytest.skip("complex numbers have no order")
+    rows = numbers(dtype, exact=False)
+    one = await reduced(None, op, rows)
+    assert set(await reduced((4, 1), op, rows)) == set(one)
+    if dtype in ("i4", "?") or op in ("min", "max"):
+        assert set(await reduced((2, 2), op, rows)) == set(one)
+    exact = numbers(dtype, exact=True)
+    assert set(await reduced((2, 2), op, exact)) == set(await reduced(None, op, exact))
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+async def test_half_precision_is_rounded_once_over_all_workers(division: tuple[int, int]) -> None:
+    """In between it is float32: no overflow that the end has not, and no second rounding."""
+    rows = [np.float16([v, w, 1]) for v, w in [(6e4, 2048), (6e4, 1), (-6e4, 1), (-6e4, 2)]]
+    slices = [ar.IndexedSlices(row.reshape(3, 1), [0, 1, 2], (4, 1)) for row in rows]
+
+    async def step() -> Any:
+        ctx = me()
+        i = ctx.replica_id_in_sync_group
+        return await ctx.all_reduce("sum", (rows[i], slices[i], rows[i][1]))
+
+    async def program(strategy: ar.Strategy) -> Any:
+        dense, sparse, number = strategy.local_results(await strategy.run(step))[0]
+        parts = strategy.distribute_values_from_function(lambda v: rows[v.replica_id_in_sync_group])
+        outside = await strategy.reduce("sum", parts)
+        over_axis = await strategy.reduce("sum", parts, axis=0)
+        assert {dense.dtype, sparse.dtype, number.dtype, outside.dtype} == {np.dtype("f2")}
+        return dense, sparse.to_dense()[:3, 0], outside, [number], [over_axis]
+
+    for found in await on_workers(*division, program):
+        assert [np.asarray(each).tolist() for each in found] == [
+            [0, 2052, 4], [0, 2052, 4], [0, 2052, 4], [2052], [2056],
+        ]  # fmt: skip
+
+
+async def test_variables_and_gradients_of_half_precision_are_rounded_once() -> None:
+    brought = [2048.0, 1.0, 1.0, 2.0]
+
+    async def program(strategy: ar.Strategy) -> Any:
+        with strategy.scope():
+            mirrored = ar.Variable(np.zeros(1, "f2"), aggregation="sum")
+            own = ar.Variable(np.zeros(1, "f2"), synchronization="on_read", aggregation="sum")
+            trained = ar.Variable(np.zeros(1, "f2"))
+            sgd = ar.optimizers.SGD(1.0)
+
+        async def step() -> None:
+            mine = np.float16([brought[me().replica_id_in_sync_group]])
+            await mirrored.assign(mine)
+            own.assign(mine)
+            await sgd.apply_gradients([(mine, trained)])
+
+        await strategy.run(step)
+        return mirrored.value[0], (await strategy.extended.read_var(own))[0], trained.value[0]
+
+    for found in await on_workers(2, 2, program):
+        assert found == (2052, 2052, -2052)
