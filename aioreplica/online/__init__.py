@@ -8,9 +8,11 @@ from ._published import PublishedSnapshot as PublishedSnapshot
 from ._published import SnapshotReader as SnapshotReader
 from ._published import publish_snapshot as publish_snapshot
 from ._records import DeadLetter as DeadLetter
-from ._records import LearnerStatistics as LearnerStatistics
 from ._records import ReplicaTiming as ReplicaTiming
 from ._records import StepRecord as StepRecord
+from ._serving import Candidate as Candidate
+from ._serving import StepLimits as StepLimits
+from ._statistics import LearnerStatistics as LearnerStatistics
 from ._ticket import RecordStream as RecordStream
 from ._ticket import Ticket as Ticket
 
@@ -22,8 +24,8 @@ __all__ = [
     "OnlineLearner",
     "PublishedSnapshot",
     "RecordStream",
-    "ReplicaTiming",
     "SnapshotReader",
+    "StepLimits",
     "StepRecord",
     "Ticket",
     "publish_snapshot",

@@ -2,7 +2,7 @@
 
 Invariants:
     * Every number up to `learned_number` was learned into the variables, or set aside.
-    * Between two steps the variables are those of `snapshot`, and nothing else writes them.
+    * Between two steps the variables are those of `serving.newest`, and nothing else writes them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 from weakref import WeakSet
 
-from ..checkpoint import CheckpointManager, DescribedState, model_variables
+from ..checkpoint import DescribedState, model_variables
 from ..devices import OwnedTask, running_loop
 from ..errors import ContextError, JournalError, LoopMismatchError, StallError
-from ..strategies import Strategy
-from ..values import Snapshot
 from ._example import unpack_example
 from ._failures import Backoff, FailuresInARow, blame_of_step, described, has_any
 from ._intake import Intake, Taken, dead_error
-from ._journal import DeadLetters, Journal, OpenJournal
+from ._journal import DeadLetters, OpenJournal
 from ._publishing import Publishing
-from ._records import LearnerStatistics, StepRecord
+from ._records import StepRecord
 from ._saving import Saving
+from ._serving import Serving
+from ._settings import Settings
 from ._step import BlamelessError, NotUndoneError, StepResult, UnderWay, learn
 from ._ticket import RecordStream, Signal
 
@@ -36,26 +34,6 @@ UNDO_S = 1.0
 """Seconds that a step may take to end and be undone after the time to close is over."""
 
 CLOSED = "The learner is closed. Use it inside `async with`."
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The arguments of a learner that stay as they are, see `OnlineLearner`."""
-
-    strategy: Strategy
-    variables: Any
-    max_batch: int
-    max_delay_s: float
-    queue_size: int
-    journal: Journal | None
-    checkpoints: CheckpointManager | None
-    checkpoint_every_s: float
-    publish_to: Path | None
-    max_failures_in_a_row: int | None
-    retry_on: tuple[type[Exception], ...]
-    step_timeout_s: float | None
-    grace_s: float | None
 
 
 @final
@@ -82,7 +60,8 @@ class Engine:
         self.streams: WeakSet[RecordStream] = WeakSet()
         self.dead = DeadLetters(self.journal)
         self.failures = FailuresInARow(settings.max_failures_in_a_row)
-        self.publishing = Publishing(settings.publish_to, lambda: self.snapshot, self.changed)
+        self.serving = serving = Serving(settings.step_check, settings.publish_if)
+        self.publishing = Publishing(settings.publish_to, lambda: serving.served, self.changed)
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
@@ -112,21 +91,22 @@ class Engine:
                 await self.journal.open()
                 undo.push_async_callback(self.journal.aclose)
             await self.saving.restore()
-            self._model = model_variables(self._state)
+            model = model_variables(self._state)
             self.learned_number, self._version = self.saving.learned, self.saving.version
+            self.serving.open(model, self._version, self.saving.served)
             before, self._before = self._before, None  # what it learned is not learned twice
             if before is not None and _still_holds(self, before):
                 self.learned_number, self._version = before.learned_number, before.version
                 self.dead.take_over(before.dead)
+                self.serving.take_over(before.serving)
             last = 0 if self.journal is None else self.journal.facts.last_number
             self.backlog_end = max(last, self.learned_number)
-            self._take_snapshot(self._version)
             if self.journal is not None and self.has_backlog:
                 await self._skip_versions(self.journal)
             self.intake = Intake(
                 self.settings.queue_size, self.journal, self.backlog_end, self.changed
             )
-            await self.publishing.open(self._model)
+            await self.publishing.open(model)
             self._main = OwnedTask(self._run(), "online learner")
             undo.pop_all()
 
@@ -187,7 +167,7 @@ class Engine:
             problem = await self.dead.save()
             if problem:
                 raise JournalError(f"Dead letters were not written down: {problem}")
-            await self.saving.finish(self.settled_number, self.version)
+            await self.saving.finish(self.settled_number, self.version, self.serving.kept)
             if publishing is not None:
                 await _end_task(publishing)  # else its older version may be the last to be written
                 await self.publishing.finish()
@@ -262,7 +242,7 @@ class Engine:
         if problem:
             self.saving.fail(problem)
         else:
-            await self.saving.begin(self.settled_number, self.version)
+            await self.saving.begin(self.settled_number, self.version, self.serving.kept)
 
     async def _learn_backlog(self) -> None:
         assert self.journal is not None  # or there is no backlog
@@ -315,6 +295,7 @@ class Engine:
                     self._state,
                     [taken.example for taken in part],
                     self.settings.step_timeout_s,
+                    self.serving.judge_as(self._version + 1),
                 )
             except NotUndoneError as error:  # nothing may be learned, saved or shown after that
                 raise _not_undone(error.__cause__ or error) from error.__cause__
@@ -340,7 +321,7 @@ class Engine:
             else:
                 self.learned_number = part[-1].number
                 done(len(part))
-                self._keep(part, result)
+                await self._keep(part, result)
         return []
 
     def _forget_failures(self) -> None:
@@ -377,10 +358,10 @@ class Engine:
 
     # ---- what comes of it ----------------------------------------------------------------
 
-    def _keep(self, part: list[Taken], result: StepResult) -> None:
+    async def _keep(self, part: list[Taken], result: StepResult) -> None:
         """Publish what a step has made, and tell everybody."""
         self._version += 1
-        self._take_snapshot(self._version)
+        await self.serving.offer(self._version, result.scalars, len(part))
         if self._has_failed:
             self._forget_failures()
         self.num_steps += 1
@@ -398,17 +379,10 @@ class Engine:
         await self.dead.add(taken.number, taken.example, text)
         self.intake.settle(taken, dead_error(taken.number, text))
 
-    # ---- snapshots -----------------------------------------------------------------------
-
     @property
     def version(self) -> int:
-        """The version that is published."""
-        return self.snapshot.version
-
-    def _take_snapshot(self, version: int) -> None:
-        self.snapshot = Snapshot(
-            version, {variable: variable.components for variable in self._model.values()}
-        )
+        """The newest version, that of the variables."""
+        return self.serving.newest.version
 
 
 def _record(engine: Engine, part: list[Taken], result: StepResult, num_dead: int) -> StepRecord:
@@ -423,47 +397,7 @@ def _record(engine: Engine, part: list[Taken], result: StepResult, num_dead: int
         began=result.began,
         step_s=result.step_s,
         replicas=result.replicas,
-    )
-
-
-def failure_of(engine: Engine) -> str:
-    """Return why an engine does not learn any more; "" if it does."""
-    limit, running_s = engine.settings.step_timeout_s, engine.under_way.running_s
-    if engine.failure or limit is None or running_s <= limit:
-        return engine.failure
-    return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
-
-
-def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
-    """See `OnlineLearner.statistics`."""
-    intake, saving = engine.intake, engine.saving
-    return LearnerStatistics(
-        state=state,
-        version=engine.version,
-        num_taken=intake.num_taken,
-        num_duplicates=intake.num_duplicates,
-        num_refused=intake.num_refused,
-        num_learned=engine.num_learned,
-        num_dead=engine.dead.num_added,
-        num_steps=engine.num_steps,
-        num_rollbacks=engine.num_rollbacks,
-        queue_depth=intake.depth,
-        queue_size=engine.settings.queue_size,
-        backlog=max(0, engine.backlog_end - engine.learned_number),
-        last_number=intake.last_number,
-        learned_number=engine.learned_number,
-        step_s=engine.step_s,
-        num_commits=intake.num_commits,
-        commit_s=intake.commit_s,
-        journal_error=intake.journal_error,
-        checkpoint_number=saving.saved_number,
-        num_checkpoints=saving.num_saved,
-        checkpoint_error=saving.error,
-        publish_error=engine.publishing.error,
-        failure=failure_of(engine),
-        step_running_s=engine.under_way.running_s,
-        num_retries=engine.num_retries,
-        retry_error=engine.retry_error,
+        held=engine.serving.held,
     )
 
 
@@ -474,7 +408,7 @@ def _still_holds(engine: Engine, before: Engine) -> bool:
     """
     if engine.saving.saved_number is not None or _journal_id(engine) != _journal_id(before):
         return False
-    left = before.snapshot.components
+    left = before.serving.newest.components
     return all(
         new is old
         for variable in model_variables(engine.settings.variables).values()

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from .._functions import refuse_context_passed, require_no_yield
 from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError
 from ..optimizers import Optimizer
-from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ..tree import leaves
 from ..values import Snapshot
-from ._engine import CLOSED, Engine, Settings, failure_of, require_loop, statistics_of
+from ._engine import CLOSED, Engine, require_loop
 from ._example import as_example
 from ._intake import ExampleGroup
 from ._journal import Journal, checked_count, checked_seconds
-from ._records import DeadLetter, LearnerStatistics
+from ._records import DeadLetter
+from ._serving import GateFunction
+from ._settings import (
+    Settings,
+    StepFunction,
+    Validation,
+    check,
+    checked_errors,
+    checked_or_none,
+    checked_step_fn,
+    journal_of,
+)
+from ._statistics import LearnerStatistics, failure_of, statistics_of
 from ._ticket import RecordStream, Ticket
 
-StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
-Validation = Callable[[Any], Any]
 MAX_KEY = 200
 
 
@@ -73,6 +81,11 @@ class OnlineLearner:
             it is already while a function on a device's thread, which nothing ends, goes on.
         grace_s: Seconds that closing may take; then the step under way is ended and undone, and the
             journal has the rest. None waits until all is learned.
+        step_check: Judges each step before it is kept, such as `StepLimits(change=10.0)`. It gets a
+            `Candidate`; a step that it refuses, with a text or False, is undone, and the example
+            to blame found, as if the step had raised.
+        publish_if: Judges each version that was kept, in the same way, before it is served. What
+            it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on.
 
     Raises:
         ValueError: If a number is out of range, `variables` no container, or there are workers.
@@ -97,8 +110,10 @@ class OnlineLearner:
         retry_on: type[Exception] | tuple[type[Exception], ...] = (),
         step_timeout_s: float | None = None,
         grace_s: float | None = None,
+        step_check: GateFunction | None = None,
+        publish_if: GateFunction | None = None,
     ) -> None:
-        _check(strategy, checkpoints, validate)
+        check(strategy, checkpoints, validate, step_check, publish_if)
         Savepoint(variables)  # says what cannot be undone or saved
         self._settings = Settings(
             strategy,
@@ -106,16 +121,18 @@ class OnlineLearner:
             checked_count("max_batch", max_batch),
             checked_seconds("max_delay_s", max_delay_s),
             checked_count("queue_size", queue_size),
-            _journal_of(journal),
+            journal_of(journal),
             checkpoints,
             checked_seconds("checkpoint_every_s", checkpoint_every_s),
             None if publish_to is None else Path(publish_to),
-            _checked_or_none("max_failures_in_a_row", max_failures_in_a_row),
-            _checked_errors(retry_on),
+            checked_or_none("max_failures_in_a_row", max_failures_in_a_row),
+            checked_errors(retry_on),
             None if step_timeout_s is None else checked_seconds("step_timeout_s", step_timeout_s),
             None if grace_s is None else checked_seconds("grace_s", grace_s),
+            step_check,
+            publish_if,
         )
-        self._step_fn = _checked_step_fn(step_fn)
+        self._step_fn = checked_step_fn(step_fn)
         self._validate = validate
         self._engine: Engine | None = None
         self._is_opening = False
@@ -190,14 +207,16 @@ class OnlineLearner:
     # ---- what is served ------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return the values after the last step that was kept, of all variables but slots.
+        """Return the values that are served, of all variables but slots.
 
-        Costs nothing; from any thread. Its `version` is that of the learner.
+        They are those after the last step that was kept, unless `publish_if` holds that back, or
+        another version is pinned. Costs nothing; from any thread. Its `version` is that of the
+        learner.
 
         Raises:
             ContextError: If the learner was never opened.
         """
-        return _opened(self._engine).snapshot
+        return _opened(self._engine).serving.served
 
     @property
     def version(self) -> int:
@@ -207,6 +226,30 @@ class OnlineLearner:
         crashes happen.
         """
         return self.snapshot().version
+
+    async def pin(self, version: int | None = None) -> None:
+        """Serve one version, whatever is learned, until `unpin`; checkpoints keep that.
+
+        Args:
+            version: The one that is served, which None stands for, or the newest one, also if
+                `publish_if` holds it back. `statistics()` has both.
+
+        Raises:
+            ValueError: If it is another one.
+            CheckpointError: If no checkpoint could be saved: it is pinned until a restart.
+
+        Cancellation:
+            Stops waiting; it is pinned.
+        """
+        engine = self._open_engine()
+        engine.serving.pin(version)
+        await _keep_served(engine)
+
+    async def unpin(self) -> None:
+        """Serve the newest version again, unless `publish_if` holds it back; as `pin`."""
+        engine = self._open_engine()
+        engine.serving.unpin()
+        await _keep_served(engine)
 
     @property
     def state(self) -> str:
@@ -262,7 +305,7 @@ class OnlineLearner:
 
     @step_fn.setter
     def step_fn(self, value: StepFunction) -> None:
-        self._step_fn = _checked_step_fn(value)
+        self._step_fn = checked_step_fn(value)
         if self._engine is not None:
             self._engine.step_fn = value
 
@@ -388,6 +431,13 @@ class OnlineLearner:
         return f"<OnlineLearner | {self.state}{about}>"
 
 
+async def _keep_served(engine: Engine) -> None:
+    """Publish what is served, after a change, and save a checkpoint that says so."""
+    engine.changed.give()
+    if engine.settings.checkpoints is not None:
+        await engine.saving.request()
+
+
 async def _taken_again(engine: Engine, number: int) -> Ticket:
     letter = await engine.dead.find(number)
     is_journalled = engine.journal is not None
@@ -418,52 +468,6 @@ def _opened(engine: Engine | None) -> Engine:
     if engine is None:
         raise ContextError("The learner was never opened. Use it in `async with`.")
     return engine
-
-
-def _check(strategy: Any, checkpoints: Any, validate: Any) -> None:
-    if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
-    workers = strategy._runtime.workers
-    if workers is not None and workers.has_others:
-        raise ValueError(
-            f"An OnlineLearner learns in one process, and {strategy!r} has several workers, each "
-            "of which would take examples of its own. Use MirroredStrategy."
-        )
-    if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
-        raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
-    if validate is not None and not callable(validate):
-        raise TypeError(f"validate must be callable, got {validate!r}.")
-    require_no_yield(validate, "OnlineLearner")
-
-
-def _checked_or_none(name: str, value: Any) -> int | None:
-    return None if value is None else checked_count(name, value)
-
-
-def _checked_errors(value: Any) -> tuple[type[Exception], ...]:
-    kinds = value if isinstance(value, tuple) else (value,)
-    for kind in kinds:
-        if not isinstance(kind, type) or not issubclass(kind, Exception):
-            raise TypeError(
-                f"retry_on must be a class of exceptions or a tuple of them, got {value!r}."
-            )
-    return kinds
-
-
-def _journal_of(given: Any) -> Journal | None:
-    if isinstance(given, (str, os.PathLike)):
-        return Journal(given)
-    if given is not None and not isinstance(given, Journal):
-        raise TypeError(f"journal must be a path or an ar.online.Journal, got {given!r}.")
-    return given
-
-
-def _checked_step_fn(value: Any) -> StepFunction:
-    if not callable(value):
-        raise TypeError(f"step_fn must be a function of ctx and a batch, got {value!r}.")
-    refuse_context_passed(value, "OnlineLearner")
-    require_no_yield(value, "OnlineLearner")
-    return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
 
 
 def _checked_submission(

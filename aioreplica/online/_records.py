@@ -1,4 +1,4 @@
-"""Records of a learner: steps, dead letters, statistics."""
+"""Records of a learner: steps and dead letters."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ReplicaTiming:
 @final
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One published step of a learner.
+    """One step of a learner that was kept.
 
     Attributes:
-        version: The version that it published.
+        version: The version that it made.
         first_number: Number of the first example of its batch.
         last_number: Number of the last one.
         num_examples: How many it learned.
@@ -43,6 +43,7 @@ class StepRecord:
         began: When it began, in seconds since the epoch; for display only.
         step_s: How long the step took, in seconds, from the first replica's start to the check.
         replicas: One timing per replica.
+        held: Why `publish_if` holds the version back; "" if it does not.
     """
 
     version: int
@@ -55,6 +56,7 @@ class StepRecord:
     began: float
     step_s: float
     replicas: tuple[ReplicaTiming, ...]
+    held: str = ""
 
 
 @final
@@ -74,65 +76,3 @@ class DeadLetter:
     example: Any
     error: str
     time: float
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LearnerStatistics:
-    """Counters of a learner since it was opened, and its state.
-
-    Attributes:
-        state: As `OnlineLearner.state`.
-        version: The published version.
-        num_taken: Examples taken, duplicates left out.
-        num_duplicates: Examples whose idempotency key was known.
-        num_refused: Examples not taken: the queue was full, or the journal could not keep them.
-        num_learned: Examples learned.
-        num_dead: Examples set aside, also those that were taken back.
-        num_steps: Steps published.
-        num_rollbacks: Steps rolled back, because they raised or wrote what is not finite.
-        queue_depth: Examples taken and not learned; those of a backlog are not counted.
-        queue_size: How many there may be.
-        backlog: Journalled examples of earlier learners that are not learned yet.
-        last_number: Number of the last example taken.
-        learned_number: Every example up to this number was learned or set aside.
-        step_s: How long steps took, all together, in seconds.
-        num_commits: Transactions of the journal that took examples.
-        commit_s: How long these took, all together, in seconds.
-        journal_error: Why the journal takes nothing now; "" if it does.
-        checkpoint_number: The `learned_number` of the newest checkpoint, None without one.
-        num_checkpoints: Checkpoints saved.
-        checkpoint_error: Why the last checkpoint failed; "" if it did not.
-        publish_error: Why the last snapshot could not be written for other processes; "" if it was.
-        failure: Why the state is "failed"; "" if it is not.
-        step_running_s: Seconds since the step under way has begun; 0 if there is none.
-        num_retries: Times that a step failed for a reason of `retry_on`.
-        retry_error: Why the state is "retrying"; "" if it is not.
-    """
-
-    state: str
-    version: int
-    num_taken: int
-    num_duplicates: int
-    num_refused: int
-    num_learned: int
-    num_dead: int
-    num_steps: int
-    num_rollbacks: int
-    queue_depth: int
-    queue_size: int
-    backlog: int
-    last_number: int
-    learned_number: int
-    step_s: float
-    num_commits: int
-    commit_s: float
-    journal_error: str
-    checkpoint_number: int | None
-    num_checkpoints: int
-    checkpoint_error: str
-    publish_error: str
-    failure: str
-    step_running_s: float
-    num_retries: int
-    retry_error: str

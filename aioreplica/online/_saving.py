@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from ..checkpoint import CheckpointManager, DescribedState
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
 from ._journal import OpenJournal
+
+
+@final
+class _Progress:
+    """Facts that a checkpoint has beside the variables; those of older releases lack some."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0, "served": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.facts)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.facts |= state
 
 
 @final
@@ -47,8 +61,9 @@ class Saving:
         self._journal = journal
         self._every_s = every_s
         self._changed = changed
-        self._progress: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
-        self._state = DescribedState({"variables": variables, "online": self._progress})
+        progress = _Progress()
+        self._progress = progress.facts
+        self._state = DescribedState({"variables": variables, "online": progress})
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
@@ -63,6 +78,11 @@ class Saving:
     def version(self) -> int:
         """The version of that."""
         return int(self._progress["version"])
+
+    @property
+    def served(self) -> Mapping[str, Any]:
+        """Facts about what was served instead of that, see `Serving.kept`."""
+        return dict(self._progress["served"])
 
     # ---- restoring -----------------------------------------------------------------------
 
@@ -135,11 +155,11 @@ class Saving:
         self._changed()
         return await future
 
-    async def begin(self, learned: int, version: int) -> None:
+    async def begin(self, learned: int, version: int, served: Mapping[str, Any]) -> None:
         """Take the cut, between two steps; files are written in the background."""
         assert self._manager is not None  # or none is due
         waiters, self._waiters = self._waiters, []
-        self._progress.update(learned=learned, version=version)
+        self._progress.update(learned=learned, version=version, served=served)
         self._due_at = math.inf
         try:
             await self._manager.save(learned, self._state, wait=False)
@@ -190,7 +210,7 @@ class Saving:
             except OSError as error:  # the checkpoint is good; what could go goes next time
                 self.error = str(error)
 
-    async def finish(self, learned: int, version: int) -> None:
+    async def finish(self, learned: int, version: int, served: Mapping[str, Any]) -> None:
         """Save what is not saved yet, and wait for that.
 
         Raises:
@@ -199,7 +219,7 @@ class Saving:
         if self._task is not None:
             await self._task.done_or_cancelled()
         if self._manager is not None and learned > 0 and learned != self.saved_number:
-            await self.begin(learned, version)
+            await self.begin(learned, version, served)
             if self._task is not None:
                 await self._task.done_or_cancelled()
             if self._failure is not None:

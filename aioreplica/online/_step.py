@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
@@ -33,6 +33,9 @@ meanwhile, and so does a check for what is not finite: 20 to 50 µs, as a trip t
 TURN_S = 1e-9
 """A sleep this long ends at once, but after what has come in, and what that has woken; one of 0
 seconds ends before."""
+
+StepCheck = Callable[[Mapping[str, float], int], Awaitable[None]]
+"""Called with what a step tells and how many examples it had; raises if it is not to be kept."""
 
 BLAMELESS = (DeviceError, LoopMismatchError, MemoryError)
 """Errors that no example is to blame for."""
@@ -111,6 +114,7 @@ async def learn(
     state: DescribedState,
     examples: Sequence[Any],
     timeout_s: float | None = None,
+    check: StepCheck | None = None,
 ) -> StepResult:
     """Run a step over examples; if anything is wrong with it, nothing of it is left.
 
@@ -119,7 +123,7 @@ async def learn(
             the cause: a StallError after `timeout_s`, once the step has ended.
         NonFiniteError: If it wrote what is not finite.
         NotUndoneError: If it went wrong, and what it wrote could not be put back.
-        Exception: What it raised.
+        Exception: What it raised, or `check` about it.
 
     Between the parts of its work on the event loop others have their turn.
 
@@ -130,9 +134,8 @@ async def learn(
     savepoint = Savepoint(state)
     try:
         await asyncio.sleep(TURN_S)
-        result = await _run_in_time(strategy, step_fn, examples, timeout_s)
-        await asyncio.sleep(TURN_S)
-        await _require_finite(savepoint)
+        work = _run_and_check(strategy, step_fn, examples, savepoint, check)
+        result = await _in_time(work, len(examples), timeout_s)
     except BaseException as error:
         try:
             savepoint.put_back()
@@ -144,21 +147,33 @@ async def learn(
     return result
 
 
-async def _run_in_time(
-    strategy: Strategy,
-    step_fn: Callable[..., Any],
-    examples: Sequence[Any],
-    timeout_s: float | None,
+async def _in_time(
+    work: Coroutine[Any, Any, StepResult], num_examples: int, timeout_s: float | None
 ) -> StepResult:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            return await _run(strategy, step_fn, examples)
+            return await work
     except TimeoutError:
         if not limit.expired():  # the step's own
             raise
-        text = f"A step of {len(examples)} examples took longer than {timeout_s:g} s; it was ended."
+        text = f"A step of {num_examples} examples took longer than {timeout_s:g} s; it was ended."
         raise StallError(text, timeout_s=timeout_s) from None
+
+
+async def _run_and_check(
+    strategy: Strategy,
+    step_fn: Callable[..., Any],
+    examples: Sequence[Any],
+    savepoint: Savepoint,
+    check: StepCheck | None,
+) -> StepResult:
+    result = await _run(strategy, step_fn, examples)
+    await asyncio.sleep(TURN_S)
+    await _require_finite(savepoint)
+    if check is not None:
+        await check(result.scalars, len(examples))
+    return result
 
 
 async def _run(

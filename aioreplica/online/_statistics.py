@@ -1,0 +1,122 @@
+"""Statistics of a learner: what it has done since it was opened, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LearnerStatistics:
+    """Counters of a learner since it was opened, and its state.
+
+    Attributes:
+        state: As `OnlineLearner.state`.
+        version: The version that is served.
+        num_taken: Examples taken, duplicates left out.
+        num_duplicates: Examples whose idempotency key was known.
+        num_refused: Examples not taken: the queue was full, or the journal could not keep them.
+        num_learned: Examples learned.
+        num_dead: Examples set aside, also those that were taken back.
+        num_steps: Steps published.
+        num_rollbacks: Steps rolled back, because they raised or wrote what is not finite.
+        queue_depth: Examples taken and not learned; those of a backlog are not counted.
+        queue_size: How many there may be.
+        backlog: Journalled examples of earlier learners that are not learned yet.
+        last_number: Number of the last example taken.
+        learned_number: Every example up to this number was learned or set aside.
+        step_s: How long steps took, all together, in seconds.
+        num_commits: Transactions of the journal that took examples.
+        commit_s: How long these took, all together, in seconds.
+        journal_error: Why the journal takes nothing now; "" if it does.
+        checkpoint_number: The `learned_number` of the newest checkpoint, None without one.
+        num_checkpoints: Checkpoints saved.
+        checkpoint_error: Why the last checkpoint failed; "" if it did not.
+        publish_error: Why the last snapshot could not be written for other processes; "" if it was.
+        failure: Why the state is "failed"; "" if it is not.
+        step_running_s: Seconds since the step under way has begun; 0 if there is none.
+        num_retries: Times that a step failed for a reason of `retry_on`.
+        retry_error: Why the state is "retrying"; "" if it is not.
+        newest_version: The version after the last step that was kept: the published one, unless
+            that is held back or another is pinned.
+        held: Why `publish_if` holds the newest version back; "" if it does not.
+        is_pinned: Whether the published version is pinned.
+    """
+
+    state: str
+    version: int
+    num_taken: int
+    num_duplicates: int
+    num_refused: int
+    num_learned: int
+    num_dead: int
+    num_steps: int
+    num_rollbacks: int
+    queue_depth: int
+    queue_size: int
+    backlog: int
+    last_number: int
+    learned_number: int
+    step_s: float
+    num_commits: int
+    commit_s: float
+    journal_error: str
+    checkpoint_number: int | None
+    num_checkpoints: int
+    checkpoint_error: str
+    publish_error: str
+    failure: str
+    step_running_s: float
+    num_retries: int
+    retry_error: str
+    newest_version: int
+    held: str
+    is_pinned: bool
+
+
+def failure_of(engine: Engine) -> str:
+    """Return why an engine does not learn any more; "" if it does."""
+    limit, running_s = engine.settings.step_timeout_s, engine.under_way.running_s
+    if engine.failure or limit is None or running_s <= limit:
+        return engine.failure
+    return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
+
+
+def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
+    """See `OnlineLearner.statistics`."""
+    intake, saving = engine.intake, engine.saving
+    return LearnerStatistics(
+        state=state,
+        version=engine.serving.served.version,
+        num_taken=intake.num_taken,
+        num_duplicates=intake.num_duplicates,
+        num_refused=intake.num_refused,
+        num_learned=engine.num_learned,
+        num_dead=engine.dead.num_added,
+        num_steps=engine.num_steps,
+        num_rollbacks=engine.num_rollbacks,
+        queue_depth=intake.depth,
+        queue_size=engine.settings.queue_size,
+        backlog=max(0, engine.backlog_end - engine.learned_number),
+        last_number=intake.last_number,
+        learned_number=engine.learned_number,
+        step_s=engine.step_s,
+        num_commits=intake.num_commits,
+        commit_s=intake.commit_s,
+        journal_error=intake.journal_error,
+        checkpoint_number=saving.saved_number,
+        num_checkpoints=saving.num_saved,
+        checkpoint_error=saving.error,
+        publish_error=engine.publishing.error,
+        failure=failure_of(engine),
+        step_running_s=engine.under_way.running_s,
+        num_retries=engine.num_retries,
+        retry_error=engine.retry_error,
+        newest_version=engine.version,
+        held=engine.serving.held,
+        is_pinned=engine.serving.is_pinned,
+    )
