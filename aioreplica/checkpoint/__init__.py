@@ -1,6 +1,7 @@
 """Checkpoints: a state saved between two steps, and put back whole."""
 
 from .._export import export_public
+from ._claims import read_listing as read_listing
 from ._description import EntryDescription as EntryDescription
 from ._description import StepDescription as StepDescription
 from ._format import DTYPES as DTYPES
@@ -12,6 +13,7 @@ from ._manager import CheckpointManager as CheckpointManager
 from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._reading import find_leftovers as find_leftovers
+from ._reading import newest_whole as newest_whole
 from ._restoring import Restored as Restored
 from ._savepoint import Savepoint as Savepoint
 from ._savepoint import model_variables as model_variables

@@ -24,7 +24,8 @@ from ..errors import CheckpointError
 Array = npt.NDArray[Any]
 
 FORMAT = "aioreplica.checkpoint"
-VERSION = 1
+VERSION = 2
+"""Since version 2 a step has a claim, from before it was saved."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_DIMENSIONS = 32
@@ -141,6 +142,7 @@ class Manifest:
         next_steps: Number of the next step of each strategy that has variables in the state.
         files: The files of tensors.
         entries: The state, by key.
+        version: Of the format.
     """
 
     step: int
@@ -148,6 +150,7 @@ class Manifest:
     next_steps: tuple[int, ...]
     files: tuple[FileRecord, ...]
     entries: Mapping[str, EntryRecord]
+    version: int = VERSION
 
 
 _OPTIONAL = tuple(
@@ -296,10 +299,11 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
         found = json.loads(body)
         if found["format"] != FORMAT:
             raise DamagedError(f"{MANIFEST} has format {found['format']!r}")
-        if found["version"] != VERSION:
+        if found["version"] not in range(1, VERSION + 1):
             raise CheckpointError(
                 f"The checkpoint of step {step} has version {found['version']!r} of the format, "
-                f"but this release reads version {VERSION}. Read it with the release that wrote it."
+                f"but this release reads up to version {VERSION}. Read it with the release that "
+                "wrote it."
             )
         num_tensors = sum(1 + len(each.get("tensors", ())) for each in found["entries"].values())
         if num_tensors > MAX_TENSORS:
@@ -310,6 +314,7 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
             next_steps=tuple(map(_natural, found["next_steps"])),
             files=tuple(_file_record(each) for each in found["files"]),
             entries={str(key): _entry(each) for key, each in found["entries"].items()},
+            version=_natural(found["version"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
@@ -25,7 +26,8 @@ class FsspecStorage:
     """A folder of any file system that fsspec knows.
 
     The store has to put an object in place as a whole, as object stores do: the manifest, written
-    last, commits a step. There is no lock: only one manager may save into a folder.
+    last, commits a step. There is no lock: only one manager may save into a folder, and a
+    second one is seen by its claims.
 
     Args:
         url: Such as "s3://bucket/run-7".
@@ -83,6 +85,22 @@ class FsspecStorage:
     def replace(self, path: str, data: bytes) -> None:
         """Put a whole object in place."""
         self._files.pipe_file(self._path(path), data)
+
+    @_as_os_errors()
+    def put_new(self, path: str, data: bytes) -> None:
+        """Put an object in place unless there is one, in one request where the store can.
+
+        Raises:
+            FileExistsError: If there is one.
+        """
+        name = self._path(path)
+        try:
+            self._files.pipe_file(name, data, mode="create")
+        except (NotImplementedError, TypeError, ValueError):  # this store has no such request
+            self._files.invalidate_cache()
+            if self._files.exists(name):
+                raise FileExistsError(errno.EEXIST, "File exists", name) from None
+            self._files.pipe_file(name, data)
 
     def sync(self, folder: str) -> None:
         """Do nothing: an object that is there stays."""

@@ -6,7 +6,7 @@ import asyncio
 import operator
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
@@ -23,13 +23,12 @@ from ._across import (
     write_nothing,
     write_once,
 )
+from ._claims import read_listing
 from ._description import StepDescription, description_of
 from ._fsspec import FsspecStorage
-from ._lane import Stop
+from ._lane import Stop, run_all
 from ._preemption import run_and_save
 from ._reading import (
-    by_age,
-    find_leftovers,
     find_steps,
     look_at,
     newest_whole,
@@ -38,10 +37,10 @@ from ._reading import (
     with_sizes,
 )
 from ._restoring import Restored, restore_step
-from ._retention import steps_to_remove
 from ._state import Cut, require_outside_steps
 from ._storage import LocalStorage, Storage
-from ._writing import not_committed, reason, remove_leftover, remove_step, write_cut
+from ._writer import Saving, Writer
+from ._writing import not_committed, pin_step, unpin_step, write_cut
 
 T = TypeVar("T")
 
@@ -122,14 +121,14 @@ class CheckpointManager:
         keep_every: int | None = None,
     ) -> None:
         self._storage = _storage_of(directory)
-        self._max_to_keep = _checked_count("max_to_keep", max_to_keep)
-        self._keep_every = _checked_count("keep_every", keep_every)
+        self._writer = Writer(
+            self._storage,
+            _checked_count("max_to_keep", max_to_keep),
+            _checked_count("keep_every", keep_every),
+        )
         self._turn = asyncio.Lock()  # of the save that is going on
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
-        self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
-        self._has_cleaned = False  # since it took the lock
-        self._sequences: dict[int, int] = {}  # of the steps that are there, newest first
         self._num_saved = 0
         self._restored: Restored | None = None
 
@@ -255,21 +254,20 @@ class CheckpointManager:
             self._turn.release()
 
     async def _write(self, step: int, cut: Cut) -> None:
-        saved = {step: 0}  # the sequences of all steps once this one is there, newest first
+        begun: list[Saving] = []
 
         def begin() -> int:
             try:
-                found = _begin(self)
+                begun.append(self._writer.begin(step))
             except (OSError, MemoryError) as error:
                 raise not_committed(self._storage, step, error) from error
-            self._sequences = {}  # until the save is known to be there
-            sequence = 1 + max(found.values(), default=0)
-            saved.update({**found, step: sequence})
-            return sequence
+            return begun[0].claim.sequence
 
-        left = await write_cut(self._storage, step, cut, begin, bound(_remove, self, saved))
+        def end(stop: Stop) -> list[str]:
+            return self._writer.end(begun[0], stop)
+
+        left = await write_cut(self._storage, step, cut, begin, end)
         self._num_saved += 1
-        self._sequences = saved
         for text in left:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -339,16 +337,54 @@ class CheckpointManager:
         return tuple(find_steps(self._storage))
 
     def latest(self) -> int | None:
-        """Return the step that was saved last and is whole, None if there is none.
+        """Return the step that was saved last, None if there is none.
 
-        Only the disk is asked: manifests are read, and the sizes of files compared. `verify` reads
-        everything.
+        Only the disk is asked: the directory is listed once, and the manifest of the newest claim
+        is read. One that is damaged is passed over. `verify` reads everything.
 
         Raises:
             CheckpointError: If the directory or a manifest cannot be read.
         """
-        whole, _ = newest_whole(self._storage, {})
+        whole, _ = newest_whole(self._storage, {}, with_files=False)
         return None if whole is None else whole.step
+
+    async def pin(self, step: int) -> None:
+        """Keep a step until `unpin`, whatever `max_to_keep` says.
+
+        Waits for a save of this manager that is going on. Another one that saves into the directory
+        keeps the step from its next save on.
+
+        Raises:
+            CheckpointError: If there is no such step, or the pin cannot be written.
+
+        Cancellation:
+            The step is pinned or not.
+        """
+        await self._at_rest(bound(pin_step, self._storage, _checked_step(step)))
+
+    async def unpin(self, step: int) -> None:
+        """Let a step go: the next save may remove it. No error if it is not pinned.
+
+        Raises:
+            CheckpointError: If the pin cannot be removed.
+
+        Cancellation:
+            The step is pinned or not.
+        """
+        await self._at_rest(bound(unpin_step, self._storage, _checked_step(step)))
+
+    async def _at_rest(self, change: Callable[[], None]) -> None:
+        _end_cut_off(self)
+        async with self._turn:
+            await run_all([change], Stop())
+
+    def pinned(self) -> tuple[int, ...]:
+        """Return the steps that are pinned, ascending; reads the directory.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        return tuple(sorted(read_listing(self._storage).pins))
 
     async def verify(self, step: int) -> None:
         """Read every byte of a step and compare all checksums.
@@ -400,9 +436,7 @@ class CheckpointManager:
             if self._background is not None:
                 await self._background.ended(through_interrupt=True)
         finally:
-            lock, self._lock = self._lock, None
-            if lock is not None:
-                lock[0].close()
+            self._writer.close()
             self._raise_failure()  # of more weight than a cancellation
 
     __del__ = _warn_of_failure
@@ -424,16 +458,6 @@ class CheckpointManager:
             error.add_note(f"A save in the background had failed too: {failure}")
 
 
-def _begin(manager: CheckpointManager) -> dict[int, int]:
-    """Take the lock, unless it is taken; return the sequence of each step, newest first."""
-    if manager._lock is None or manager._lock[1] != os.getpid():  # or in the child of a fork
-        manager._sequences = {}  # another manager may have saved
-        manager._has_cleaned = False
-        manager._storage.make_folder("")
-        manager._lock = manager._storage.lock(), os.getpid()
-    return by_age(manager._storage, manager._sequences)
-
-
 def _end_cut_off(manager: CheckpointManager) -> None:
     """End a save in the background whose event loop was closed: nobody else would.
 
@@ -452,47 +476,6 @@ def _end_cut_off(manager: CheckpointManager) -> None:
         f"A step may not have been saved in {manager._storage}: the event loop of its save was "
         "closed before it had ended. Leave `async with manager` before."
     )
-
-
-def _remove(manager: CheckpointManager, saved: Iterable[int], stop: Stop) -> list[str]:
-    """Remove the steps that are not to be kept, until told to stop; say which cannot be."""
-    left: list[str] = []
-    for step in steps_to_remove(
-        [*saved], max_to_keep=manager._max_to_keep, keep_every=manager._keep_every
-    ):
-        if stop.is_set:
-            break
-        try:
-            remove_step(manager._storage, step)
-        except (OSError, MemoryError) as error:
-            why = reason(error)
-            left.append(f"Step {step} could not be removed from {manager._storage}: {why}.")
-    if not manager._has_cleaned and not stop.is_set:
-        left += _remove_leftovers(manager)
-    return left
-
-
-def _remove_leftovers(manager: CheckpointManager) -> list[str]:
-    """Remove what saves have left that were killed; say which could not be.
-
-    Under a lock that keeps others out: else it could be the save of another writer.
-    """
-    manager._has_cleaned = True
-    lock = None if manager._lock is None else manager._lock[0]
-    if not getattr(lock, "is_exclusive", False):  # locks of other storages need not have it
-        return []
-    left: list[str] = []
-    try:
-        folders = find_leftovers(manager._storage)
-    except (OSError, MemoryError):
-        return []  # the next manager looks again
-    for folder in folders:
-        try:
-            remove_leftover(manager._storage, folder)
-        except (OSError, MemoryError) as error:
-            what = f"What an ended save has left in {folder} of {manager._storage}"
-            left.append(f"{what} could not be removed: {reason(error)}.")
-    return left
 
 
 def _storage_of(directory: Any) -> Storage:

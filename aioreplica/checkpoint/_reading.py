@@ -12,16 +12,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
+from ._claims import Claim, Listing, not_listed, read_listing
 from ._format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    STEP_FOLDER,
     DamagedError,
     EntryRecord,
     FileRecord,
@@ -45,17 +46,19 @@ UNKNOWN_SAVES = 2**20
 @final
 @dataclass(frozen=True, slots=True)
 class FoundStep:
-    """A step that has a manifest.
+    """A step that has a folder.
 
     Attributes:
         step: Its number.
-        manifest: What it holds; None if the manifest is damaged.
+        manifest: What it holds; None if there is no manifest, or it is damaged.
         damage: What is wrong, "" if nothing was found so far.
+        is_saved: Whether it has a manifest: else a save was ended, or is going on.
     """
 
     step: int
     manifest: Manifest | None
     damage: str
+    is_saved: bool = True
 
 
 def find_steps(storage: Storage) -> list[int]:
@@ -66,14 +69,11 @@ def find_steps(storage: Storage) -> list[int]:
     """
     before = None
     for _ in range(NUM_LOOKS):
+        folders = read_listing(storage).folders
         try:
-            folders = [m for name in storage.list("") if (m := STEP_FOLDER.fullmatch(name))]
-            steps = sorted([int(m[1]) for m in folders if MANIFEST in storage.list(m[0])])
+            steps = sorted([s for s in folders if MANIFEST in storage.list(folder_of(s))])
         except (OSError, MemoryError) as error:
-            raise CheckpointError(
-                f"The steps in {storage} cannot be listed: {reason(error)}. Try again when it can "
-                "be read."
-            ) from error
+            raise not_listed(storage, error) from error
         # Of a folder without a manifest a step may just be removed, after a newer one was saved.
         if len(steps) == len(folders) or steps == before:
             return steps
@@ -87,7 +87,7 @@ def find_leftovers(storage: Storage) -> list[str]:
     Raises:
         OSError: If that cannot be read.
     """
-    folders = [name for name in storage.list("") if STEP_FOLDER.fullmatch(name)]
+    folders = map(folder_of, sorted(read_listing(storage).folders))
     return [name for name in folders if MANIFEST not in storage.list(name)]
 
 
@@ -116,7 +116,11 @@ def look_at(storage: Storage, step: int) -> FoundStep:
     try:
         return FoundStep(step, read_manifest(storage, step), "")
     except DamagedError as error:
-        return FoundStep(step, None, str(error))
+        is_saved = True
+        if isinstance(error.__cause__, FileNotFoundError):  # or a link, a folder, a pipe
+            with _reading_file(storage, step, MANIFEST):
+                is_saved = MANIFEST in storage.list(folder_of(step))
+        return FoundStep(step, None, str(error), is_saved)
 
 
 def with_sizes(storage: Storage, found: FoundStep) -> FoundStep:
@@ -134,44 +138,69 @@ def with_sizes(storage: Storage, found: FoundStep) -> FoundStep:
     return found
 
 
-def newest_first(storage: Storage, only: int | None = None) -> list[FoundStep]:
-    """Return all steps, or one, by their manifests, the one saved last first; blocks.
+def newest_first(storage: Storage, listing: Listing) -> Iterator[FoundStep]:
+    """Yield the steps that have a folder, the one saved last first; blocks.
 
-    A damaged manifest does not say when it was written: its step counts as saved before the one
-    with the next larger number.
+    Manifests are read one by one, as far as the caller goes on. A damaged one does not say when it
+    was written: its newest claim does. Folders without claims, as earlier releases left them, have
+    their places by the sequences in their manifests, which are all read; a damaged one of these
+    counts as saved before the one with the next larger number.
 
     Raises:
         CheckpointError: If a manifest cannot be read, or is of another version of the format.
     """
-    steps = [step for step in find_steps(storage) if only in {None, step}]
-    return _in_order([look_at(storage, step) for step in steps])
+    claims = [claim for claim in listing.claims if claim.step in listing.folders]
+    without = sorted(listing.folders - {claim.step for claim in claims})
+    # Least is newest. What is known of a step, and its claims, of which the newest is read first.
+    read = {step: look_at(storage, step) for step in without}
+    heap = [(*rank, each.step, True) for rank, each in _ranked([*read.values()])]
+    heap += [(-claim.sequence, 0, claim.step, False) for claim in claims]
+    heapify(heap)
+    while heap:
+        age, _, step, is_placed = heappop(heap)
+        if is_placed:
+            yield read[step]
+        elif step not in read:
+            found = read[step] = look_at(storage, step)
+            if found.manifest is not None and found.manifest.sequence < -age:
+                # That save was ended, and left the one before it as it was.
+                heappush(heap, (-found.manifest.sequence, 0, step, True))
+            else:
+                yield found
 
 
 def newest_whole(
-    storage: Storage, damaged: Mapping[int, FoundStep], only: int | None = None
+    storage: Storage,
+    damaged: Mapping[int, FoundStep],
+    only: int | None = None,
+    *,
+    with_files: bool = True,
 ) -> tuple[FoundStep | None, dict[int, FoundStep]]:
     """Return the newest step that is whole as far as sizes tell, None if there is none; blocks.
 
-    What is removed or replaced while it is read looks damaged, so a step counts as damaged only if
-    it is still there, with the same manifest, when all are listed again.
+    What is removed or replaced while it is read looks damaged, or as if it was never saved, so a
+    step counts as that only if it is, with the same manifest, when all are listed again.
 
     Args:
         storage: Where they are.
-        damaged: Steps that are known to be damaged.
+        damaged: Steps that are known to be damaged, or to have no manifest.
         only: The only step to look at; None for all.
+        with_files: Whether to compare sizes, too.
 
     Returns:
-        The step, and the damaged ones that were passed over.
+        The step, and those that were passed over.
 
     Raises:
         CheckpointError: If something cannot be read, or changes all the time.
     """
     for _ in range(NUM_LOOKS):
-        whole, passed = None, {}
-        for each in newest_first(storage, only):
+        whole, passed, listing = None, {}, read_listing(storage)
+        if only is not None:
+            listing = replace(listing, folders=listing.folders & {only})
+        for each in newest_first(storage, listing):
             known = damaged.get(each.step)
-            if known is None or known.manifest != each.manifest:
-                known = with_sizes(storage, each)
+            if known is None or _differs(known, each):
+                known = with_sizes(storage, each) if with_files else each
             if not known.damage:
                 whole = known
                 break
@@ -182,36 +211,60 @@ def newest_whole(
     raise changing_error(storage)
 
 
-def by_age(storage: Storage, known: Mapping[int, int]) -> dict[int, int]:
-    """Return the sequence of each step, the one saved last first; blocks.
+def _differs(known: FoundStep, now: FoundStep) -> bool:
+    if now.manifest is None:
+        return (known.is_saved, known.damage) != (now.is_saved, now.damage)
+    return known.manifest != now.manifest
 
-    A damaged manifest may be that of the newest save, so its step gets a sequence above all others.
 
-    Args:
-        storage: Where they are.
-        known: What an earlier call has returned. Manifests are read only if it lacks a step.
+@final
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Order of the steps of a directory, as one manager has read it and goes on with.
+
+    Attributes:
+        steps: The one saved last first.
+        unsaved: Steps with a folder and no manifest.
+        newest: The largest sequence that any save may have had.
+    """
+
+    steps: tuple[int, ...]
+    unsaved: frozenset[int]
+    newest: int
+
+
+def read_known(storage: Storage) -> Known:
+    """Read all manifests once, to number saves above them and to know what to remove; blocks.
+
+    A damaged manifest without a claim may be that of the newest save, whatever its sequence.
 
     Raises:
         CheckpointError: If one cannot be read, or is of another version of the format.
     """
-    steps = find_steps(storage)
-    if known.keys() >= set(steps):
-        return {step: known[step] for step in known if step in steps}
-    found = newest_first(storage)
-    above = UNKNOWN_SAVES + max((m.sequence for each in found if (m := each.manifest)), default=0)
-    return {each.step: each.manifest.sequence if each.manifest else above for each in found}
+    listing = read_listing(storage)
+    found = [*newest_first(storage, listing)]
+    claimed = {claim.step for claim in listing.claims}
+    sequences = [each.manifest.sequence for each in found if each.manifest is not None]
+    newest = max([0, *sequences, *(claim.sequence for claim in listing.claims)])
+    is_unsure = any(e.is_saved and not e.manifest and e.step not in claimed for e in found)
+    return Known(
+        tuple(each.step for each in found if each.is_saved),
+        frozenset(each.step for each in found if not each.is_saved),
+        newest + UNKNOWN_SAVES * is_unsure,
+    )
 
 
-def _in_order(found: Sequence[FoundStep]) -> list[FoundStep]:
-    ranks: dict[int, tuple[int, int]] = {}
-    above = math.inf
+def _ranked(found: Sequence[FoundStep]) -> list[tuple[tuple[float, int], FoundStep]]:
+    """Return steps without claims, ascending, each with what orders it: less is newer."""
+    ranks: list[tuple[tuple[float, int], FoundStep]] = []
+    above: float = math.inf
     for each in reversed(found):  # descending steps
         if each.manifest is not None:
             above = each.manifest.sequence
-            ranks[each.step] = (each.manifest.sequence, 0)
+            ranks.append(((-above, 0), each))
         else:
-            ranks[each.step] = (2**62 if above == math.inf else int(above) - 1, 1)
-    return sorted(found, key=lambda each: (*ranks[each.step], each.step), reverse=True)
+            ranks.append(((-above if above == math.inf else 1 - above, -1), each))
+    return ranks
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
@@ -341,17 +394,23 @@ async def verify_step(storage: Storage, step: int) -> None:
     if found.manifest is not None:
         count = len(found.manifest.files)
         jobs = [partial(_verify_file, storage, found.manifest, i, stop) for i in range(count)]
-        problems = [problem for part in await run_all(jobs, stop) for problem in part]
+        problems += [problem for part in await run_all(jobs, stop) for problem in part]
     if problems:
         await run_all([partial(_look_at_one, storage, step)], stop)  # or it was removed meanwhile
         raise CheckpointError(f"Step {step} in {storage} is damaged: {'; '.join(problems)}.")
 
 
 def _look_at_one(storage: Storage, step: int) -> list[FoundStep]:
-    found = newest_first(storage, step)
-    if not found:
+    listing = read_listing(storage)
+    found = look_at(storage, step)
+    if not found.is_saved:
         raise no_step_error(storage, step)
-    return found
+    manifest = found.manifest
+    if manifest is not None and manifest.version > 1:
+        claim = Claim(manifest.sequence, step)
+        if claim not in listing.claims:
+            return [replace(found, damage=f"{claim.name} is missing")]
+    return [found]
 
 
 def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) -> list[str]:

@@ -73,7 +73,7 @@ async def restore_step(
         [(found, damaged)] = await run_all([look], Stop())
         num_lost += any(damaged.get(one) is not each for one, each in before.items())
         if found is None:
-            raise _nothing_left(storage, step, damaged)
+            raise _nothing_left(storage, step, _saved(damaged))
         assert found.manifest is not None  # it is whole
         try:
             plan = await _restore_from(storage, found.manifest, state, is_partial=partial)
@@ -85,9 +85,13 @@ async def restore_step(
             tuple(plan.missing),
             tuple(plan.unclaimed),
             tuple(plan.deferred),
-            tuple((one, each.damage) for one, each in damaged.items()),
+            tuple((one, each.damage) for one, each in _saved(damaged).items()),
         )
     raise changing_error(storage)
+
+
+def _saved(passed: Mapping[int, FoundStep]) -> dict[int, FoundStep]:
+    return {step: each for step, each in passed.items() if each.is_saved}
 
 
 def _nothing_left(

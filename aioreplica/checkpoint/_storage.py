@@ -78,6 +78,13 @@ class Storage(Protocol):
         The data are durable before they take the name; the name itself is after `sync`.
         """
 
+    def put_new(self, path: str, data: bytes) -> None:
+        """Make a small file under a name that nobody has, durably; of two callers one succeeds.
+
+        Raises:
+            FileExistsError: If there is one.
+        """
+
     def sync(self, folder: str) -> None:
         """Make the names in a folder durable."""
 
@@ -180,6 +187,23 @@ class LocalStorage:
             sink.discard()
             with suppress(OSError):
                 self.remove(temporary)
+            raise
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Create a file, and sync the folder that it is in.
+
+        Raises:
+            FileExistsError: If there is one.
+        """
+        sink = self.create(path)
+        try:
+            sink.write(memoryview(data))
+            sink.discard()  # its name has to last, and its content only informs
+            self._sync(self._path(path).parent)
+        except BaseException:
+            sink.discard()
+            with suppress(OSError):
+                self.remove(path)
             raise
 
     def sync(self, folder: str) -> None:

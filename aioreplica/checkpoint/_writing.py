@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
+from ._claims import Claim, pin_name, read_listing
 from ._format import (
     DATA_FILE,
     DTYPES,
@@ -72,7 +73,7 @@ async def write_cut(
         storage: Where to.
         step: Its number.
         cut: What to write.
-        begin: Called first, on the thread; returns the sequence of the step.
+        begin: Called first, on the thread; makes the claim of the step, and returns its sequence.
         end: Called there once the step is saved.
 
     Returns:
@@ -239,6 +240,8 @@ class _StepWriter:
         """Remove what was written, as far as that is possible, unless it may be saved."""
         if self._sequence < 0 or self._may_be_saved:
             return
+        with suppress(Exception):
+            self._storage.remove(Claim(self._sequence, self._step).name)
         for name in self._names:
             with suppress(Exception):  # what stopped the save is raised, and nothing else
                 self._storage.remove(f"{self._folder}/{name}")
@@ -361,13 +364,59 @@ def _remove_others(storage: Storage, folder: str, kept: set[str]) -> None:
             storage.remove(f"{folder}/{name}")
 
 
-def remove_step(storage: Storage, step: int) -> None:
-    """Remove a step: its name first, so that it is never there by half; blocks."""
+def remove_step(storage: Storage, step: int, names: Iterable[str] | None = None) -> None:
+    """Remove a step: its name first, so that it is never there by half; blocks.
+
+    Args:
+        storage: Where from.
+        step: Its number.
+        names: Its claims and its pin; None lists them.
+    """
     folder = folder_of(step)
+    if names is None:
+        names = read_listing(storage).names_of(step)
     storage.remove(f"{folder}/{MANIFEST}")
     storage.sync(folder)
     _remove_others(storage, folder, set())
     storage.remove_folder(folder)
+    for name in names:
+        storage.remove(name)
+
+
+def pin_step(storage: Storage, step: int) -> None:
+    """Keep a step whatever the retention says; blocks.
+
+    Raises:
+        CheckpointError: If there is no such step, or the pin cannot be written.
+    """
+    path = pin_name(step)
+    try:
+        if MANIFEST in storage.list(folder_of(step)):
+            with suppress(FileExistsError):  # it is pinned already
+                storage.put_new(path, b"pinned\n")
+            if MANIFEST in storage.list(folder_of(step)):
+                return
+            storage.remove(path)  # the step was removed meanwhile
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"Step {step} in {storage} may not be pinned: {reason(error)}. Try again."
+        ) from error
+    raise CheckpointError(f"There is no step {step} to pin in {storage}.")
+
+
+def unpin_step(storage: Storage, step: int) -> None:
+    """Take the pin of a step away, if it has one; blocks.
+
+    Raises:
+        CheckpointError: If it cannot be removed.
+    """
+    try:
+        storage.remove(pin_name(step))
+        storage.sync("")
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(
+            f"Step {step} in {storage} may still be pinned: {reason(error)}. Try again."
+        ) from error
 
 
 def remove_leftover(storage: Storage, folder: str) -> None:

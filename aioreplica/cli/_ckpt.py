@@ -26,6 +26,8 @@ from ..checkpoint import (
     EntryDescription,
     LocalStorage,
     find_leftovers,
+    newest_whole,
+    read_listing,
     remove_leftover,
     remove_step,
 )
@@ -47,7 +49,7 @@ def list_steps(directory: Folder) -> None:
     """List the steps of a folder, and whether their files are there in full length.
 
     The step marked "latest" is the one that a restore takes: the one saved last that is whole. A
-    folder without a manifest is no step; `gc` removes it.
+    folder without a manifest is no step; `gc` removes it. A pinned step is kept by all saves.
     """
     left = _leftovers(directory)
     try:
@@ -55,7 +57,7 @@ def list_steps(directory: Folder) -> None:
     except typer.Exit:
         _print_states(("step", "entries", "size", "state"), left)
         raise
-    latest = _latest(manager)
+    latest, pinned = _latest(directory), manager.pinned()
     rows, is_damaged = [], False
     for step in steps:
         try:
@@ -66,6 +68,7 @@ def list_steps(directory: Folder) -> None:
             damage, size, num_entries = str(error), "", ""
         is_damaged = is_damaged or bool(damage)
         state = damage or ("latest" if step == latest else "whole")
+        state += ", pinned" if step in pinned else ""
         rows.append((str(step), num_entries, size, state))
     _print_states(("step", "entries", "size", "state"), [*rows, *left])
     if is_damaged:
@@ -92,7 +95,7 @@ async def _problem_of(manager: CheckpointManager, step: int) -> str:
 def show_step(directory: Folder, step: OneStep = None) -> None:
     """List what a step holds; without a number, the one that a restore would take."""
     manager, steps = _opened(directory, step)
-    number = _latest(manager) if step is None else step
+    number = _latest(directory) if step is None else step
     if number is None:
         raise failed(f"None of the steps in {directory} is whole: {', '.join(map(str, steps))}.")
     try:
@@ -118,7 +121,7 @@ def remove_steps(directory: Folder, steps: Steps) -> None:
 
 
 def collect(directory: Folder, older_than: Age = "0s") -> None:
-    """Remove what saves have left that were ended: folders of steps without a manifest."""
+    """Remove what saves have left that were ended: folders without a manifest, and claims."""
     match = re.fullmatch("([0-9]{1,9})([smhd])", older_than)
     if match is None:
         raise failed(f"An age is a number and s, m, h or d, got {older_than!r}.", 2)
@@ -140,6 +143,10 @@ def collect(directory: Folder, older_than: Age = "0s") -> None:
                 problems.append(f"{folder} cannot be removed: {error}")
             else:
                 print_rows(("folder", "size", "state"), [(folder, size, "removed")])
+        for name in read_listing(storage).stale_claims():
+            if time.time() - (directory / name).lstat().st_mtime >= limit_s:
+                storage.remove(name)
+                print_rows(("claim", "size", "state"), [(name, "", "removed")])
     if problems:
         raise failed(" ".join(problems))
 
@@ -209,11 +216,13 @@ def _opened(directory: Path, step: int | None = None) -> tuple[CheckpointManager
     return manager, steps if step is None else (step,)
 
 
-def _latest(manager: CheckpointManager) -> int | None:
+def _latest(directory: Path) -> int | None:
+    """Return the step that a restore would take: its files have their sizes, too."""
     try:
-        return manager.latest()
+        found, _ = newest_whole(LocalStorage(directory), {})
     except CheckpointError:  # a step of another version of the format; its own row says so
         return None
+    return None if found is None else found.step
 
 
 def _size(num_bytes: int) -> str:
@@ -221,5 +230,5 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_states(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    red = [i for i, row in enumerate(rows) if row[-1] not in {"whole", "latest"}]
+    red = [i for i, row in enumerate(rows) if row[-1].partition(",")[0] not in {"whole", "latest"}]
     print_rows(head, rows, red=red)

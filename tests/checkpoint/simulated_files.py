@@ -259,10 +259,14 @@ class SimulatedStorage:
         self.list, self.make_folder = self._local.list, self._local.make_folder
         self.create, self.open = self._local.create, self._local.open
         self.replace, self.sync = self._local.replace, self._local.sync
+        self.put_new = self._local.put_new
         self.remove, self.remove_folder = self._local.remove, self._local.remove_folder
 
     def lock(self) -> Any:
         return SimpleNamespace(close=lambda: None)
+
+
+SIMPLE = ("list", "make_folder", "put_new", "replace", "sync", "remove", "remove_folder")
 
 
 class FaultyStorage:
@@ -290,7 +294,7 @@ class FaultyStorage:
         self._error = error
         self._is_late = is_late
         self._is_for_good = is_for_good
-        for name in ("list", "make_folder", "replace", "sync", "remove", "remove_folder", "lock"):
+        for name in (*SIMPLE, "lock"):
             setattr(self, name, self._faulty(name, getattr(storage, name)))
         self._create = self._faulty("create", storage.create)
         self._open = self._faulty("open", storage.open)

@@ -409,7 +409,8 @@ async def test_old_steps_go_and_every_so_many_stay(tmp_path: Path) -> None:
         assert manager.latest() == 5
         assert manager.steps() == (4, 5, 8, 10)
     assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock", *(f"step-{step:010d}" for step in (4, 5, 8, 10))
+        ".lock", *(f"step-{step:010d}" for step in (4, 5, 8, 10)),
+        *(f"claim-{i:010d}-{step:010d}" for i, step in [(4, 4), (8, 8), (10, 10), (11, 5)]),
     }  # fmt: skip
 
 

@@ -1,0 +1,161 @@
+"""The writer of a directory: its lock, its claims, the order of the steps, what is removed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+from ..errors import CheckpointError
+from ._claims import Claim, Listing, another_writer, make_claim, read_listing
+from ._lane import Stop
+from ._reading import Known, read_known
+from ._retention import steps_to_remove
+from ._storage import Storage
+from ._writing import folder_of, reason, remove_leftover, remove_step
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """One save.
+
+    Attributes:
+        claim: Its claim.
+        listing: Names in the directory, once it was made.
+        known: The steps with this one, once it is saved.
+    """
+
+    claim: Claim
+    listing: Listing
+    known: Known
+
+
+@final
+class Writer:
+    """What a manager knows of the directory that it saves into, from its first save until closed.
+
+    Every method but `close` blocks, and one save has to end before another begins.
+
+    Args:
+        storage: The directory.
+        max_to_keep: How many of the newest steps are kept; None keeps all.
+        keep_every: Steps that this number divides are kept for good.
+    """
+
+    def __init__(self, storage: Storage, max_to_keep: int | None, keep_every: int | None) -> None:
+        self._storage = storage
+        self._max_to_keep = max_to_keep
+        self._keep_every = keep_every
+        self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
+        self._known: Known | None = None  # None while that is not sure
+        self._fence: int | None = None  # the newest sequence when it took the directory
+        self._claims: set[Claim] = set()  # that it has made since
+        self._has_cleaned = False
+
+    def begin(self, step: int) -> Saving:
+        """Take the directory, unless it is taken; make a claim, and look for another writer.
+
+        Raises:
+            CheckpointError: If another writer is there.
+            OSError: If something cannot be read or made.
+        """
+        self._take()
+        if self._fence is None:
+            self._known = read_known(self._storage)
+            self._fence = self._known.newest
+        known = self._known or read_known(self._storage)
+        self._known = None  # until the save is known to be there
+        claim = Claim(1 + max(known.newest, self._fence), step)
+        self._claims.add(claim)  # before: it may be made although that fails
+        try:
+            make_claim(self._storage, claim)
+        except CheckpointError:
+            self._claims.discard(claim)
+            raise
+        try:
+            listing = self._listing_without_others(self._fence)
+            strange = listing.folders - {*known.steps, step} - known.unsaved
+            if strange:  # put there by hand
+                known = read_known(self._storage)
+                if known.newest > claim.sequence:
+                    raise CheckpointError(
+                        f"the steps {sorted(strange)} were put there meanwhile. Save again"
+                    )
+        except BaseException:
+            with suppress(Exception):
+                self._storage.remove(claim.name)
+            raise
+        others = [each for each in known.steps if each in listing.folders and each != step]
+        unsaved = (known.unsaved & listing.folders) - {step}
+        return Saving(claim, listing, Known((step, *others), unsaved, claim.sequence))
+
+    def _take(self) -> None:
+        if self._lock is None or self._lock[1] != os.getpid():  # or in the child of a fork
+            self._known = self._fence = None  # another manager may have saved
+            self._claims.clear()
+            self._has_cleaned = False
+            self._storage.make_folder("")
+            self._lock = self._storage.lock(), os.getpid()
+
+    def _listing_without_others(self, fence: int) -> Listing:
+        listing = read_listing(self._storage)
+        for other in listing.claims:
+            if other.sequence > fence and other not in self._claims:
+                raise another_writer(self._storage, other)
+        self._claims.intersection_update(listing.claims)
+        return listing
+
+    def end(self, saving: Saving, stop: Stop) -> list[str]:
+        """Remove what is not to be kept beside a step that is saved, until told to stop.
+
+        Returns:
+            What could not be removed, in words.
+        """
+        self._known = saving.known
+        left: list[str] = []
+        for what, remove in self._removals(saving):
+            if stop.is_set:
+                break
+            try:
+                remove()
+            except (OSError, MemoryError) as error:
+                left.append(f"{what} could not be removed from {self._storage}: {reason(error)}.")
+        return left
+
+    def _removals(self, saving: Saving) -> Iterator[tuple[str, Callable[[], None]]]:
+        storage, listing = self._storage, saving.listing
+        for claim in listing.claims:
+            if claim.step == saving.claim.step and claim != saving.claim:
+                what = f"An earlier claim of step {claim.step}"
+                yield what, partial(storage.remove, claim.name)
+        for step in steps_to_remove(
+            saving.known.steps,
+            max_to_keep=self._max_to_keep,
+            keep_every=self._keep_every,
+            pinned=listing.pins,
+        ):
+            yield f"Step {step}", partial(remove_step, storage, step, listing.names_of(step))
+        if self._has_cleaned:
+            return
+        self._has_cleaned = True
+        # Under a lock that keeps others out: else it could be the save of another writer.
+        if not getattr(self._lock and self._lock[0], "is_exclusive", False):
+            return  # locks of other storages need not have it
+        for step in sorted(saving.known.unsaved):
+            folder = folder_of(step)
+            what = f"What an ended save has left in {folder}"
+            yield what, partial(remove_leftover, storage, folder)
+        for claim in listing.claims:
+            if claim.step not in saving.known.steps:
+                what = f"The claim of an ended save of step {claim.step}"
+                yield what, partial(storage.remove, claim.name)
+
+    def close(self) -> None:
+        """Let the directory go. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock[0].close()
