@@ -94,9 +94,9 @@ def read_listing(storage: Storage) -> Listing:
         raise not_listed(storage, error) from error
     claims = [Claim(int(m[1]), int(m[2])) for m in map(_CLAIM.fullmatch, names) if m]
     return Listing(
-        frozenset(int(m[1]) for m in map(STEP_FOLDER.fullmatch, names) if m),
+        frozenset([int(m[1]) for m in map(STEP_FOLDER.fullmatch, names) if m]),
         tuple(sorted(claims, reverse=True)),
-        frozenset(int(m[1]) for m in map(_PIN.fullmatch, names) if m),
+        frozenset([int(m[1]) for m in map(_PIN.fullmatch, names) if m]),
     )
 
 

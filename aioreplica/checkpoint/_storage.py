@@ -195,13 +195,17 @@ class LocalStorage:
         Raises:
             FileExistsError: If there is one.
         """
-        sink = self.create(path)
+        name = self._directory / path
+        fd = self._os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
         try:
-            sink.write(memoryview(data))
-            sink.discard()  # its name has to last, and its content only informs
-            self._sync(self._path(path).parent)
+            try:
+                written = self._os.write(fd, data)
+            finally:
+                self._os.close(fd)
+            if written != len(data):
+                raise OSError(errno.EIO, f"{written} bytes instead of {len(data)}", str(name))
+            self._sync(name.parent)  # the name has to last; the content only informs
         except BaseException:
-            sink.discard()
             with suppress(OSError):
                 self.remove(path)
             raise

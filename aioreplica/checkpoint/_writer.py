@@ -17,6 +17,9 @@ from ._retention import steps_to_remove
 from ._storage import Storage
 from ._writing import folder_of, reason, remove_leftover, remove_step
 
+MANY_CLAIMS = 10_000
+"""Beyond so many, those that are gone are forgotten; not before, as one may be about to come."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Saving:
 
 @final
 class Writer:
-    """What a manager knows of the directory that it saves into, from its first save until closed.
+    """Knowledge that a manager has of the directory it saves into, from its first save on.
 
     Every method but `close` blocks, and one save has to end before another begins.
 
@@ -106,7 +109,8 @@ class Writer:
         for other in listing.claims:
             if other.sequence > fence and other not in self._claims:
                 raise another_writer(self._storage, other)
-        self._claims.intersection_update(listing.claims)
+        if len(self._claims) > MANY_CLAIMS:
+            self._claims.intersection_update(listing.claims)
         return listing
 
     def end(self, saving: Saving, stop: Stop) -> list[str]:

@@ -5,12 +5,13 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -40,6 +41,14 @@ def watched(storage: Storage) -> tuple[Any, Calls]:
     faulty, calls = FaultyStorage(storage, OSError, None), Calls()
     faulty.calls = calls
     return faulty, calls
+
+
+@pytest.fixture(autouse=True)
+def _empty_memory() -> Iterator[None]:
+    yield
+    files = fsspec.filesystem("memory")
+    for name in files.ls("/", detail=False):
+        files.rm(name, recursive=True)
 
 
 @pytest.fixture(params=["local", "fsspec"])
