@@ -231,6 +231,8 @@ class Observer:
         """Check that calling the functions runs them."""
         for kind in KINDS:
             tell = getattr(self, kind)
+            if tell is None:
+                continue
             if is_async(tell):
                 raise TypeError(f"An observer's {kind} must be a plain function, got {tell!r}.")
             require_no_yield(tell, f"An observer ({kind})", "Make it a plain function.")

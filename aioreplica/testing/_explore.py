@@ -46,7 +46,7 @@ def explore(
         schedules: How many schedules at most.
         seed: Other seeds give other schedules.
         strategy: "portfolio", which takes several in turns. One of them alone ("fifo", "random",
-            "pct", "pos") is of use for comparisons only.
+            "pct", "pos") is for comparisons with it, and promises nothing.
         fidelity: "reorder" lets tasks interleave freely; "asyncio" keeps its real ready queue, so
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.

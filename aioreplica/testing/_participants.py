@@ -11,6 +11,7 @@ import asyncio
 from asyncio import events
 from collections.abc import Callable, Coroutine, Iterator
 from contextvars import Context
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 if TYPE_CHECKING:
@@ -40,6 +41,20 @@ class Participant(Protocol):
 
     def fire(self) -> None:
         """Take the one step that waits."""
+
+
+class KitStep(Participant, Protocol):
+    """A participant whose next step changes nothing that a program can see.
+
+    Attributes:
+        loop: That of the run.
+        scope: What the step changes: those of two scopes can trade places; None if it is more.
+    """
+
+    loop: SimLoop
+
+    @property
+    def scope(self) -> object | None: ...
 
 
 Choose = Callable[[list[Participant]], int]
@@ -230,15 +245,20 @@ class CallbackQueue:
         * The head of `waiting` is a callback, except at `asyncio` fidelity.
     """
 
-    __slots__ = ("_loop", "index")
+    __slots__ = ("index", "loop")
 
     def __init__(self, loop: SimLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self.index = CALLBACKS
+
+    @property
+    def scope(self) -> CallbackQueue | None:
+        """The queue itself if the first callback is bookkeeping of asyncio; else None."""
+        return self if _is_bookkeeping(self.loop.waiting[0]) else None
 
     def fire(self) -> None:
         """Run the first callback; let go of the tasks that stood behind it."""
-        loop = self._loop
+        loop = self.loop
         waiting, enabled = loop.waiting, loop.enabled
         head = waiting.popleft()
         if loop.fidelity != "asyncio":
@@ -253,6 +273,29 @@ class CallbackQueue:
                 head._run()
             else:
                 loop.network.run_callback(head)
+
+
+def _closure_of(function: str, name: str) -> CodeType:
+    """Return the code of a function that one of `asyncio.tasks` defines."""
+    code: CodeType = vars(asyncio.tasks)[function].__code__
+    return next(
+        each for each in code.co_consts if isinstance(each, CodeType) and each.co_name == name
+    )
+
+
+BOOKKEEPING: frozenset[object] = frozenset(
+    {_closure_of("gather", "_done_callback"), _closure_of("_wait", "_on_completion")}
+)
+"""Callbacks that count who is done, and wake who waits for all: they cancel nothing."""
+
+
+def _is_bookkeeping(head: object) -> bool:
+    """Return True for a callback of asyncio itself about a task or a plain future."""
+    return (
+        isinstance(head, events.Handle)
+        and getattr(head._callback, "__code__", None) in BOOKKEEPING  # type: ignore[attr-defined]
+        and type(head._args[0]) in (SimTask, RealFuture, SimFuture)
+    )
 
 
 @final

@@ -68,6 +68,21 @@ class PoolOp:
         self.run: OpRun | None = None
         self.index = pool.loop.new_index()
 
+    @property
+    def loop(self) -> SimLoop:
+        """The loop of the run."""
+        return self.pool.loop
+
+    @property
+    def scope(self) -> SimPool | None:
+        """The pool, where the op starts next and no fault may strike; else None.
+
+        Its call runs when it completes, so that it has started is known to the pool alone. One
+        that was cancelled may tell those who wait for it.
+        """
+        is_known = self.state != STARTABLE or self.future.cancelled()
+        return None if is_known or self.pool.table.faults is not None else self.pool
+
     # ---- what kinds of op do in their own way ------------------------------------------------
 
     def claim(self) -> bool:

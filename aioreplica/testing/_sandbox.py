@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import count
 from random import Random
+from threading import get_ident
 from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -482,26 +483,25 @@ def clock_functions(simulation: Simulation, real: dict[str, Callable[..., Any]])
     """
     here = simulation.is_here
 
-    def elapsed() -> float:
-        return simulation.loop.now + simulation.pools.slept_s
+    def clock(name: str, start_s: float = 0.0) -> Callable[[], float]:
+        real_clock = real[name]
 
-    def monotonic() -> float:
-        return elapsed() if here() else real["monotonic"]()
+        def read() -> float:  # called for every op: one call, without `here` on the loop's thread
+            if simulation.is_running and (get_ident() == simulation.thread or here()):
+                return start_s + (simulation.loop.now + simulation.pools.slept_s)
+            return real_clock()  # type: ignore[no-any-return]
 
-    def perf_counter() -> float:
-        return elapsed() if here() else real["perf_counter"]()
+        return read
 
-    def time() -> float:
-        return EPOCH_S + elapsed() if here() else real["time"]()
+    def clock_ns(name: str) -> Callable[[], int]:
+        read, real_clock = virtual[name], real[f"{name}_ns"]
+        return lambda: round(read() * 1e9) if here() else real_clock()
 
-    def monotonic_ns() -> int:
-        return round(elapsed() * 1e9) if here() else real["monotonic_ns"]()
-
-    def perf_counter_ns() -> int:
-        return round(elapsed() * 1e9) if here() else real["perf_counter_ns"]()
-
-    def time_ns() -> int:
-        return round((EPOCH_S + elapsed()) * 1e9) if here() else real["time_ns"]()
+    virtual = {
+        "time": clock("time", EPOCH_S),
+        "monotonic": clock("monotonic"),
+        "perf_counter": clock("perf_counter"),
+    }
 
     def sleep(seconds: float) -> None:
         if not here():
@@ -515,15 +515,7 @@ def clock_functions(simulation: Simulation, real: dict[str, Callable[..., Any]])
         else:  # the program keeps the loop from everything else for that long
             simulation.loop.jump(simulation.loop.now + seconds)
 
-    return {
-        "time": time,
-        "time_ns": time_ns,
-        "monotonic": monotonic,
-        "monotonic_ns": monotonic_ns,
-        "perf_counter": perf_counter,
-        "perf_counter_ns": perf_counter_ns,
-        "sleep": sleep,
-    }
+    return {**virtual, **{f"{name}_ns": clock_ns(name) for name in virtual}, "sleep": sleep}
 
 
 # ---- functions of asyncio that return or walk sets --------------------------------------------

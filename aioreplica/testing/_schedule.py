@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, cast, final
 
-from ._participants import CLOCK, Choose, Participant, fifo
+from ._participants import CLOCK, Choose, KitStep, Participant, fifo
 from ._strategies import FIFO, MAKERS
 
 if TYPE_CHECKING:
@@ -150,3 +150,8 @@ def is_preemptible(option: Participant) -> bool:
 def is_outside(option: Participant) -> bool:
     """Tell whether this is an op or the clock, which go on while the loop has nothing to do."""
     return option.index == CLOCK or hasattr(option, "deadline")
+
+
+def kit_step(option: Participant) -> KitStep | None:
+    """Return an option whose next step no program can see; None for any other."""
+    return None if getattr(option, "scope", None) is None else cast("KitStep", option)

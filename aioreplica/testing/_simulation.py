@@ -23,6 +23,8 @@ class Simulation:
         threads: Where ops run that wait.
         numbers: Hashes of objects that a run made and that are walked in sets, by address.
         notes: Sentences on what programs did that is not simulated, of all schedules.
+        is_running: Whether a schedule runs, and nothing real is done in between.
+        thread: Identity of the thread that runs it.
     """
 
     def __init__(self) -> None:
@@ -32,8 +34,8 @@ class Simulation:
         self.numbers: dict[int, int] = {}
         self.notes: dict[str, None] = {}
         self._num_numbers = 0
-        self._is_running = False
-        self._thread = threading.get_ident()
+        self.is_running = False
+        self.thread = threading.get_ident()
 
     def begin(self, loop: SimLoop, pools: PoolTable) -> None:
         """Start a schedule."""
@@ -43,7 +45,7 @@ class Simulation:
         loop.is_here = self.is_here
         self.numbers.clear()
         self._num_numbers = 0
-        self._is_running = True
+        self.is_running = True
 
     def open_network(self) -> Network:
         """Return the network of the schedule, made when something first asks for it."""
@@ -55,24 +57,24 @@ class Simulation:
 
     def end(self) -> None:
         """End a schedule."""
-        self._is_running = False
+        self.is_running = False
 
     def is_here(self) -> bool:
         """Return True if the caller is the program under test."""
-        if not self._is_running:
+        if not self.is_running:
             return False
         ident = threading.get_ident()
-        return ident == self._thread or ident in self.threads.idents
+        return ident == self.thread or ident in self.threads.idents
 
     def progress(self) -> tuple[int, int] | None:
         """Return what changes with every step of the run; None between runs."""
-        return (id(self.loop), len(self.loop.order)) if self._is_running else None
+        return (id(self.loop), len(self.loop.order)) if self.is_running else None
 
     def running_thread(self) -> int:
         """Return the thread that takes the current step."""
         op = self.pools.current_op
         run = None if op is None else op.run
-        return self._thread if run is None else run.thread.ident
+        return self.thread if run is None else run.thread.ident
 
     def who(self) -> int | PoolOp | Simulation:
         """Return what owns a lock that is taken now: an op, or this object for all tasks."""
@@ -84,11 +86,11 @@ class Simulation:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Leave the program under test for a moment, to do something real."""
-        is_running, self._is_running = self._is_running, False
+        is_running, self.is_running = self.is_running, False
         try:
             yield
         finally:
-            self._is_running = is_running
+            self.is_running = is_running
 
     def number(self, made: object) -> None:
         """Give an object the next number of the run; an address may serve several in turn."""
