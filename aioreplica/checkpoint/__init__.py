@@ -4,6 +4,7 @@ from .._export import export_public
 from ._claims import read_listing as read_listing
 from ._description import EntryDescription as EntryDescription
 from ._description import StepDescription as StepDescription
+from ._description import plain_value as plain_value
 from ._format import DTYPES as DTYPES
 from ._format import dtype_of as dtype_of
 from ._format import tensors_header as tensors_header

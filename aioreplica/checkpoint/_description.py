@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
+from ..tree import decode
 from ._format import Manifest
+from ._reading import look_at
+from ._storage import Storage
 
 
 @final
@@ -71,3 +74,17 @@ def description_of(manifest: Manifest, damage: str) -> StepDescription:
         entries,
         damage,
     )
+
+
+def plain_value(storage: Storage, step: int, key: str) -> Any:  # Any: whatever was saved
+    """Return the plain data of an entry, by the manifest alone; arrays in it are None. Blocks.
+
+    Returns:
+        The data; None if there is no such entry, or the manifest is damaged.
+
+    Raises:
+        CheckpointError: If the manifest cannot be read.
+    """
+    manifest = look_at(storage, step).manifest
+    record = None if manifest is None else manifest.entries.get(key)
+    return None if record is None else decode(record.value, [None] * len(record.tensors))

@@ -20,6 +20,7 @@ COMMANDS = {
     "trace": "Sum a trace up: steps, what took the time, how busy each replica and device was.",
     "top": "Watch the replicas and devices of a running process.",
     "ckpt": "Look at checkpoints, and remove them.",
+    "online": "Look at the journal of an online learner, and roll it back.",
     "explore": "Run an async program under many schedules, until one fails.",
     "bench": "Run one of the project's benchmarks, or list them.",
 }
@@ -70,6 +71,7 @@ def _add_commands(app: Any, typer: Any) -> None:
     from ._commands import bench, devices, top
     from ._doctor import doctor
     from ._explore import explore
+    from ._online import roll_back, show_journal
     from ._trace import trace
 
     command: Any
@@ -85,6 +87,10 @@ def _add_commands(app: Any, typer: Any) -> None:
     ):
         group.command(name)(command)
     app.add_typer(group, name="ckpt")
+    group = typer.Typer(help=COMMANDS["online"], no_args_is_help=True)
+    group.command("show")(show_journal)
+    group.command("rollback")(roll_back)
+    app.add_typer(group, name="online")
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     app.command(context_settings=settings)(bench)
 

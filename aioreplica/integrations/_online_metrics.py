@@ -38,6 +38,8 @@ GAUGES = (
     ("last_number", "last_number", "Number of the last example taken."),
     ("learned_number", "learned_number", "Every example up to this one is learned or set aside."),
     ("checkpoint_number", "checkpoint_number", "That of the newest checkpoint."),
+    ("newest_version", "newest_version", "The version after the last step that was kept."),
+    ("generation", "rollbacks_to_checkpoints", "Rollbacks to a checkpoint, ever."),
     ("step_running_s", "step_running_seconds", "Seconds since the step under way has begun."),
 )
 FLAGS = (
@@ -45,6 +47,8 @@ FLAGS = (
     ("checkpoint_error", "checkpoint_failing", "1 after a checkpoint that failed."),
     ("publish_error", "publish_failing", "1 while snapshots do not reach other processes."),
     ("failure", "failed", "1 once the learner has given up."),
+    ("held", "held", "1 while the newest version is held back by its gate."),
+    ("is_pinned", "pinned", "1 while one version is served, whatever is learned."),
     ("retry_error", "retrying", "1 while the last step is tried again."),
 )
 

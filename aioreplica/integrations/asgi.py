@@ -12,6 +12,7 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
     GET  /metrics        for Prometheus
     GET  /healthz        200 while the process answers
     GET  /readyz         200 while it predicts and learns, else 503 and why not
+    POST /rollback, ...  operations, for those with the `operator_token`
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, final
 
@@ -53,6 +55,7 @@ try:
     from starlette.websockets import WebSocketClose
 
     from ._online_metrics import ServiceMetrics
+    from ._operating import OPERATIONS, operate
     from ._request import (
         HEADERS,
         Limits,
@@ -134,6 +137,8 @@ class OnlineService:
         validate: Called with each input, of a prediction and of an example, once its shapes are
             right; what it returns is used in its place. What it refuses with a ValueError is
             answered with 422 and that text.
+        operator_token: If given, there are routes that pause, resume, save, roll back, pin, retry
+            and discard, for whoever brings this one; see the page "A service of online learning".
         token: If given, every request but those of `/healthz` and `/readyz` must bring it, those
             of `/metrics` and `/events` too. It says who may ask, not who asks: one token for all.
             Without TLS it can be read on the way.
@@ -161,6 +166,7 @@ class OnlineService:
         target_like: Any = None,
         validate: Callable[[Any], Any] | None = None,
         token: str | None = None,
+        operator_token: str | None = None,
         hosts: Sequence[str] = LOCAL_NAMES,
         limits: Limits | None = None,
         registry: CollectorRegistry | None = None,
@@ -168,8 +174,11 @@ class OnlineService:
         report: Callable[[], Mapping[str, Any]] | None = None,
         event_interval_s: float = 0.5,
     ) -> None:
-        if token is not None and not (token and token.isascii() and token.isprintable()):
-            raise ValueError("The token must be of printable ASCII characters, and not empty.")
+        for each in (token, operator_token):
+            if each is not None and not (each and each.isascii() and each.isprintable()):
+                raise ValueError("The token must be of printable ASCII characters, and not empty.")
+        if operator_token is not None and operator_token == token:
+            raise ValueError("operator_token is the token of clients. Give operators their own.")
         if isinstance(hosts, str):
             raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
         require_no_yield(predict, "OnlineService")
@@ -187,6 +196,7 @@ class OnlineService:
         self._example_spec = ExampleSpec({"input": input_like, **target})
         self._validate = validate
         self._token = token
+        self._operator_token = operator_token
         self._hosts = tuple(host.lower() for host in hosts)
         self._limits = Limits() if limits is None else limits
         self._report = report
@@ -217,6 +227,10 @@ class OnlineService:
                 self._route("/learn", "POST", "Learn from examples.", self._on_learn),
                 self._route("/dead-letters", "GET", "What is not learned.", self._on_dead_letters),
             ]
+            if self._operator_token is not None:
+                for path, (_, _, summary) in OPERATIONS.items():
+                    handle = partial(operate, path, self._learner, self._limits)
+                    routes.append(self._route(path, "POST", summary, handle, self._operator_token))
         return routes
 
     # ---- as an application ---------------------------------------------------------------------
@@ -248,7 +262,9 @@ class OnlineService:
             scope = {**scope, "path": scope["path"].rstrip("/")}
         await self._router(scope, receive, send)
 
-    def _route(self, path: str, method: str, summary: str, handle: _Handler) -> Route:
+    def _route(
+        self, path: str, method: str, summary: str, handle: _Handler, token: str | None = None
+    ) -> Route:
         is_open = path in {"/healthz", "/readyz"}
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -264,7 +280,7 @@ class OnlineService:
                 if request.method != method:
                     raise refusal(405, f"Use {method} for {path}.", allow=method)
                 if not is_open:
-                    check(request, self._hosts, self._token)
+                    check(request, self._hosts, token or self._token)
                 response = await handle(request)
                 status = response.status_code
                 await response(scope, receive, send_noting)
@@ -331,17 +347,14 @@ class OnlineService:
         is_single = isinstance(found, dict) and "examples" not in found
         given = [found] if is_single else only_field(found, "examples")
         examples = self._checked(given, self._valid_example, "" if is_single else "examples")
-        try:
-            now = learner.statistics()
-        except ContextError as error:  # no lifespan has opened it
-            raise refusal(503, str(error), retry_after="5") from error
-        if len(examples) > now.queue_size:
-            raise refusal(413, f"The queue has room for {now.queue_size} examples at most.")
+        if len(examples) > learner.queue_size:
+            raise refusal(413, f"The queue has room for {learner.queue_size} examples at most.")
         try:
             tickets = learner.submit_many_nowait(examples, key=key)
             for ticket in tickets:
                 await ticket.saved()
         except anyio.WouldBlock:
+            now = learner.statistics()
             wait_s = now.queue_depth * now.step_s / max(now.num_learned, 1)
             retry_after = str(math.ceil(min(max(wait_s, 1), 60)))
             what = f"The queue is full: {now.queue_depth} of {now.queue_size} examples wait."
@@ -433,22 +446,9 @@ class OnlineService:
         return answer({"status": "ok"})
 
     async def _on_readyz(self, _request: Request) -> Response:
-        why = self._unready()
+        why = _why_unready(self)
         about = {} if isinstance(self._learner, OnlineLearner) else _about(self._learner)
         return answer({"status": why or "ok", **about}, 503 if why else 200)
-
-    def _unready(self) -> str:
-        """Return why no requests should come here, "" if they should."""
-        if self._closing.is_set():
-            return "closing"
-        if isinstance(self._learner, SnapshotReader):
-            return _why_not_current(self._learner)
-        if self._learner.is_ready:
-            return ""
-        if self._learner.state == "new":
-            return "new: the application does not run the service's lifespan"
-        now = self._learner.statistics()
-        return ": ".join(filter(None, (now.state, now.failure, now.retry_error, now.journal_error)))
 
     def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"version": self._newest().version}
@@ -534,6 +534,20 @@ def _as_row(letter: DeadLetter) -> dict[str, Any]:
         "time": letter.time,
         "example": map_leaves(lambda leaf: np.asarray(leaf).tolist(), letter.example),
     }
+
+
+def _why_unready(service: OnlineService) -> str:
+    """Return why no requests should come here, "" if they should."""
+    if service._closing.is_set():
+        return "closing"
+    if isinstance(service._learner, SnapshotReader):
+        return _why_not_current(service._learner)
+    if service._learner.is_ready:
+        return ""
+    if service._learner.state == "new":
+        return "new: the application does not run the service's lifespan"
+    now = service._learner.statistics()
+    return ": ".join(filter(None, (now.state, now.failure, now.retry_error, now.journal_error)))
 
 
 def _why_not_current(reader: SnapshotReader) -> str:

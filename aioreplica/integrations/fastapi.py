@@ -80,7 +80,7 @@ def _endpoint(route: Route) -> Callable[[], Any]:  # Any: FastAPI takes every aw
 
 def _described(service: OnlineService, route: Route) -> dict[str, Any] | None:
     """Return the body of a route as OpenAPI has it."""
-    if route.method != "POST":
+    if route.path not in {"/predict", "/learn"}:
         return None
     one = {"input": _schema(service.input_like)}
     many = {"inputs": {"type": "array", "minItems": 1, "items": one["input"]}}

@@ -10,6 +10,7 @@ from ._published import publish_snapshot as publish_snapshot
 from ._records import DeadLetter as DeadLetter
 from ._records import ReplicaTiming as ReplicaTiming
 from ._records import StepRecord as StepRecord
+from ._rollback import roll_back_closed as roll_back_closed
 from ._serving import Candidate as Candidate
 from ._serving import StepLimits as StepLimits
 from ._statistics import LearnerStatistics as LearnerStatistics

@@ -24,6 +24,7 @@ from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
 from ._publishing import Publishing
 from ._records import StepRecord
+from ._rollback import RollbackRequest, answer_request, refuse_all
 from ._saving import Saving
 from ._serving import Serving
 from ._settings import Settings
@@ -62,6 +63,7 @@ class Engine:
         self.failures = FailuresInARow(settings.max_failures_in_a_row)
         self.serving = serving = Serving(settings.step_check, settings.publish_if)
         self.publishing = Publishing(settings.publish_to, lambda: serving.served, self.changed)
+        self.requests: deque[RollbackRequest] = deque()
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
@@ -101,7 +103,7 @@ class Engine:
                 self.serving.take_over(before.serving)
             last = 0 if self.journal is None else self.journal.facts.last_number
             self.backlog_end = max(last, self.learned_number)
-            if self.journal is not None and self.has_backlog:
+            if self.journal is not None and (self.has_backlog or self.saving.has_gone_back):
                 await self._skip_versions(self.journal)
             self.intake = Intake(
                 self.settings.queue_size, self.journal, self.backlog_end, self.changed
@@ -179,6 +181,7 @@ class Engine:
             "The learner was closed before the example was learned. "
             + ("The journal has it." if self.journal is not None else "It is lost.")
         )
+        refuse_all(self.requests)
         for stream in self.streams:
             stream.close()
         self.changed.give()
@@ -217,7 +220,9 @@ class Engine:
         due_at = self.saving.due_at(self.settled_number)
         may_learn = not self.failure and (self.is_closing or not self.is_paused)
         queue = self.intake.queue
-        if self.saving.is_due(now):
+        if self.requests:
+            await answer_request(self, self.requests.popleft())
+        elif self.saving.is_due(now):
             await self._save()
         elif may_learn and now < self._backoff.until and not self.is_closing:
             until = self._backoff.until

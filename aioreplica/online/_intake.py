@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -319,6 +319,13 @@ class Intake:
         """Put examples back as the first ones, in their order; those of `again` have no places."""
         self.depth += len(again)
         self.queue.extendleft(reversed([*again, *left]))
+
+    def take_out(self, numbers: Collection[int]) -> list[Taken]:
+        """Take examples of some numbers out of the queue, and free their places."""
+        found = [taken for taken in self.queue if taken.number in numbers]
+        self.queue = deque(taken for taken in self.queue if taken.number not in numbers)
+        self._release(len(found))
+        return found
 
     def free(self, size: int) -> None:
         """Free the places of examples that were learned or set aside."""

@@ -18,7 +18,7 @@ from typing import Any, final
 from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
 from ._example import pack_example
-from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Row
+from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Rollback, Row
 from ._records import DeadLetter
 
 KEPT_IN_MEMORY = 1000
@@ -37,6 +37,8 @@ class Journal:
         keep_keys_s: How long idempotency keys are remembered, in seconds in which a learner has the
             journal open: no clock of the machine is asked.
         busy_timeout_s: How long to wait for other programs that have locked it.
+        max_bytes: Of examples that a checkpoint has learned no more are kept, for going back to an
+            older one; None keeps them as long as that checkpoint is there.
         connect: What stands for `sqlite3.connect` in a test.
 
     Raises:
@@ -44,7 +46,7 @@ class Journal:
         TypeError: If an argument is of the wrong type.
     """
 
-    __slots__ = ("_busy_timeout_s", "_connect", "_keep_keys_s", "path")
+    __slots__ = ("_busy_timeout_s", "_connect", "_keep_keys_s", "_max_bytes", "path")
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Journal:
         *,
         keep_keys_s: float = 86400.0,
         busy_timeout_s: float = 5.0,
+        max_bytes: int | None = None,
         connect: Callable[..., Any] = sqlite3.connect,
     ) -> None:
         self.path = Path(path)
@@ -59,10 +62,13 @@ class Journal:
         self._keep_keys_s = checked_seconds("keep_keys_s", keep_keys_s)
         self._busy_timeout_s = checked_seconds("busy_timeout_s", busy_timeout_s)
         self._connect = connect
+        self._max_bytes = None if max_bytes is None else checked_count("max_bytes", max_bytes)
 
     def file(self) -> JournalFile:
         """Return its file, not open yet; for the learner."""
-        return JournalFile(self.path, self._keep_keys_s, self._busy_timeout_s, self._connect)
+        return JournalFile(
+            self.path, self._keep_keys_s, self._busy_timeout_s, self._connect, self._max_bytes
+        )
 
     def __repr__(self) -> str:
         return f"<Journal {self.path}>"
@@ -81,6 +87,8 @@ class OpenJournal:
         self._file = journal.file()
         self._lane = OwnLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
+        self.first_number = 1
+        """Examples from this one on are kept."""
         self._opened_at = 0.0
 
     @property
@@ -103,6 +111,7 @@ class OpenJournal:
         """Open it; closed again if that fails."""
         try:
             self._facts = await self._lane.run(self._file.open)
+            self.first_number = self._facts.first_number
         except BaseException:
             await self.aclose()
             raise
@@ -126,8 +135,17 @@ class OpenJournal:
     async def take_back(self, numbers: Sequence[int]) -> list[int]:
         return await self._lane.run(self._file.take_back, numbers)
 
-    async def compact(self, number: int) -> None:
-        await self._lane.run(self._file.compact, number, self.clock_s)
+    async def roll_back(self, to: int, skip: Sequence[int]) -> tuple[Rollback, ...]:
+        return await self._lane.run(self._file.roll_back, to, skip, time())
+
+    async def rollbacks(self) -> tuple[Rollback, ...]:
+        return await self._lane.run(self._file.rollbacks)
+
+    async def without_rows(self, numbers: Sequence[int]) -> list[int]:
+        return await self._lane.run(self._file.without_rows, numbers)
+
+    async def compact(self, numbers: Sequence[int]) -> None:
+        self.first_number = await self._lane.run(self._file.compact, numbers, self.clock_s)
 
     async def dead_letters(self, after: int, limit: int, before: int | None) -> list[DeadLetter]:
         return await self._lane.run(self._file.dead_letters, after, limit, before)

@@ -11,25 +11,19 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
-import sqlite3
+import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from ..checkpoint import FileLock
 from ..errors import JournalError, KeyReusedError
 from ._example import pack_example, unpack_example
+from ._journal_database import JournalDatabase
 from ._records import DeadLetter
 
-APPLICATION_ID = 0x61724F6C  # "arOl"
-VERSION = 1
-NO_ROOM = {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_SHMOPEN", "SQLITE_FULL"}
-"""Errors of a disk that has no room for the index of the log, 32 KiB."""
 MAX_NUMBER = 2**63 - 1  # of SQLite
 MOVED = "moved "
 """Begin of the facts that say what has taken a dead letter's place."""
@@ -41,22 +35,6 @@ MAX_MOVES = 1000
 """Times that an example which is retried and fails again is followed."""
 CLEAN_EVERY = 256
 """After so many commits old keys are deleted."""
-
-_SCHEMA = f"""
-CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE examples (number INTEGER PRIMARY KEY, crc32 INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE dead (
-    number INTEGER PRIMARY KEY, crc32 INTEGER NOT NULL, body BLOB NOT NULL, error TEXT NOT NULL,
-    time REAL NOT NULL
-);
-CREATE TABLE keys (
-    key TEXT PRIMARY KEY, digest BLOB NOT NULL, first INTEGER NOT NULL, clock_s REAL NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX keys_by_clock ON keys (clock_s);
-PRAGMA user_version = {VERSION};
-PRAGMA application_id = {APPLICATION_ID};
-"""
-
 
 _LAST = """
 SELECT max(value, (SELECT coalesce(max(number), 0) FROM examples)) FROM facts WHERE name = 'last'
@@ -105,6 +83,18 @@ class Appended(NamedTuple):
     strays: list[Row]
 
 
+class Rollback(NamedTuple):
+    """Begin of a generation: what was learned behind a number before it counts no more.
+
+    Attributes:
+        generation: Its number; the first generation is 0, and no rollback has begun that.
+        rolled_to: The number.
+    """
+
+    generation: int
+    rolled_to: int
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class JournalFacts:
@@ -115,12 +105,14 @@ class JournalFacts:
         first_number: Rows before it may have been deleted.
         last_number: The newest number.
         clock_s: How many seconds learners have had it open.
+        rollbacks: See `Rollback`, in their order.
     """
 
     id: str
     first_number: int
     last_number: int
     clock_s: float
+    rollbacks: tuple[Rollback, ...]
 
 
 @final
@@ -131,15 +123,18 @@ class JournalFile:
     """
 
     def __init__(
-        self, path: Path, keep_keys_s: float, busy_timeout_s: float, connect: Callable[..., Any]
+        self,
+        path: Path,
+        keep_keys_s: float,
+        busy_timeout_s: float,
+        connect: Callable[..., Any],
+        max_bytes: int | None,
     ) -> None:
-        self._path = Path(os.path.realpath(path))  # or a link would have a lock of its own
+        self._database = database = JournalDatabase(path, busy_timeout_s, connect)
+        self._path = database.path
+        self._run = database.run
         self._keep_keys_s = keep_keys_s
-        self._busy_timeout_s = busy_timeout_s
-        self._connect = connect
-        self._connection: Any = None  # Any: a sqlite3.Connection, or what stands for one
-        self._is_exclusive = False
-        self._lock: FileLock | None = None
+        self._max_bytes = max_bytes
         self._last = 0
         self._num_commits = 0
 
@@ -152,45 +147,20 @@ class JournalFile:
             JournalError: If it is in use, damaged, no journal, or cannot be made.
         """
         try:
-            self._lock = _locked(self._path)
-            with self._told("opened"):
-                self._connection = self._connected()
-                found = self._run("PRAGMA quick_check(1)")
-                if found != [("ok",)]:
-                    raise JournalError(
-                        f"The journal {self._path} is damaged: {found[0][0]}. Restore it from a "
-                        "copy, or move it away to begin a new one; what it holds is then not "
-                        "learned."
-                    )
+            with self._database.opening():
                 [[self._last]] = self._run(_LAST)
                 facts = dict(self._run("SELECT name, value FROM facts"))
+                rollbacks = self._rollbacks()
         except BaseException:
             self.close()
             raise
         return JournalFacts(
-            str(facts["id"]), int(facts["first"]), self._last, float(facts["clock_s"])
+            str(facts["id"]),
+            int(facts["first"]),
+            self._last,
+            float(facts["clock_s"]),
+            rollbacks,
         )
-
-    def _connected(self) -> Any:
-        try:
-            return self._connected_with(is_exclusive=False)
-        except sqlite3.OperationalError as error:
-            if getattr(error, "sqlite_errorname", "") not in NO_ROOM:
-                raise
-            # What it holds can be read all the same: the index of its log is in memory then, and
-            # other programs wait, until it can be written again.
-            return self._connected_with(is_exclusive=True)
-
-    def _connected_with(self, *, is_exclusive: bool) -> Any:
-        connection = self._connect(
-            str(self._path),
-            timeout=self._busy_timeout_s,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        _prepare(connection, self._path, is_exclusive=is_exclusive)
-        self._is_exclusive = is_exclusive
-        return connection
 
     def close(self, clock_s: float | None = None) -> None:
         """Close the file and give the lock back; blocks. Idempotent.
@@ -198,13 +168,10 @@ class JournalFile:
         Args:
             clock_s: Kept, if it is given and the file can be written.
         """
-        if clock_s is not None and self._connection is not None:
-            with suppress(JournalError), self._writing("closed"):
+        if clock_s is not None and self._database.is_connected:
+            with suppress(JournalError), self._database.writing("closed"):
                 self._remember_clock(clock_s)
-        self._drop()
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.close()
+        self._database.close()
 
     # ---- writing -------------------------------------------------------------------------
 
@@ -214,7 +181,7 @@ class JournalFile:
         Raises:
             JournalError: If nothing was appended, as far as is known.
         """
-        with self._writing("written"):
+        with self._database.writing("written"):
             strays = self._rows(self._last, None)
             last = strays[-1].number if strays else self._last
             results: list[tuple[int, bool] | KeyReusedError | KeyError] = []
@@ -275,7 +242,7 @@ class JournalFile:
         Raises:
             JournalError: If that failed.
         """
-        with self._writing("written"):
+        with self._database.writing("written"):
             for number, body, error, time in letters:
                 self._run(
                     "INSERT OR REPLACE INTO dead VALUES (?, ?, ?, ?, ?)",
@@ -292,7 +259,7 @@ class JournalFile:
         Raises:
             JournalError: If that failed.
         """
-        with self._writing("written"):
+        with self._database.writing("written"):
             return self._take_out(number)
 
     def take_back(self, numbers: Sequence[int]) -> list[int]:
@@ -305,7 +272,7 @@ class JournalFile:
             JournalError: If that failed; nothing is deleted then.
         """
         select, delete = (f"{verb} FROM dead WHERE number = ?" for verb in ("SELECT 1", "DELETE"))
-        with self._writing("written"):
+        with self._database.writing("written"):
             found = [number for number in numbers if self._run(select, number)]
             for number in found:
                 self._run(delete, number)
@@ -333,33 +300,106 @@ class JournalFile:
         Raises:
             JournalError: If that could not be written down.
         """
-        with self._writing("written"):
+        with self._database.writing("written"):
             known = self._run("SELECT value FROM facts WHERE name = 'ahead'")
             ahead = max([version - learned, *(int(value) for (value,) in known)])
             first = self._last + ahead
             self._run("INSERT OR REPLACE INTO facts VALUES ('ahead', ?)", first - learned)
         return first
 
+    def roll_back(self, to: int, skip: Sequence[int], time: float) -> tuple[Rollback, ...]:
+        """Begin a generation, and make dead letters of examples, in one transaction; blocks.
+
+        Args:
+            to: What was learned behind this number counts no more.
+            skip: Examples that are not to be learned again; dead letters stay as they are.
+            time: When, in seconds since the epoch.
+
+        Returns:
+            All rollbacks.
+
+        Raises:
+            JournalError: If nothing was changed, as far as is known.
+        """
+        with self._database.writing("rolled back"):
+            for number in skip:
+                self._run(
+                    "INSERT OR IGNORE INTO dead SELECT number, crc32, body, ?, ? FROM examples "
+                    "WHERE number = ?",
+                    f"Left out by the rollback to {to}",
+                    time,
+                    number,
+                )
+            self._run(
+                "INSERT INTO rollbacks SELECT coalesce(max(generation), 0) + 1, ?, ? "
+                "FROM rollbacks",
+                to,
+                time,
+            )
+            return self._rollbacks()
+
+    def rollbacks(self) -> tuple[Rollback, ...]:
+        """Return the rollbacks that the file really has; blocks.
+
+        Raises:
+            JournalError: If it cannot be read.
+        """
+        with self._database.reading():
+            return self._rollbacks()
+
+    def _rollbacks(self) -> tuple[Rollback, ...]:
+        rows = self._run("SELECT generation, rolled_to FROM rollbacks ORDER BY generation")
+        return tuple(itertools.starmap(Rollback, rows))
+
     def _remember_last(self) -> None:
         """Keep the newest number, as its row may go."""
         self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", self._last)
 
-    def compact(self, number: int, clock_s: float) -> None:
-        """Delete examples up to a number, which is used up then, and keys too old. Blocks.
+    def compact(self, numbers: Sequence[int], clock_s: float) -> int:
+        """Delete examples that no checkpoint needs, and keys too old; blocks.
+
+        Args:
+            numbers: Those of the checkpoints, ascending. What the first of them has learned goes,
+                and what later ones have as long as there is more than `max_bytes`; the last one
+                is used up then, too.
+            clock_s: The time.
+
+        Returns:
+            The number from which on examples are kept.
 
         Raises:
             JournalError: If that failed; nothing is deleted then.
         """
-        with self._writing("compacted"):
-            last = max(self._last, number)
+        with self._database.writing("compacted"):
+            number = self._compaction_to(numbers)
+            last = max(self._last, numbers[-1])
             self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", last)
             self._run("DELETE FROM examples WHERE number <= ?", number)
             self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'first'", number + 1)
             self._remember_clock(clock_s)
             self._clean(clock_s)
+            [[first]] = self._run("SELECT value FROM facts WHERE name = 'first'")
         self._last = last
+        return int(first)
+
+    def _compaction_to(self, numbers: Sequence[int]) -> int:
+        behind = "SELECT coalesce(sum(length(body)), 0) FROM examples WHERE number > ?"
+        for number in numbers[:-1]:
+            if self._max_bytes is None or self._run(behind, number)[0][0] <= self._max_bytes:
+                return number
+        return numbers[-1]
 
     # ---- reading -------------------------------------------------------------------------
+
+    def without_rows(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of some numbers that have no example in the file; blocks.
+
+        Raises:
+            JournalError: If it cannot be read.
+        """
+        with self._database.reading():
+            select = "SELECT 1 FROM examples WHERE number = ?"
+            return [number for number in numbers if not self._run(select, number)]
 
     def rows(self, after: int, limit: int) -> list[Row]:
         """Return examples behind a number that are not dead letters, in order; blocks.
@@ -367,8 +407,7 @@ class JournalFile:
         Raises:
             JournalError: If one is damaged, or the file cannot be read.
         """
-        with self._told("read"):
-            self._reopen()
+        with self._database.reading():
             return self._rows(after, limit)
 
     def _rows(self, after: int, limit: int | None) -> list[Row]:
@@ -388,8 +427,7 @@ class JournalFile:
         Raises:
             JournalError: If one is damaged, or the file cannot be read.
         """
-        with self._told("read"):
-            self._reopen()
+        with self._database.reading():
             found = self._run(
                 "SELECT number, crc32, body, error, time FROM dead WHERE number > ? AND number < ? "
                 f"ORDER BY number {'ASC' if before is None else 'DESC'} LIMIT ?",
@@ -414,96 +452,9 @@ class JournalFile:
         Raises:
             JournalError: If the file cannot be read.
         """
-        with self._told("read"):
-            self._reopen()
+        with self._database.reading():
             found = {number: _fate(self._run, number) for number in numbers}
             return {number: fate for number, fate in found.items() if fate is not None}
-
-    # ---- the connection ------------------------------------------------------------------
-
-    def _run(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
-        return list(self._connection.execute(statement, values))
-
-    @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
-        """Make the block one durable transaction, or give the connection up."""
-        with self._told(what):
-            self._reopen()
-            try:
-                self._run("BEGIN IMMEDIATE")
-                yield
-                self._run("COMMIT")
-            except BaseException:
-                with suppress(Exception):
-                    self._connection.execute("ROLLBACK")
-                self._drop()
-                raise
-            if self._is_exclusive:
-                self._drop()
-
-    def _reopen(self) -> None:
-        if self._lock is None:
-            raise JournalError(f"The journal {self._path} is closed.")
-        if self._connection is None:
-            self._connection = self._connected()
-
-    def _drop(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(sqlite3.Error):
-                connection.close()
-
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except (sqlite3.Error, ValueError, MemoryError) as error:
-            name = getattr(error, "sqlite_errorname", type(error).__name__)
-            raise JournalError(
-                f"The journal {self._path} could not be {what}: {error} ({name}). {_advice(name)}"
-            ) from error
-
-
-def _prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:
-    """Set a new connection up, and make the tables if there are none; closed if that fails."""
-    try:
-        if is_exclusive:
-            list(connection.execute("PRAGMA locking_mode = EXCLUSIVE"))
-        [[mode]] = connection.execute("PRAGMA journal_mode = WAL")
-        if mode != "wal":
-            raise JournalError(
-                f"The file system of {path} has no write-ahead log for SQLite (it gives "
-                f"mode {mode!r}). Put the journal on a local disk."
-            )
-        for setting in ("synchronous = FULL", "fullfsync = ON"):
-            list(connection.execute(f"PRAGMA {setting}"))
-        [[application]] = connection.execute("PRAGMA application_id")
-        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
-        [[version]] = connection.execute("PRAGMA user_version")
-        if application != APPLICATION_ID and tables:
-            raise JournalError(
-                f"{path} is an SQLite file but not a journal. Give the journal a path of its own."
-            )
-        if tables and version != VERSION:
-            raise JournalError(
-                f"The journal {path} has version {version} of the format, this release "
-                f"reads version {VERSION}. Open it with the release that wrote it."
-            )
-        if not tables:
-            _make(connection)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _make(connection: Any) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _SCHEMA.split(";"):
-        if statement.strip():
-            connection.execute(statement)
-    facts = {"id": secrets.token_hex(16), "first": 1, "last": 0, "clock_s": 0.0}
-    connection.executemany("INSERT INTO facts VALUES (?, ?)", list(facts.items()))
-    connection.execute("COMMIT")
 
 
 def _checked(path: Path, number: int, crc32: int, body: bytes) -> bytes:
@@ -532,36 +483,3 @@ def _digest(bodies: Sequence[bytes]) -> bytes:
     for body in bodies:
         made.update(len(body).to_bytes(8, "little") + body)
     return made.digest()
-
-
-def _advice(name: str) -> str:
-    if "FULL" in name or "IOERR" in name:
-        return "Make room on the disk, or look after it; submissions may be tried again."
-    if "BUSY" in name or "LOCKED" in name:
-        return "Another program has locked it; submissions may be tried again."
-    if "CORRUPT" in name or "NOTADB" in name:
-        return (
-            "It is damaged, or no journal. Restore it from a copy, or move it away to begin a "
-            "new one; what it holds is then not learned."
-        )
-    return "Look at the path and its permissions."
-
-
-def _locked(path: Path) -> FileLock:
-    """Return a lock beside the journal.
-
-    Raises:
-        JournalError: If a learner has it, or it cannot be made.
-    """
-    try:
-        return FileLock(path.with_name(f"{path.name}.lock"))
-    except BlockingIOError as error:
-        raise JournalError(
-            f"The journal {path} is in use: a learner of {error.strerror} has it open. Close it, "
-            "or give each learner a journal of its own."
-        ) from None
-    except OSError as error:
-        raise JournalError(
-            f"The journal {path} cannot be opened: {error}. Make its folder, let the process write "
-            "there, or put it on a local disk with room."
-        ) from error

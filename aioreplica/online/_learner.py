@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ._example import as_example
 from ._intake import ExampleGroup
 from ._journal import Journal, checked_count, checked_seconds
 from ._records import DeadLetter
+from ._rollback import RollbackRequest, checked
 from ._serving import GateFunction
 from ._settings import (
     Settings,
@@ -267,6 +269,11 @@ class OnlineLearner:
             return False
         return not self._engine.has_backlog and not self._engine.intake.journal_error
 
+    @property
+    def queue_size(self) -> int:
+        """Most examples that may be taken and not learned."""
+        return self._settings.queue_size
+
     def records(self, *, buffer_size: int = 256) -> RecordStream:
         """Return a stream of records, one per published step, from now on."""
         stream = RecordStream(buffer_size)
@@ -342,6 +349,39 @@ class OnlineLearner:
         if self._settings.checkpoints is None:
             raise ContextError("The learner has no checkpoints. Pass checkpoints=manager.")
         return await engine.saving.request()
+
+    async def rollback(self, to: int, skip: Sequence[int] = ()) -> int:
+        """Forget what was learned behind a number, and learn it again without some examples.
+
+        The newest checkpoint at or before `to` is restored, between two steps, and the journal's
+        examples behind it are learned again, but for dead letters. Meanwhile the state is
+        "recovering", examples are taken, and what was restored is served. Durable when it returns.
+
+        Args:
+            to: A number of an example; `statistics().rollback_from` is the smallest.
+            skip: Examples behind `to` that become dead letters.
+
+        Returns:
+            The number of the checkpoint.
+
+        Raises:
+            ValueError: If `to` is too far back or not learned yet, or an example to skip is not
+                behind it, or not in the journal. Nothing has changed, as with the next two.
+            CheckpointError: If the checkpoint cannot be restored.
+            JournalError: If the journal could not be written.
+            ContextError: If the learner is not open, or has no journal or no `checkpoints`.
+
+        Cancellation:
+            Stops waiting; it is rolled back all the same.
+        """
+        engine = self._open_engine()
+        if self._settings.checkpoints is None or self._settings.journal is None:
+            raise ContextError("A rollback needs a journal and checkpoints. Pass both.")
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        request = RollbackRequest(*checked(to, skip), done)
+        engine.requests.append(request)
+        engine.changed.give()
+        return await asyncio.shield(done)
 
     # ---- dead letters --------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as bound
 from typing import Any, final
 
-from ..checkpoint import CheckpointManager, DescribedState
+from ..checkpoint import CheckpointManager, DescribedState, remove_step
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
 from ._journal import OpenJournal
+from ._journal_file import JournalFacts, Rollback
+from ._rollback import step_before, void_steps
 
 
 @final
@@ -18,7 +21,8 @@ class _Progress:
     """Facts that a checkpoint has beside the variables; those of older releases lack some."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0, "served": {}}
+        self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
+        self.facts |= {"generation": 0, "served": {}}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.facts)
@@ -44,6 +48,9 @@ class Saving:
         saved_number: The number of the newest durable checkpoint, None without one.
         num_saved: How many were saved.
         error: Why the last one failed; "" if it did not.
+        rollbacks: All that the journal has.
+        rollback_from: The oldest checkpoint that a rollback can go back to; None without one.
+        has_gone_back: Whether what was restored was saved before the last rollback.
     """
 
     def __init__(
@@ -57,6 +64,9 @@ class Saving:
         self.saved_number: int | None = None
         self.num_saved = 0
         self.error = ""
+        self.rollbacks: tuple[Rollback, ...] = ()
+        self.rollback_from: int | None = None
+        self.has_gone_back = False
         self._manager = manager
         self._journal = journal
         self._every_s = every_s
@@ -67,6 +77,8 @@ class Saving:
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
+        self._before: dict[str, Any] = {}
+        self._has_void = False  # perhaps
         self._due_at = math.inf
 
     @property
@@ -93,20 +105,71 @@ class Saving:
             CheckpointError: If none can be restored.
             JournalError: If the journal is not the one that belongs to it.
         """
+        journal = self._journal
+        if journal is not None:
+            self.rollbacks = journal.facts.rollbacks
+            await self._require_way_back(journal.facts)
+            await self._remove_void()
         steps = () if self._manager is None else await run_on_host(self._manager.steps)
         if self._manager is not None and steps:
             self.saved_number = await self._manager.restore(self._state)
-        journal = self._journal
         if journal is not None:
             await self._match(journal)
             self._progress["journal"] = journal.facts.id
+        self.has_gone_back = self._progress["generation"] < self.generation
+        self._progress["generation"] = self.generation
+        self._note_steps(steps)
         self._postpone()
+
+    @property
+    def generation(self) -> int:
+        """Number of rollbacks so far."""
+        return self.rollbacks[-1].generation if self.rollbacks else 0
+
+    def _note_steps(self, steps: Sequence[int]) -> None:
+        first = 1 if self._journal is None else self._journal.first_number
+        able = (step for step in steps if step + 1 >= first)
+        self.rollback_from = None if self._journal is None else min(able, default=None)
+
+    async def _require_way_back(self, facts: JournalFacts) -> None:
+        """Check that after a rollback there is something to begin with, before anything goes."""
+        if self._manager is None or not self.rollbacks:
+            return
+        to = min(each.rolled_to for each in self.rollbacks)
+        find = bound(step_before, self._manager, facts.last_number, facts.first_number)
+        try:
+            await run_on_host(find, self.rollbacks)
+        except ValueError as error:
+            if facts.first_number > 1:
+                raise JournalError(
+                    f"The journal was rolled back to {to}. {error} Restore the folder of "
+                    "checkpoints from a copy."
+                ) from error
+
+    async def _remove_void(self) -> None:
+        """Remove the checkpoints that count no more since a rollback.
+
+        Raises:
+            CheckpointError: If one cannot be removed.
+        """
+        if self._manager is None or not self.rollbacks:
+            return
+        self._has_void = True
+        for step in await run_on_host(void_steps, self._manager, self.rollbacks):
+            try:
+                await run_on_host(remove_step, self._manager._storage, step)
+            except OSError as error:
+                raise CheckpointError(
+                    f"Checkpoint {step} counts no more since a rollback, and cannot be removed: "
+                    f"{error}. Remove it: aioreplica ckpt rm FOLDER {step}"
+                ) from error
+        self._has_void = False
 
     async def _match(self, journal: OpenJournal) -> None:
         facts, path = journal.facts, journal.path
         own, learned = self._progress["journal"], self.learned
         if own == "" and learned and facts.last_number == 0:  # learned without one until now
-            await journal.compact(learned)
+            await journal.compact([learned])
             return
         if own not in {"", facts.id}:
             raise JournalError(
@@ -123,9 +186,59 @@ class Saving:
         if learned + 1 < facts.first_number:
             raise JournalError(
                 f"The journal {path} begins at example {facts.first_number}, but what is "
-                f"restored has learned examples up to {learned} only: checkpoints are missing. "
-                "Restore the folder of checkpoints from a copy."
+                f"restored has learned examples up to {learned} only: checkpoints are missing, or "
+                "the journal had to forget (max_bytes). Restore the folder of checkpoints from a "
+                "copy."
             )
+        if self._progress["generation"] > self.generation:
+            raise JournalError(
+                f"The checkpoint is of generation {self._progress['generation']}, but the journal "
+                f"{path} was rolled back {self.generation} times only: it is an older copy. "
+                "Restore the newest copy, or restore an older checkpoint folder with it."
+            )
+
+    # ---- going back ----------------------------------------------------------------------
+
+    async def settled(self) -> None:
+        """Wait until no checkpoint is under way."""
+        if self._task is not None:
+            await self._task.done_or_cancelled()
+
+    async def step_before(self, to: int) -> int:
+        """Return the checkpoint that a rollback goes back to; see `_rollback.step_before`."""
+        assert self._manager is not None
+        assert self._journal is not None
+        first = self._journal.first_number
+        return await run_on_host(step_before, self._manager, to, first, self.rollbacks)
+
+    async def go_back(self, step: int) -> None:
+        """Restore a checkpoint; `undo_going_back` forgets that.
+
+        Raises:
+            CheckpointError: If it cannot be restored. Then nothing has changed.
+        """
+        assert self._manager is not None  # or it was refused
+        self._before = dict(self._progress)
+        await self._manager.restore(self._state, step)
+
+    def undo_going_back(self) -> None:
+        """Take back what `go_back` has restored beside the variables."""
+        self._progress.update(self._before)
+
+    def follow(self) -> None:
+        """Go on from what was restored: its number is that of the newest checkpoint."""
+        self._progress["generation"] = self.generation
+        self.saved_number = self.learned
+        self._postpone()
+
+    async def remove_void(self) -> None:
+        """Remove checkpoints that count no more; what cannot be is removed before the next one."""
+        try:
+            await self._remove_void()
+            assert self._manager is not None  # as above
+            self._note_steps(await run_on_host(self._manager.steps))
+        except OSError as error:
+            self.error = str(error)
 
     # ---- saving --------------------------------------------------------------------------
 
@@ -205,8 +318,11 @@ class Saving:
     async def _compact(self) -> None:
         if self._journal is not None and self._manager is not None:
             try:
+                if self._has_void:
+                    await self._remove_void()
                 steps = await run_on_host(self._manager.steps)
-                await self._journal.compact(min(steps, default=0))
+                await self._journal.compact(steps or [0])
+                self._note_steps(steps)
             except OSError as error:  # the checkpoint is good; what could go goes next time
                 self.error = str(error)
 

@@ -45,6 +45,8 @@ class LearnerStatistics:
             that is held back or another is pinned.
         held: Why `publish_if` holds the newest version back; "" if it does not.
         is_pinned: Whether the published version is pinned.
+        generation: How many rollbacks there were, ever.
+        rollback_from: The smallest number that a rollback can go back to; None if there is none.
     """
 
     state: str
@@ -76,6 +78,8 @@ class LearnerStatistics:
     newest_version: int
     held: str
     is_pinned: bool
+    generation: int
+    rollback_from: int | None
 
 
 def failure_of(engine: Engine) -> str:
@@ -119,4 +123,6 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         newest_version=engine.version,
         held=engine.serving.held,
         is_pinned=engine.serving.is_pinned,
+        generation=saving.generation,
+        rollback_from=saving.rollback_from,
     )

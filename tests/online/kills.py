@@ -4,6 +4,9 @@ Each process learns what the ones before it left, takes examples from several ta
 number of each one that is acknowledged; it saves and compacts all the time. SIGKILL ends it at some
 time after its first acknowledgement, or while it recovers. At the end each acknowledged example
 must have been learned exactly once, and no other one twice.
+
+With `--rollbacks` each process goes back to a checkpoint again and again, and leaves an example out
+that was just taken: that one must be a dead letter once the rollback has returned.
 """
 
 import argparse
@@ -31,7 +34,7 @@ POISONED_EVERY = 97
 LIMIT_S = 120
 
 
-async def live(folder: Path, size: int, first: int | None) -> None:
+async def live(folder: Path, size: int, first: int | None, *, rolls_back: bool) -> None:
     """Learn; from an example on submit more until killed, or only finish what is there."""
     async with (
         ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
@@ -56,18 +59,41 @@ async def live(folder: Path, size: int, first: int | None) -> None:
             print("open", flush=True)
             if first is not None:
                 ids = iter(range(first, first + PER_RUN))
+                taken: list[tuple[int, int]] = []
 
                 async def client() -> None:
                     for i in ids:
-                        await learner.submit({"id": i, "x": np.ones(3)}, key=str(i))
+                        ticket = await learner.submit({"id": i, "x": np.ones(3)}, key=str(i))
                         os.write(1, f"{i}\n".encode())
+                        taken.append((ticket.number or 0, i))
 
+                if rolls_back:
+                    operator = asyncio.create_task(roll_back(learner, taken, random.Random(first)))
                 await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+                if rolls_back:
+                    await operator
                 await asyncio.Event().wait()
         for i in np.flatnonzero(counts.value):
             print(f"{i} {counts.value[i]}")
         dead = await dead_ids(folder)
         print(f"dead {' '.join(map(str, dead))}", flush=True)
+
+
+async def roll_back(
+    learner: ar.online.OnlineLearner, taken: list[tuple[int, int]], rng: random.Random
+) -> None:
+    """Leave out the example that was taken last, again and again; write what is to be dead."""
+    while True:
+        await asyncio.sleep(rng.random() * 0.03)
+        number, i = taken[-1] if taken else (0, 0)
+        now = learner.statistics()
+        to = min(number - 1, now.learned_number)
+        if now.rollback_from is None or to < now.rollback_from:
+            continue
+        os.write(1, f"leaves out {i}\n".encode())
+        with suppress(ValueError):  # the checkpoint may just have gone
+            await learner.rollback(to, skip=[number])
+            os.write(1, f"left out {i}\n".encode())
 
 
 async def dead_ids(folder: Path) -> list[int]:
@@ -89,43 +115,52 @@ class Kills:
     acknowledged: int
     lost: list[int]
     twice: list[int]
+    num_left_out: int = 0
 
     @property
     def is_good(self) -> bool:
         return not self.lost and not self.twice and self.acknowledged > 0
 
 
-def kill(num_kills: int, seed: int = 0) -> Kills:
+def kill(num_kills: int, seed: int = 0, *, rolls_back: bool = False) -> Kills:
     """Kill processes; return what was learned at the end."""
-    rng, acknowledged = random.Random(seed), set[int]()
+    rng, lines = random.Random(seed), list[str]()
+    options = ["--rollbacks"] if rolls_back else []
     size = (num_kills + 1) * PER_RUN
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
-            acknowledged |= _until_killed(folder, size, run * PER_RUN, rng)
+            program = _program(folder, size, str(run * PER_RUN), *options)
+            lines += _until_killed(program, rng, "leaves" if rolls_back else "")
         done = subprocess.run(
             _program(folder, size), capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
+    acknowledged = {int(line) for line in lines if line.isdigit()}
+    may_be_left = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("leaves")}
+    left_out = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("left")}
     lines = done.stdout.split("\n")[1:]
     learned = Counter({int(i): int(n) for i, n in (x.split() for x in lines[:-2])})
     dead = Counter(map(int, lines[-2].split()[1:]))
-    assert all(i % POISONED_EVERY == 0 for i in dead)
+    assert all(i % POISONED_EVERY == 0 or i in may_be_left for i in dead)
+    assert left_out <= {*dead}
     fate = learned + dead
     lost = sorted(i for i in acknowledged if fate[i] == 0)
-    return Kills(num_kills, len(acknowledged), lost, sorted(i for i, n in fate.items() if n > 1))
+    twice = sorted(i for i, n in fate.items() if n > 1)
+    return Kills(num_kills, len(acknowledged), lost, twice, len(left_out))
 
 
 def _program(folder: str, size: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "tests.online.kills", "--child", folder, str(size), *options]
 
 
-def _until_killed(folder: str, size: int, first: int, rng: random.Random) -> set[int]:
-    with subprocess.Popen(
-        _program(folder, size, str(first)), stdout=subprocess.PIPE, text=True
-    ) as process:
+def _until_killed(program: list[str], rng: random.Random, begin: str) -> list[str]:
+    """Run a program and kill it some time after a line that begins so; return its lines."""
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         head = [process.stdout.readline()]
         if rng.random() < 0.7:  # else while it recovers, mostly
             head.append(process.stdout.readline())
+            while head[-1] and not head[-1].startswith(begin):
+                head.append(process.stdout.readline())
         with suppress(subprocess.TimeoutExpired):
             process.wait(rng.random() * 0.3)
         process.send_signal(signal.SIGKILL)
@@ -134,20 +169,22 @@ def _until_killed(folder: str, size: int, first: int, rng: random.Random) -> set
     if process.returncode != -signal.SIGKILL:
         raise RuntimeError(f"The process ended by itself, with status {process.returncode}.")
     # A line may have been cut off by the kill: whoever reads that has no acknowledgement.
-    return {int(line) for line in itertools.chain(head[1:], tail[:-1]) if line.strip().isdigit()}
+    return [line.strip() for line in itertools.chain(head[1:], tail[:-1])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--rollbacks", action="store_true")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         ar.set_logical_devices("cpu", 2)
         folder, size, *first = chosen.child
-        asyncio.run(live(Path(folder), int(size), int(first[0]) if first else None))
+        number = int(first[0]) if first else None
+        asyncio.run(live(Path(folder), int(size), number, rolls_back=chosen.rollbacks))
         return
-    kills = kill(chosen.kills)
+    kills = kill(chosen.kills, rolls_back=chosen.rollbacks)
     print(kills)
     if not kills.is_good:
         raise SystemExit(1)

@@ -10,3 +10,10 @@ def test_ten_kills_lose_and_double_nothing() -> None:
     kills = kill(10)
     assert kills.is_good, kills
     assert kills.acknowledged > 100
+
+
+@pytest.mark.xslow
+def test_ten_kills_while_it_rolls_back_lose_and_double_nothing() -> None:
+    kills = kill(10, rolls_back=True)
+    assert kills.is_good, kills
+    assert kills.num_left_out > 0

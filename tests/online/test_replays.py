@@ -113,7 +113,7 @@ def test_what_has_taken_a_place_is_forgotten_with_its_key(folder: Path) -> None:
         assert file.discard(2)
         file.append([Entry([example(2)], "c")], 9.0)
         assert file.fates([1, 2, 3]) == {1: 0, 2: 0}
-        file.compact(0, 15.0)
+        file.compact([0], 15.0)
         assert file.fates([1, 2, 3]) == {}
     finally:
         file.close()

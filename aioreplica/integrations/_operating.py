@@ -1,0 +1,138 @@
+"""Operations on a learner over HTTP, for those who have the operators' token.
+
+    POST /pause, /resume      {} or, for /resume, {"set_aside": true}
+    POST /checkpoint          {}
+    POST /rollback            {"to": 1200, "skip": [1305]}
+    POST /pin, /unpin         {} or, for /pin, {"version": 812}
+    POST /retry, /discard     {"numbers": [7, 9]}, of dead letters
+
+The answer says what the learner is then; a refusal has changed nothing, unless it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ..errors import CheckpointError, ContextError, JournalError
+from ..online import OnlineLearner
+from ._request import Limits, answer, read_json, refusal
+
+MAX_NUMBERS = 1000
+
+Given = Mapping[str, Any]  # Any: JSON, checked by each operation
+Operation = Callable[[OnlineLearner, Given], Awaitable[dict[str, Any]]]
+
+
+async def _pause(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+    await learner.pause()
+    return {}
+
+
+async def _resume(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+    set_aside = given.get("set_aside", False)
+    if not isinstance(set_aside, bool):
+        raise TypeError(f"set_aside must be true or false, got {set_aside!r}.")
+    learner.resume(set_aside=set_aside)
+    return {}
+
+
+async def _checkpoint(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+    return {"number": await learner.checkpoint()}
+
+
+async def _rollback(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+    if "to" not in given:
+        raise ValueError("to is missing: the number to go back to.")
+    skip = given.get("skip", [])
+    if not isinstance(skip, list) or len(skip) > MAX_NUMBERS:
+        raise ValueError(f"skip must be a list of at most {MAX_NUMBERS} numbers.")
+    return {"number": await learner.rollback(given["to"], skip)}
+
+
+async def _pin(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+    version = given.get("version")
+    if version is not None and type(version) is not int:
+        raise TypeError(f"version must be a number, got {version!r}.")
+    await learner.pin(version)
+    return {}
+
+
+async def _unpin(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+    await learner.unpin()
+    return {}
+
+
+async def _retry(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+    taken: dict[str, int | None] = {}
+    missing: list[int] = []
+    for number in _numbers(given):
+        now = learner.statistics()
+        if now.queue_depth >= now.queue_size:
+            what = f"The queue is full; taken again were {taken or 'none'}."
+            raise refusal(429, what, retry_after="5")
+        try:
+            taken[str(number)] = (await learner.retry(number)).number
+        except KeyError:
+            missing.append(number)
+    return {"numbers": taken, "missing": missing}
+
+
+async def _discard(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+    missing: list[int] = []
+    for number in _numbers(given):
+        try:
+            await learner.discard(number)
+        except KeyError:
+            missing.append(number)
+    return {"missing": missing}
+
+
+def _numbers(given: Given) -> list[int]:
+    numbers = given.get("numbers")
+    is_list = isinstance(numbers, list) and 0 < len(numbers) <= MAX_NUMBERS
+    if not is_list or any(type(number) is not int for number in numbers or ()):
+        raise ValueError(f"numbers must be a list of 1 to {MAX_NUMBERS} numbers of dead letters.")
+    return list(numbers or ())
+
+
+OPERATIONS: Mapping[str, tuple[Operation, tuple[str, ...], str]] = {
+    "/pause": (_pause, (), "Begin no more steps."),
+    "/resume": (_resume, ("set_aside",), "Go on after a pause or a failure."),
+    "/checkpoint": (_checkpoint, (), "Save a checkpoint now."),
+    "/rollback": (_rollback, ("to", "skip"), "Learn again from an earlier checkpoint."),
+    "/pin": (_pin, ("version",), "Serve one version until /unpin."),
+    "/unpin": (_unpin, (), "Serve the newest version again."),
+    "/retry": (_retry, ("numbers",), "Take dead letters again."),
+    "/discard": (_discard, ("numbers",), "Delete dead letters."),
+}
+"""By path: what is done, the fields of the body, and one sentence for documentation."""
+
+
+async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Request) -> Response:
+    """Carry out one operation, and answer."""
+    operation, fields, _ = OPERATIONS[path]
+    given = await read_json(request, limits)
+    if not isinstance(given, dict):
+        raise refusal(422, f"The body is an object, got {given!r:.60}.")
+    unknown = [each[:50] for each in given if each not in fields]
+    if unknown:
+        known = ", ".join(fields) or "none"
+        raise refusal(422, f"Fields are not known: {', '.join(unknown[:20])}; there are {known}.")
+    try:
+        done = await operation(learner, given)
+    except (ValueError, TypeError) as error:
+        raise refusal(422, str(error)) from error
+    except anyio.WouldBlock:
+        raise refusal(429, "The queue is full.", retry_after="5") from None
+    except (JournalError, CheckpointError) as error:
+        raise refusal(503, str(error), retry_after="5") from error
+    except ContextError as error:
+        raise refusal(409, str(error)) from error
+    now = learner.statistics()
+    about = {"state": now.state, "version": now.version, "newest_version": now.newest_version}
+    return answer({**done, **about, "generation": now.generation})

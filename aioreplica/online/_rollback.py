@@ -1,0 +1,287 @@
+"""Going back: which checkpoints count, and what a rollback does to an open learner.
+
+A rollback begins a generation in the journal, with the number that it goes back to. A checkpoint
+has the generation it was saved in; it is void if it has learned more than the number of a rollback
+that came later. Going back takes the newest checkpoint that is not void, and learns the examples
+behind it again, but for those that are left out.
+
+Invariants:
+    * The transaction of the journal is the rollback: before it all is as it was, after it every
+      opening goes back.
+    * A void checkpoint is never restored: it is removed before anything is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import time
+from typing import TYPE_CHECKING, final
+
+from ..checkpoint import CheckpointManager, Savepoint, plain_value
+from ..errors import ContextError, JournalError
+from ._intake import dead_error
+from ._journal import Journal
+from ._journal_file import Rollback
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+MAX_LISTED = 5
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RollbackRequest:
+    """A rollback that is asked for.
+
+    Attributes:
+        to: What was learned behind this number counts no more.
+        skip: Examples behind it that are not learned again.
+        done: Gets the number of the checkpoint that was gone back to.
+    """
+
+    to: int
+    skip: tuple[int, ...]
+    done: asyncio.Future[int]
+
+
+def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the arguments of a rollback, the numbers to skip ascending.
+
+    Raises:
+        TypeError: If something is no int.
+        ValueError: If a number is not positive, or an example to skip is not behind `to`.
+    """
+    if isinstance(to, bool) or not isinstance(to, int):
+        raise TypeError(f"to must be an int, got {to!r}.")
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in skip):
+        raise TypeError(f"skip are numbers of examples, got {skip!r}.")
+    if to < 0:
+        raise ValueError(f"to must not be negative, got {to}.")
+    numbers = tuple(sorted({*skip}))
+    if numbers and numbers[0] <= to:
+        raise ValueError(
+            f"Example {numbers[0]} cannot be left out by a rollback to {to}: it is learned by "
+            f"then. Go back to {numbers[0] - 1} or before."
+        )
+    return to, numbers
+
+
+# ---- checkpoints -------------------------------------------------------------------------
+
+
+def is_void(step: int, generation: int, rollbacks: Sequence[Rollback]) -> bool:
+    """Tell whether a checkpoint has learned more than a later rollback leaves."""
+    return any(step > each.rolled_to for each in rollbacks if each.generation > generation)
+
+
+def generation_of(manager: CheckpointManager, step: int) -> int | None:
+    """Return the generation of a learner's checkpoint, None if that is damaged; blocks."""
+    facts = plain_value(manager._storage, step, "online")
+    return None if facts is None else int(facts.get("generation", 0))
+
+
+def void_steps(manager: CheckpointManager, rollbacks: Sequence[Rollback]) -> list[int]:
+    """Return the checkpoints that count no more, ascending; blocks.
+
+    Raises:
+        CheckpointError: If something cannot be read.
+    """
+    lowest = min((each.rolled_to for each in rollbacks), default=None)
+    if lowest is None:
+        return []
+    found = []
+    for step in manager.steps():
+        generation = generation_of(manager, step) if step > lowest else None
+        if generation is not None and is_void(step, generation, rollbacks):
+            found.append(step)
+    return found
+
+
+def step_before(
+    manager: CheckpointManager, to: int, first_number: int, rollbacks: Sequence[Rollback]
+) -> int:
+    """Return the checkpoint that a rollback goes back to; blocks.
+
+    Raises:
+        ValueError: If there is none behind which the journal has all examples.
+        CheckpointError: If something cannot be read.
+    """
+    void = void_steps(manager, rollbacks)
+    able = [step for step in manager.steps() if step + 1 >= first_number and step not in void]
+    before = [step for step in able if step <= to]
+    if not before:
+        oldest = f"the oldest one is {able[0]}" if able else "there is none"
+        raise ValueError(
+            f"There is no checkpoint at or before {to} behind which the journal has all examples: "
+            f"{oldest}."
+        )
+    return before[-1]
+
+
+def roll_back_closed(
+    journal: Journal, manager: CheckpointManager, to: int, skip: Sequence[int]
+) -> int:
+    """Roll back where no learner is open; the next one that opens follows. Blocks.
+
+    Returns:
+        The number of the checkpoint that it will begin with.
+
+    Raises:
+        ValueError: As `OnlineLearner.rollback`.
+        CheckpointError: If a checkpoint cannot be read.
+        JournalError: If a learner has the journal open, or it cannot be written.
+    """
+    to, numbers = checked(to, skip)
+    file = journal.file()
+    facts = file.open()
+    try:
+        base = step_before(manager, to, facts.first_number, facts.rollbacks)
+        if to > facts.last_number:
+            raise ValueError(f"There are only {facts.last_number} examples, no {to}.")
+        _require_none(file.without_rows(numbers))
+        file.roll_back(to, numbers, time())
+    finally:
+        file.close()
+    return base
+
+
+def _require_none(missing: Sequence[int]) -> None:
+    if missing:
+        listed = ", ".join(map(str, missing[:MAX_LISTED]))
+        raise ValueError(f"The journal has no examples of these numbers to leave out: {listed}.")
+
+
+# ---- an open learner ---------------------------------------------------------------------
+
+
+def refuse_all(requests: Iterable[RollbackRequest]) -> None:
+    """Tell who asked that the learner is closed."""
+    for request in requests:
+        _refuse(request, ContextError("The learner was closed before it was rolled back."))
+
+
+def _refuse(request: RollbackRequest, error: Exception) -> None:
+    """Tell who asked that there was no rollback."""
+    if not request.done.done():
+        request.done.set_exception(error)
+
+
+async def answer_request(engine: Engine, request: RollbackRequest) -> None:
+    """Roll back, or tell who asked why not.
+
+    Raises:
+        JournalError: If nobody knows whether it is in the journal. The learner ends then.
+
+    Cancellation:
+        The learner has gone back or not; so does the next one.
+    """
+    try:
+        base = await roll_back(engine, request)
+    except UnknownRollbackError as error:
+        failure = JournalError(
+            "The learner has ended: a rollback may be in the journal or not, as neither writing "
+            f"nor reading it was possible. Restart the program. {error.__cause__}"
+        )
+        _refuse(request, failure)
+        raise failure from error.__cause__
+    except Exception as error:  # noqa: BLE001 - nothing has changed
+        _refuse(request, error)
+    except BaseException:
+        _refuse(request, ContextError("The learner was closed while it was rolled back."))
+        raise
+    else:
+        if not request.done.done():
+            request.done.set_result(base)
+
+
+async def roll_back(engine: Engine, request: RollbackRequest) -> int:
+    """Go back, between two steps; return the number of the checkpoint.
+
+    Raises:
+        ValueError: If that is not possible.
+        CheckpointError: If the checkpoint cannot be restored.
+        JournalError: If the journal cannot be written. Nothing has changed then.
+        UnknownRollbackError: If nobody knows whether it was written.
+    """
+    journal, saving = engine.journal, engine.saving
+    assert journal is not None  # or it was refused
+    base = await _require_possible(engine, request)
+    problem = await engine.dead.save()
+    if problem:
+        raise JournalError(problem)
+    await saving.settled()
+    undo = Savepoint(engine._state)
+    gates = [(gate, gate.next_step) for gate in engine._state.read().gates]
+    known = saving.rollbacks
+    try:
+        await saving.go_back(base)
+        try:
+            saving.rollbacks = await journal.roll_back(request.to, request.skip)
+        except JournalError as error:
+            saving.rollbacks = await _really(engine, error)
+            if saving.rollbacks == known:
+                raise
+    except BaseException:
+        undo.put_back()
+        saving.undo_going_back()
+        for gate, number in gates:
+            gate.next_step = number
+        raise
+    await _follow(engine, base, request)
+    return base
+
+
+@final
+class UnknownRollbackError(Exception):
+    """Raised inside the package when a rollback may be in the journal or not, for its cause."""
+
+
+async def _really(engine: Engine, error: JournalError) -> tuple[Rollback, ...]:
+    """Return the rollbacks that the journal has after one that failed."""
+    assert engine.journal is not None
+    try:
+        return await engine.journal.rollbacks()
+    except JournalError:
+        raise UnknownRollbackError from error
+
+
+async def _require_possible(engine: Engine, request: RollbackRequest) -> int:
+    """Return the checkpoint to go back to.
+
+    Raises:
+        ValueError: If something is in the way.
+        JournalError: If the journal cannot be read.
+    """
+    assert engine.journal is not None
+    if request.to > engine.learned_number:
+        raise ValueError(
+            f"Only {engine.learned_number} examples are learned: there is no way back to "
+            f"{request.to}."
+        )
+    _require_none(await engine.journal.without_rows(request.skip))
+    return await engine.saving.step_before(request.to)
+
+
+async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:
+    """Let everything follow what the journal and the variables are now."""
+    assert engine.journal is not None
+    intake = engine.intake
+    engine.learned_number = base
+    engine.dead.num_added += len(request.skip)
+    for taken in intake.take_out({*request.skip}):
+        intake.settle(taken, dead_error(taken.number, f"Left out by the rollback to {request.to}"))
+    engine.backlog_end = intake.queue[0].number - 1 if intake.queue else intake.last_number
+    engine.failures.kept()
+    engine.failure = ""
+    engine._version += 1  # for the first look at what was restored
+    await engine._skip_versions(engine.journal)
+    engine.serving.begin_again(engine._version)
+    engine.changed.give()
+    engine.saving.follow()
+    if engine.serving.kept:  # a checkpoint that has the pin may be void now
+        await engine.saving.begin(base, engine._version, engine.serving.kept)
+        await engine.saving.settled()
+    await engine.saving.remove_void()

@@ -1,0 +1,90 @@
+"""`online show` and `online rollback`: what they print, what they change, and how they end."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from aioreplica.cli import main
+from tests.online.program import RAISES, Counting, example
+
+pytest.importorskip("typer")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three examples, of which the last one is a dead letter; checkpoints behind the first two."""
+
+    async def learn() -> None:
+        async with Counting(tmp_path, max_batch=1) as program:
+            for i in range(3):
+                ticket = await program.learner.submit(example(i, RAISES if i == 2 else 0.0))
+                while not ticket.is_done:
+                    await asyncio.sleep(0)
+                if i < 2:
+                    await program.learner.checkpoint()
+
+    asyncio.run(learn())
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["online", *map(str, arguments)])
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_a_closed_learner_is_rolled_back(folder: Path, run: Run) -> None:
+    journal, checkpoints = folder / "journal.db", folder / "checkpoints"
+    code, out, err = run("rollback", journal, checkpoints, "--to", 1, "--skip", 2)
+    assert (code, err) == (0, "")
+    assert out == "begins with checkpoint\t1\nleaves out\t2\n"
+
+    code, out, err = run("show", journal)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[:2] == ["examples\t2 to 3", "rollback 1\tto 1"]
+    assert [line.split("\t")[::2] for line in lines[2:]] == [
+        ["2", "Left out by the rollback to 1"],
+        ["3", "ValueError: a bad mood"],
+    ]
+
+    async def look() -> list[int]:
+        async with Counting(folder) as program:
+            return program.learned()
+
+    assert asyncio.run(look()) == [1]
+
+
+def test_what_is_not_possible_is_said(folder: Path, run: Run) -> None:
+    journal, checkpoints = folder / "journal.db", folder / "checkpoints"
+    code, out, err = run("rollback", journal, checkpoints, "--to", 0)
+    assert (code, out) == (1, "")
+    assert "the oldest one is 1" in err
+    assert run("rollback", journal, checkpoints)[0] == 2
+    assert run("show", folder / "none.db")[0] == 2
+    (folder / "text").write_text("no journal, but long enough for a header" * 9)
+    code, out, err = run("show", folder / "text")
+    assert (code, out) == (1, "")
+    assert "NOTADB" in err
+
+
+def test_a_learner_that_is_open_has_its_journal_to_itself(folder: Path, run: Run) -> None:
+    async def main() -> None:
+        async with Counting(folder):
+            code, _, err = run("show", folder / "journal.db")
+            assert code == 1
+            assert "is in use" in err
+
+    asyncio.run(main())

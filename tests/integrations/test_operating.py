@@ -1,0 +1,141 @@
+"""Operations over HTTP: who may ask, what is done, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from aioreplica.integrations.asgi import OnlineService
+from tests.online.program import RAISES, Counting, example
+
+from .asking import Answer, ask, post, until
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+BEARER = {"authorization": "Bearer operators"}
+
+
+@pytest_asyncio.fixture
+async def operated(tmp_path: Path) -> AsyncIterator[tuple[OnlineService, Counting]]:
+    async with Counting(tmp_path, max_batch=1, queue_size=3) as program:
+        yield served(program), program
+
+
+def served(program: Counting, **options: Any) -> OnlineService:
+    tokens = {"token": "clients", "operator_token": "operators", **options}
+    return OnlineService(program.learner, lambda _, x: x, input_like=np.zeros(1), **tokens)
+
+
+async def operate(service: OnlineService, path: str, body: Any = None, **headers: str) -> Answer:
+    return await post(service, path, {} if body is None else body, **(headers or BEARER))
+
+
+async def learn(program: Counting, *numbers: int) -> None:
+    for i in numbers:
+        await (await program.learner.submit(example(i)))
+
+
+@pytest.mark.asyncio
+async def test_a_bad_example_is_rolled_back_over_http(operated: Any) -> None:
+    service, program = operated
+    await learn(program, 0)
+    assert (await operate(service, "/checkpoint")).json()["number"] == 1
+    await learn(program, 1, 2)
+    seen = program.learner.version
+
+    answer = await operate(service, "/rollback", {"to": 1, "skip": [2]})
+    assert (answer.status, answer.json()["number"], answer.json()["generation"]) == (200, 1, 1)
+    await until(lambda: program.learner.is_ready)
+    assert program.learned() == [1, 0, 1]
+    assert program.learner.version > seen
+
+    assert (await operate(service, "/retry", {"numbers": [2, 7]})).json() | {"version": 0} == {
+        "numbers": {"2": 4}, "missing": [7], "version": 0, "generation": 1, "state": "running",
+        "newest_version": program.learner.statistics().newest_version,
+    }  # fmt: skip
+    await until(lambda: program.learned() == [1, 1, 1])
+    metrics = (await ask(service, "GET", "/metrics", authorization="Bearer clients")).body.decode()
+    assert "aioreplica_online_rollbacks_to_checkpoints 1.0" in metrics
+    assert "aioreplica_online_pinned 0.0" in metrics
+
+
+@pytest.mark.asyncio
+async def test_a_version_is_pinned_and_steps_paused_over_http(operated: Any) -> None:
+    service, program = operated
+    await learn(program, 0)
+    assert (await operate(service, "/pin", {"version": 1})).json()["version"] == 1
+    await learn(program, 1)
+    found = (await operate(service, "/pause")).json()
+    assert (found["state"], found["version"], found["newest_version"]) == ("paused", 1, 2)
+    assert (await operate(service, "/unpin")).json()["version"] == 2
+    assert (await operate(service, "/resume", {"set_aside": True})).json()["state"] == "running"
+
+
+@pytest.mark.asyncio
+async def test_dead_letters_are_discarded_or_wait_for_room(operated: Any) -> None:
+    service, program = operated
+    for i in range(2):
+        ticket = await program.learner.submit(example(i, RAISES))
+        await until(lambda ticket=ticket: ticket.is_done)
+    assert (await operate(service, "/discard", {"numbers": [1, 9]})).json()["missing"] == [9]
+    await program.learner.pause()
+    for i in range(2, 5):
+        await program.learner.submit(example(i))
+    full = await operate(service, "/retry", {"numbers": [2]})
+    assert (full.status, full.headers["retry-after"]) == (429, "5")
+    assert [each.number for each in await program.learner.dead_letters()] == [2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/rollback", {}, 422, "to is missing"),
+        ("/rollback", {"to": 9}, 422, "no way back to 9"),
+        ("/rollback", {"to": "1"}, 422, "to must be an int"),
+        ("/rollback", {"to": 0, "skip": 3}, 422, "must be a list"),
+        ("/rollback", {"to": 0, "skp": []}, 422, "skp; there are to, skip"),
+        ("/pin", {"version": 9}, 422, "Version 9 cannot be pinned"),
+        ("/pin", {"version": True}, 422, "version must be a number"),
+        ("/pause", {"now": 1}, 422, "now; there are none"),
+        ("/resume", {"set_aside": 1}, 422, "true or false"),
+        ("/retry", {"numbers": []}, 422, "a list of 1 to 1000"),
+        ("/discard", {"numbers": [1.5]}, 422, "a list of 1 to 1000"),
+        ("/pause", [], 422, "The body is an object"),
+    ],
+)
+async def test_wrong_requests_change_nothing(
+    operated: Any, path: str, body: Any, status: int, said: str
+) -> None:
+    service, program = operated
+    answer = await operate(service, path, body)
+    assert (answer.status, program.learner.state) == (status, "running")
+    assert said in answer.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_operations_need_the_token_of_operators(operated: Any) -> None:
+    service, program = operated
+    assert (await post(service, "/pause", {})).status == 401
+    assert (await operate(service, "/pause", authorization="Bearer clients")).status == 401
+    assert (await ask(service, "GET", "/pause", **BEARER)).status == 405
+    assert (await operate(service, "/pause", origin="http://else", **BEARER)).status == 403
+    assert program.learner.state == "running"
+    closed = served(program, operator_token=None, model="second")
+    assert (await operate(closed, "/pause")).status == 404
+    for wrong, said in (("clients", "Give operators their own"), ("", "not empty")):
+        with pytest.raises(ValueError, match=said):
+            served(program, operator_token=wrong)
+
+
+@pytest.mark.asyncio
+async def test_a_learner_without_checkpoints_says_so() -> None:
+    async with Counting() as program:
+        answer = await operate(served(program), "/rollback", {"to": 0})
+        assert answer.status == 409
+        assert "a journal and checkpoints" in answer.json()["error"]
