@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 from typing import final
 from weakref import WeakSet
 
+from .._gil import has_gil
 from ..context import REGISTRY
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -44,9 +46,15 @@ class FileLock:
             except ModuleNotFoundError:
                 return
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if has_gil() or self._holder() != str(os.getpid()):
+                        raise
+                    gc.collect()  # who held it may be dropped, and not be freed yet
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                holder = self._holder() or "unknown"
                 raise BlockingIOError(errno.EWOULDBLOCK, f"process {holder}", str(path)) from None
             self.is_exclusive = True
             os.ftruncate(self._fd, 0)
@@ -55,6 +63,10 @@ class FileLock:
         except BaseException:
             self.close()
             raise
+
+    def _holder(self) -> str:
+        assert self._fd is not None
+        return os.pread(self._fd, 32, 0).decode(errors="replace").strip()
 
     def close(self) -> None:
         """Give the lock back. Idempotent."""

@@ -10,11 +10,13 @@ import os
 import platform
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
+from .._gil import has_gil
 from ..devices import lane_table, list_devices
 from ..devices.backends import find_backends
 from ._rows import print_rows
@@ -76,11 +78,38 @@ def _machine() -> Iterator[Row]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "interpreter", sys.executable
     yield "system", f"{platform.system()} {platform.machine()}"
+    yield "GIL", _gil()
     yield "cores", str(_num_cores())
     yield "devices", ", ".join(map(str, list_devices()))
     settings = [f"{name}={os.environ[name]}" for name in THREAD_SETTINGS if name in os.environ]
     yield "thread settings", ", ".join(settings) or "none"
     yield "BLAS while a strategy is open", _blas_setting()
+
+
+def _gil() -> str:
+    """Say whether threads take turns, and why."""
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "on (this build has no other way)"
+    forced = _forced_gil()
+    if not has_gil():
+        return "off, whatever is imported (PYTHON_GIL=0)" if forced == 0 else "off"
+    if forced == 1:
+        return "on (PYTHON_GIL=1 or -X gil=1)"
+    culprits = ", ".join(_turned_gil_on()) or "an extension"
+    return f"on: turned back on by {culprits}; PYTHON_GIL=0 leaves it off, at your risk"
+
+
+def _forced_gil() -> int | None:
+    return getattr(sys.flags, "gil", None)
+
+
+def _turned_gil_on() -> Iterator[str]:
+    """Yield the extensions that turned the GIL on: CPython warns of them once, and notes that."""
+    for module in list(sys.modules.values()):
+        for key in list(getattr(module, "__warningregistry__", {})):
+            found = re.search(r"\(GIL\) has been enabled to load module '([^']+)'", str(key))
+            if found:
+                yield found[1]
 
 
 def _blas_setting() -> str:

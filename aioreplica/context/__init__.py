@@ -1,6 +1,7 @@
 """Context of running code: the context variables, and the one registry of the process."""
 
 from .._export import export_public
+from ._living import Living as Living
 from ._place import CARRIER as CARRIER
 from ._place import CLOSURE as CLOSURE
 from ._place import CLUSTER as CLUSTER

@@ -25,8 +25,10 @@ class Registry:
 
     def once(self, name: str, factory: Callable[[], T]) -> T:
         """Return the entry called `name`, making it with `factory` if it is not there."""
-        if name in self._entries:
+        try:  # without the lock: what is there stays, unless a test replaces it meanwhile
             return self._entries[name]  # type: ignore[no-any-return]  # see above
+        except KeyError:
+            pass
         with self._lock:
             if name not in self._entries:
                 self._entries[name] = self._makers.get(name, factory)()

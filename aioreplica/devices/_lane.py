@@ -266,7 +266,8 @@ class Lane:
             # The run that lends this lane has an op in the middle of its call; a later one of the
             # same run would overtake it.
             if self._lenders and tracker in self._lenders:
-                self._held_back.append(op)
+                with self._lock:  # another thread of the lane may walk through them
+                    self._held_back.append(op)
                 continue
             # It was withdrawn: a cancelled op stays in the queue, which has no removal.
             if not op.claim():

@@ -448,7 +448,7 @@ class OpTracker:
         Whatever a thread queues by `CompletionQueue.call_soon` while an op runs is called on the
         event loop before that op is done.
         """
-        for op in tuple(self.pending):
+        for op in list(self.pending):
             if op.is_running and op.replica_id == replica_id:
                 return op
         return None
@@ -472,7 +472,7 @@ class OpTracker:
 
     def withdraw_queued(self) -> None:
         """Take back every op that has not started."""
-        for op in tuple(self.pending):
+        for op in list(self.pending):
             if op.withdraw():
                 op.cancel()
 

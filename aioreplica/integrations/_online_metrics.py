@@ -133,7 +133,7 @@ class _Families:
     def collect(self) -> Iterable[Family]:
         """Return the statistics of all learners, and the versions that readers see."""
         families: dict[str, Any] = {}  # Any: the base class has no `add_metric`
-        for labels, learner in tuple(self._learners.items()):
+        for labels, learner in list(self._learners.items()):
             for kind, name, text, value in _values(learner):
                 if name not in families:
                     families[name] = kind(f"{PREFIX}_{name}", text, labels=self._names)

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, final
-from weakref import WeakSet
 
 from ..checkpoint import DescribedState, model_variables
+from ..context import Living
 from ..devices import OwnedTask, running_loop
 from ..errors import ContextError, JournalError, LoopMismatchError, StallError
 from ._example import unpack_example
@@ -58,7 +58,7 @@ class Engine:
             settings.checkpoint_every_s,
             self.changed.give,
         )
-        self.streams: WeakSet[RecordStream] = WeakSet()
+        self.streams: Living[RecordStream] = Living()
         self.dead = DeadLetters(self.journal)
         self.failures = FailuresInARow(settings.max_failures_in_a_row)
         self.serving = serving = Serving(settings.step_check, settings.publish_if)

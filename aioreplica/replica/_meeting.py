@@ -21,7 +21,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 from ..collectives import CommunicationOptions, Reducer, Turn
-from ..context import DEFAULT_PLACE, CurrentStrategy, Place
+from ..context import DEFAULT_PLACE, REGISTRY, CurrentStrategy, Place
 from ..errors import ContextError
 from ..telemetry import MergeEntry, source_line
 
@@ -556,4 +556,6 @@ def collective_named(kind: Callable[[str], Collective], name: str) -> Collective
 
 @lru_cache(maxsize=256)
 def _named(kind: Callable[[str], Collective], name: str) -> Collective:
-    return kind(name)
+    # A cache that two threads miss at once gives each its own, and replicas compare identities.
+    made = REGISTRY.once("named_collectives", dict[tuple[object, str], Collective])
+    return made.setdefault((kind, name), kind(name))

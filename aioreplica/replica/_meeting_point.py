@@ -336,8 +336,8 @@ class MeetingPoint:
 
     def unseen_by(self, replica_id: int) -> BaseException | None:
         """Return what a collective raised that a replica started and whose handle was not read."""
-        errors = (error for each, error in self.unseen.items() if replica_id in each.group.members)
-        return next(errors, None)
+        unseen = list(self.unseen.items())
+        return next((error for each, error in unseen if replica_id in each.group.members), None)
 
     def cancel(self) -> None:
         """Wake all who wait, once their arrays are not read; child tasks may be among them."""
@@ -347,7 +347,7 @@ class MeetingPoint:
                 if generation.timer is not None:
                     generation.timer.cancel()
         reading = None
-        for generation, has_begun in tuple(self.merging.items()):
+        for generation, has_begun in list(self.merging.items()):
             pending, own = generation.pending, None
             if pending is not None and pending.task is not None and has_begun:
                 pending.task.cancel()  # one that has not begun sees that the run is aborted
@@ -356,7 +356,7 @@ class MeetingPoint:
             if self.lock is None:
                 _once_over(own, generation.give_up)
         _once_over(reading, self.wake_threads)
-        for cancel in tuple(self.host_calls):
+        for cancel in list(self.host_calls):
             cancel()
 
     def wake_threads(self) -> None:
@@ -386,7 +386,7 @@ class MeetingPoint:
         """End the run from a thread: its event loop is closed and cannot."""
         self.is_aborted = True
         if self.loop is not None and self.loop.is_closed():  # it forgot what was in its queue
-            for generation in [each for each, has_begun in self.merging.items() if not has_begun]:
+            for generation in [g for g, has_begun in list(self.merging.items()) if not has_begun]:
                 generation.discard()
         self.wake_threads()
 

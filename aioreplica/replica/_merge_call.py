@@ -16,7 +16,7 @@ from ..collectives import Turn, leaf_bytes, no_data
 from ..context import PLACE
 from ..tree import LEAF_TYPES, flatten
 from ..values import PerReplica, argument_difference, merged_column, split_per_replica
-from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._meeting import Call, Collective, Parts, Pending, SyncGroup, collective_named
 from ._signature import arguments_text, function_text
 
 
@@ -180,6 +180,6 @@ MERGE_CALL = MergeCall("merge_call")
 
 
 @functools.cache
-def merge_call_named(name: str) -> MergeCall:
+def merge_call_named(name: str) -> Collective:
     """Return the merge collective that tables show under another name."""
-    return MergeCall(name)
+    return collective_named(MergeCall, name)

@@ -212,7 +212,8 @@ class Rendezvous:
             return self.everyone
         group = self._groups.get(members)
         if group is None:
-            group = self._groups[members] = self.everyone.part(members)
+            # In one go: ops of two replicas may ask at once, each on its own device thread.
+            group = self._groups.setdefault(members, self.everyone.part(members))
         return group
 
     def open_generations(self) -> list[Generation]:

@@ -12,14 +12,13 @@ import logging
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Self, final
 
 from ..devices import Gate, Op, OwnLane, new_gate
-from ..telemetry import ObservedOp, Observer, Observers, printable
+from ..telemetry import ObservedOp, Observer, Observers, Ring, printable
 
 LOOKS_PER_THRESHOLD = 4
 MIN_SHARE = 0.9
@@ -153,7 +152,7 @@ class LoopWatch:
         self._logger = logger or logging.getLogger("aioreplica.telemetry")
         self._observer = Observer(op_started=self._op_started, op_ended=self._op_ended)
         self._running: dict[int, RanOp] = {}
-        self._ended: deque[RanOp] = deque(maxlen=64)
+        self._ended: Ring[RanOp] = Ring(64)
         self._answered_s: float | None = None
         self._gate: Gate | None = None
         self._lane = OwnLane("loop watch")
@@ -193,7 +192,7 @@ class LoopWatch:
     def _op_ended(self, _op: ObservedOp, _lane: str) -> None:
         ran = self._running.pop(threading.get_ident(), None)
         if ran is not None:
-            self._ended.append(RanOp(ran.what, ran.begin_s, time.monotonic()))
+            self._ended.add(RanOp(ran.what, ran.begin_s, time.monotonic()))
 
     def _watch(self, loop: asyncio.AbstractEventLoop, gate: Gate, thread_id: int) -> None:
         """Look, in the watch's own thread, until the gate is opened."""
@@ -204,7 +203,7 @@ class LoopWatch:
         while not gate.wait(pause_s):
             now_s = time.monotonic()
             on_loop = where_is(sys._current_frames().get(thread_id))
-            ops = [*tuple(self._running.values()), *tuple(self._ended)]
+            ops = [*list(self._running.values()), *self._ended.copied()]
             late_s, used_s = now_s - slept_s - pause_s, time.process_time() - cpu_s
             self._tell(finder.gil(slept_s, now_s, late_s, used_s, ops, on_loop))
             answered_s = self._answered_s

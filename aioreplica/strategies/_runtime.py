@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import Token
 from dataclasses import dataclass
 from types import TracebackType
@@ -295,16 +295,15 @@ class VariableTable:
     def all(self) -> tuple[Variable, ...]:
         """Return every variable, in order of creation."""
         with self._lock:
-            return tuple(self._by_number.values())
+            return tuple(variable for _, variable in self._living())
 
     def made_since_last(self) -> tuple[int, tuple[Variable, ...]]:
         """Return the variables that are not known to be equal on all workers, and a number."""
         with self._lock:
             if self._next == self._num_equal:
                 return self._next, ()
-            found = [(i, variable) for i, variable in self._by_number.items()]
             known = self._equal_names
-            made = (v for i, v in found if i >= self._num_equal and v.name not in known)
+            made = (v for i, v in self._living() if i >= self._num_equal and v.name not in known)
             return self._next, tuple(made)
 
     def are_equal_up_to(self, number: int) -> None:
@@ -350,6 +349,12 @@ class VariableTable:
             rename(old, self._free(name))
             del self._by_name[name]
             self._by_name[old.name] = old
+
+    def _living(self) -> Iterator[tuple[int, Variable]]:
+        for reference in self._by_number.valuerefs():  # copied at once: others may drop some
+            variable = reference()
+            if variable is not None:
+                yield reference.key, variable
 
     def _free(self, name: str) -> str:
         free, number = name, 0

@@ -22,10 +22,9 @@ from functools import partial
 from threading import Lock
 from types import CodeType
 from typing import NamedTuple, Protocol, TypeAlias, final
-from weakref import WeakSet
 
 from .._functions import is_async, require_no_yield
-from ..context import REGISTRY
+from ..context import REGISTRY, Living
 from ..typing import ReduceOp
 
 Visit: TypeAlias = tuple[CodeType, int, float]
@@ -284,9 +283,9 @@ class Observers:
     def __init__(self, own: Observer | None = None) -> None:
         self._own = own
         self._lock = Lock()  # one that fails is removed in the thread where it does
-        self._added = list(_everywhere().observers)
-        _everywhere().strategies.add(self)
+        self._added: list[Observer] = []
         self._tell()
+        _everywhere().join(self)
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Tell an observer from now on; call what is returned to stop that."""
@@ -338,17 +337,7 @@ def observe_everywhere(observer: Observer) -> Callable[[], None]:
 
     Call what is returned to stop that. Events of all event loops and threads are told.
     """
-    everywhere = _everywhere()
-    everywhere.observers.append(observer)
-    for each in tuple(everywhere.strategies):
-        each.add(observer)
-
-    def remove() -> None:
-        everywhere.observers[:] = [each for each in everywhere.observers if each is not observer]
-        for each in tuple(everywhere.strategies):
-            each.remove(observer)
-
-    return remove
+    return _everywhere().add(observer)
 
 
 @final
@@ -356,8 +345,31 @@ class _Everywhere:
     """Observers of all strategies of the process."""
 
     def __init__(self) -> None:
-        self.observers: list[Observer] = []
-        self.strategies: WeakSet[Observers] = WeakSet()
+        self._observers: list[Observer] = []
+        self._strategies: Living[Observers] = Living()
+        self._lock = Lock()  # a strategy that is made meanwhile is told once, not twice or never
+
+    def join(self, strategy: Observers) -> None:
+        """Let a strategy tell those that there are, and those to come."""
+        with self._lock:
+            for observer in self._observers:
+                strategy.add(observer)
+            self._strategies.add(strategy)
+
+    def add(self, observer: Observer) -> Callable[[], None]:
+        """Have every strategy tell an observer; call what is returned to stop that."""
+        with self._lock:
+            self._observers.append(observer)
+            for each in self._strategies:
+                each.add(observer)
+        return partial(self.remove, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Have no strategy tell an observer any more; idempotent."""
+        with self._lock:
+            self._observers = [each for each in self._observers if each is not observer]
+            for each in self._strategies:
+                each.remove(observer)
 
 
 def _everywhere() -> _Everywhere:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple, final
 
 from ..typing import ReduceOp
 from ._observer import MergeEntry, ObservedMerge, Visit
+from ._ring import Ring
 
 SHOWN = 5  # merges that an error lists
 
@@ -121,8 +121,8 @@ class Recorder:
         if capacity < 1:
             raise ValueError(f"A recorder keeps at least 1 record, got capacity={capacity}.")
         self.now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: deque[MergeEntry] = deque(maxlen=capacity)
-        self._keep = self._ring.append  # bound once, as every merge is kept
+        self._ring: Ring[MergeEntry] = Ring(capacity)
+        self._keep = self._ring.add  # bound once, as every merge is kept
 
     def record(
         self,
@@ -157,7 +157,7 @@ class Recorder:
 
     def records(self) -> tuple[MergeRecord, ...]:
         """Return the kept merges, oldest first."""
-        return tuple(map(_readable, tuple(self._ring)))
+        return tuple(map(_readable, self._ring.copied()))
 
     def collectives(self, replica_id: int) -> tuple[CollectiveRecord, ...]:
         """Return one replica's part in the kept merges, oldest first."""
@@ -169,12 +169,12 @@ class Recorder:
 
     def history(self) -> str:
         """Return the newest merges as lines for an error; empty if there were none."""
-        newest = tuple(self._ring)[-SHOWN:]
+        newest = self._ring.copied()[-SHOWN:]
         lines = [f"\n  {_readable(entry).describe()}" for entry in newest]
         return "\nThe last merges, newest last:" + "".join(lines) if lines else ""
 
     def __repr__(self) -> str:
-        return f"<Recorder | {len(self._ring)} of {self._ring.maxlen} records>"
+        return f"<Recorder | {len(self._ring)} of {self._ring.capacity} records>"
 
 
 def _readable(entry: MergeEntry) -> MergeRecord:

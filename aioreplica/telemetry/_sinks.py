@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import Context
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ._observer import (
     Observer,
     Observers,
 )
+from ._ring import Ring
 
 NO_STEP = -1
 
@@ -53,7 +53,7 @@ class EventLog:
         if capacity < 1:
             raise ValueError(f"An event log keeps at least 1 event, got capacity={capacity}.")
         self.now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: deque[Event] = deque(maxlen=capacity)
+        self._ring: Ring[Event] = Ring(capacity)
         self._observers = observers
 
     def add(
@@ -66,7 +66,7 @@ class EventLog:
     ) -> None:
         """Add an event that happens now."""
         event = Event(self.now(), kind, name, step, replica_id, value)
-        self._ring.append(event)
+        self._ring.add(event)
         if self._observers is not None and (tell := self._observers.event_added) is not None:
             tell(event)
 
@@ -90,14 +90,14 @@ class EventLog:
 
     def events(self, kind: str | None = None) -> tuple[Event, ...]:
         """Return the kept events, oldest first; only those of one kind if it is named."""
-        found = tuple(self._ring)
+        found = tuple(self._ring.copied())
         return found if kind is None else tuple(e for e in found if e.kind == kind)
 
     def __len__(self) -> int:
         return len(self._ring)
 
     def __repr__(self) -> str:
-        return f"<EventLog | {len(self._ring)} of {self._ring.maxlen} events>"
+        return f"<EventLog | {len(self._ring)} of {self._ring.capacity} events>"
 
 
 def printable(text: str) -> str:
@@ -187,12 +187,12 @@ class MemorySink:
     def __init__(self, *, capacity: int = 65_536, kinds: Iterable[str] | None = None) -> None:
         if capacity < 1:
             raise ValueError(f"A memory sink keeps at least 1 event, got capacity={capacity}.")
-        self._kept: deque[Event] = deque(maxlen=capacity)
-        self.observer = events_to(self._kept.append, kinds=kinds)
+        self._kept: Ring[Event] = Ring(capacity)
+        self.observer = events_to(self._kept.add, kinds=kinds)
 
     def events(self, kind: str | None = None) -> tuple[Event, ...]:
         """Return the kept events, oldest first; only those of one kind if it is named."""
-        found = tuple(self._kept)
+        found = tuple(self._kept.copied())
         return found if kind is None else tuple(event for event in found if event.kind == kind)
 
     def clear(self) -> None:
@@ -200,7 +200,7 @@ class MemorySink:
         self._kept.clear()
 
     def __repr__(self) -> str:
-        return f"<MemorySink | {len(self._kept)} of {self._kept.maxlen} events>"
+        return f"<MemorySink | {len(self._kept)} of {self._kept.capacity} events>"
 
 
 def log_observer(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from ._observer import (
     Observer,
 )
 from ._recorder import source_line
+from ._ring import Ring
 from ._sinks import error_text
 
 MAX_OPS_QUEUED = 4096  # whose times are remembered; those of ops that are withdrawn pass away
@@ -132,7 +133,7 @@ class TraceRecorder:
         self._device_names = tuple(device_names)
         self._worker_id = worker_id
         self._now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque(maxlen=capacity)
+        self._ring: Ring[tuple[Callable[..., None], tuple[Any, ...]]] = Ring(capacity)
         self._begun: dict[tuple[int, int | None], float] = {}
         self._queued: dict[int, float] = {}
         self.observer = Observer(
@@ -160,7 +161,7 @@ class TraceRecorder:
         if begin is not None:
             text = None if error is None else error_text(error)
             part = (run.step, replica_id, run.fn_name, begin, self._now(), text)
-            self._ring.append((_Drawing.replica, part))
+            self._ring.add((_Drawing.replica, part))
 
     def _run_began(self, run: ObservedRun) -> None:
         self._begun[run.step, None] = self._now()
@@ -168,10 +169,10 @@ class TraceRecorder:
     def _run_ended(self, run: ObservedRun) -> None:
         begin = self._begun.pop((run.step, None), None)
         if begin is not None:
-            self._ring.append((_Drawing.run, (run.step, run.fn_name, begin, self._now())))
+            self._ring.add((_Drawing.run, (run.step, run.fn_name, begin, self._now())))
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
-        self._ring.append((_Drawing.merge, (merge.entry(self._now()), error is not None)))
+        self._ring.add((_Drawing.merge, (merge.entry(self._now()), error is not None)))
 
     def _op_queued(self, op: ObservedOp, _lane: str) -> None:
         queued = self._queued
@@ -183,16 +184,16 @@ class TraceRecorder:
         end = self._now()
         begin = end - op.seconds
         queued = min(self._queued.pop(id(op), begin), begin)
-        self._ring.append((_Drawing.op, (lane, op.fn_name, op.replica_id, queued, begin, end)))
+        self._ring.add((_Drawing.op, (lane, op.fn_name, op.replica_id, queued, begin, end)))
 
     def _write_published(self, number: int) -> None:
-        self._ring.append((_Drawing.write, (self._now(), number)))
+        self._ring.add((_Drawing.write, (self._now(), number)))
 
     def _fault(self, step: int, error: BaseException) -> None:
-        self._ring.append((_Drawing.fault, (self._now(), step, error_text(error))))
+        self._ring.add((_Drawing.fault, (self._now(), step, error_text(error))))
 
     def _event_added(self, event: Event) -> None:
-        self._ring.append((_Drawing.event, (event,)))
+        self._ring.add((_Drawing.event, (event,)))
 
     # ---- afterwards ----------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class TraceRecorder:
         ahead.
         """
         drawing = _Drawing(self._device_names)
-        for draw, part in tuple(self._ring):
+        for draw, part in self._ring.copied():
             draw(drawing, *part)
         tracks, slices = _nest(drawing.first_tracks(), drawing.slices)
         return Timeline(
@@ -224,7 +225,7 @@ class TraceRecorder:
         return len(self._ring)
 
     def __repr__(self) -> str:
-        return f"<TraceRecorder | {len(self._ring)} of {self._ring.maxlen} happenings>"
+        return f"<TraceRecorder | {len(self._ring)} of {self._ring.capacity} happenings>"
 
 
 @final

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
+from .._gil import has_gil
 from ..context import LOOP, CurrentStrategy
 from ..devices import running_loop
 from ..errors import ContextError
@@ -32,9 +33,7 @@ Components = tuple[npt.NDArray[Any], ...]
 
 # From CPython 3.14 on a reference held by a local variable may not be counted, and without a GIL
 # a count means nothing. There every write allocates.
-CAN_COUNT_REFERENCES = (
-    sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
-)
+CAN_COUNT_REFERENCES = sys.version_info < (3, 14) and has_gil()
 """Whether this interpreter tells how many references an array has, so that its memory is reused."""
 
 
@@ -215,14 +214,14 @@ class VariableStore:
 
     def end_waits(self, reason: str) -> None:
         """Raise a ContextError in everything that waits."""
-        for waiter in tuple(self._waiters):
+        for waiter in list(self._waiters):
             self._resolve(waiter, wait_error(waiter.variable, waiter.num_writes, reason))
 
     def __repr__(self) -> str:
         return f"<VariableStore | version {self.version}, {len(self._waiters)} waiting>"
 
     def _wake(self) -> None:
-        for waiter in tuple(self._waiters):
+        for waiter in list(self._waiters):
             if waiter.variable.version >= waiter.num_writes:
                 self._resolve(waiter, None)
 

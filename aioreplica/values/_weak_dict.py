@@ -55,7 +55,7 @@ class WeakVariableDict(Generic[T]):
         """Return the variables that live with their entries, in the order they were added."""
         return [
             (variable, thing)
-            for reference, thing in tuple(self._entries.values())
+            for reference, thing in list(self._entries.values())
             if (variable := reference()) is not None
         ]
 
@@ -63,14 +63,14 @@ class WeakVariableDict(Generic[T]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Variable]:
-        for reference, _ in tuple(self._entries.values()):
+        for reference, _ in list(self._entries.values()):
             variable = reference()
             if variable is not None:
                 yield variable
 
     def values(self) -> list[T]:
         """Return the entries of the variables that live, in the order they were added."""
-        return [thing for _, thing in tuple(self._entries.values())]
+        return [thing for _, thing in list(self._entries.values())]
 
 
 def _remover(

@@ -4,6 +4,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,42 @@ def test_doctor_shows_the_blas_threads_of_open_strategies(
     monkeypatch.setattr(lane_table(), "blas_threads", setting)
 
     assert said in answers(capsys)["here"]["BLAS while a strategy is open"][0]
+
+
+WARNED = (
+    "The global interpreter lock (GIL) has been enabled to load module 'slowpoke._core', which has "
+    "not declared that it can run safely without the GIL."
+)
+
+
+@pytest.mark.parametrize(
+    ("is_free_threaded", "is_on", "forced", "warned", "said"),
+    [
+        (False, True, None, (), "on (this build has no other way)"),
+        (True, False, None, (), "off"),
+        (True, False, 0, (), "off, whatever is imported (PYTHON_GIL=0)"),
+        (True, True, 1, (), "on (PYTHON_GIL=1 or -X gil=1)"),
+        (True, True, None, (), "on: turned back on by an extension; "),
+        (True, True, None, (WARNED,), "on: turned back on by slowpoke._core; "),
+    ],
+)
+def test_doctor_says_whether_the_gil_is_on_and_who_turned_it_on(
+    is_free_threaded: bool,
+    is_on: bool,
+    forced: int | None,
+    warned: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = {"version": 0, **{(text, RuntimeWarning, 488): True for text in warned}}
+    bootstrap = SimpleNamespace(__warningregistry__=registry)
+    monkeypatch.setitem(sys.modules, "bootstrap of a test", bootstrap)
+    monkeypatch.setattr("sysconfig.get_config_var", lambda _name: is_free_threaded)
+    monkeypatch.setattr(_doctor, "has_gil", lambda: is_on)
+    monkeypatch.setattr(_doctor, "_forced_gil", lambda: forced)
+
+    assert answers(capsys)["here"]["GIL"][0].startswith(said)
 
 
 def test_every_extra_of_the_package_says_what_it_brings() -> None:

@@ -1,18 +1,23 @@
 """Runs random programs until one goes wrong: `python -m tests.fuzz --seconds 60`.
 
 Prints the seed of a program that goes wrong, and a smaller one that goes wrong alike. With
-`--seed S --programs 1` the same program runs again.
+`--seed S --programs 1` the same program runs again. With `--threads N` so many programs run at
+once, each on an event loop of its own, and share what the process has once: lanes, registries.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import logging
 import sys
+import threading
 import time
+import warnings
 
 import aioreplica as ar
-from tests.fuzz.judge import shrink, try_program
+from tests.fuzz.judge import shrink, try_beside_others, try_program
 from tests.fuzz.program import random_program
 
 REAL_SHARE = 40  # every so many programs run on a real event loop
@@ -26,25 +31,51 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=None, help="for how long")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many")
     parser.add_argument("--real", action="store_true", help="all on a real event loop")
+    parser.add_argument("--threads", type=int, default=1, help="event loops at once; all real")
     options = parser.parse_args()
     if options.programs is None and options.seconds is None:
         options.programs = 1000
     ar.set_logical_devices("cpu", 8)
     gc.freeze()
-    begun, number, failures = time.monotonic(), 0, 0
-    while options.programs is None or number < options.programs:
-        if options.seconds is not None and time.monotonic() - begun > options.seconds:
-            break
-        failures += not check(options.seed + number, all_real=options.real)
-        number += 1
-        if failures >= options.failures:
-            break
+    begun, numbers, failures = time.monotonic(), itertools.count(), list[int]()
+
+    def run_some() -> None:
+        for number in numbers:
+            if len(failures) >= options.failures or number >= (options.programs or sys.maxsize):
+                return
+            if options.seconds is not None and time.monotonic() - begun > options.seconds:
+                return
+            seed = options.seed + number
+            if not (check_beside_others(seed) if threads else check(seed, options.real)):
+                failures.append(number)
+            done.append(number)
+
+    done: list[int] = []
+    if options.threads > 1:
+        warnings.simplefilter("ignore")
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    threads = [threading.Thread(target=run_some) for _ in range(options.threads - 1)]
+    for thread in threads:
+        thread.start()
+    run_some()
+    for thread in threads:
+        thread.join()
     took = time.monotonic() - begun
-    print(f"{number} programs from seed {options.seed} in {took:.1f} s, {failures} went wrong")
-    return min(failures, 1)
+    print(
+        f"{len(done)} programs from seed {options.seed} in {took:.1f} s, {len(failures)} went wrong"
+    )
+    return min(len(failures), 1)
 
 
-def check(seed: int, *, all_real: bool = False) -> bool:
+def check_beside_others(seed: int) -> bool:
+    """Run the program of a seed while other threads run theirs; print what is wrong with it."""
+    wrong = try_beside_others(random_program(seed, real=True))
+    if wrong is not None:
+        print(f"\nThe program of seed {seed} went wrong: {wrong}", flush=True)
+    return wrong is None
+
+
+def check(seed: int, all_real: bool) -> bool:
     """Run the program of a seed; print what is wrong with it."""
     program = random_program(seed, real=all_real or seed % REAL_SHARE == REAL_SHARE - 1)
     wrong = try_program(program)

@@ -11,7 +11,7 @@ from aioreplica.errors import ContextError, MergeMismatchError, ReplicaCancelled
 from tests.fuzz import model
 from tests.fuzz.calls import Outcome
 from tests.fuzz.model import Verdict
-from tests.fuzz.play import num_threads, play
+from tests.fuzz.play import num_threads, play, play_beside_others
 from tests.fuzz.program import UNSEEN_WAYS, Program, may_stall, smaller
 
 MAX_THREADS = 40  # lanes of 8 devices and of the host, reducing threads, what pytest brings
@@ -31,19 +31,37 @@ def try_program(program: Program) -> str | None:
     return problem(program, outcome)
 
 
+def try_beside_others(program: Program) -> str | None:
+    """Run a real program while other threads run theirs; return what is wrong, or None.
+
+    What belongs to the process cannot be told apart then: warnings, threads that are left.
+    """
+    try:
+        outcome = play_beside_others(program)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return _refused(program, outcome) or _wrong_result(program, outcome)
+
+
 def problem(program: Program, outcome: Outcome) -> str | None:
     """Say what is wrong with an outcome, or return None."""
+    return (
+        _refused(program, outcome)
+        or _wrong_result(program, outcome)
+        or _wrong_state(program, outcome)
+        or _left_behind(program, outcome)
+    )
+
+
+def _refused(program: Program, outcome: Outcome) -> str | None:
+    """Say why the program must not end like this; None if it may."""
     permitted = model.verdicts(program)
     if outcome.sent:
         permitted = [Verdict("cancelled" if program.outside == "cancel" else "timeout")]
     refused = [_refusal(program, outcome, verdict) for verdict in permitted]
     if None not in refused:
         return f"{' and '.join(map(str, refused))}; the run ended with {outcome.error!r}"
-    return (
-        _wrong_result(program, outcome)
-        or _wrong_state(program, outcome)
-        or _left_behind(program, outcome)
-    )
+    return None
 
 
 def shrink(program: Program, tries: int = 400) -> tuple[Program, str]:

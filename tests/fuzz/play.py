@@ -48,6 +48,13 @@ def play(program: Program) -> Outcome:
     return outcome
 
 
+def play_beside_others(program: Program) -> Outcome:
+    """Run a real program to its end, without looking at what belongs to the whole process."""
+    world = World(program)
+    asyncio.run(asyncio.wait_for(world.main(), REAL_LIMIT_S))
+    return world.outcome
+
+
 @contextmanager
 def _alarms(outcome: Outcome) -> Iterator[None]:
     """Collect what Python and asyncio complain of."""

@@ -3,12 +3,23 @@
 import random
 import re
 import sys
+import threading
+from collections.abc import Callable
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 
-from aioreplica.replica import Call, Generation, Mismatch, Rendezvous, ReplicaState
-from aioreplica.replica._meeting import new_call
+from aioreplica.replica import (
+    Call,
+    Generation,
+    Mismatch,
+    Rendezvous,
+    ReplicaState,
+    collective_named,
+)
+from aioreplica.replica._meeting import SyncGroup, new_call
+from aioreplica.replica._merge_call import MergeCall
 from tests.replica.programs import (
     KINDS,
     Await,
@@ -23,6 +34,7 @@ from tests.replica.programs import (
 
 E2, E3, E4 = (0, 1), (0, 1, 2), (0, 1, 2, 3)
 AB, BC, AC = (0, 1), (1, 2), (0, 2)
+LIMIT_S = 60
 
 
 # ---- every order of small programs ---------------------------------------------------------
@@ -329,3 +341,40 @@ def test_nothing_is_held_after_forgetting() -> None:
 
     assert rendezvous.open_generations() == []
     assert [row.collective for row in rendezvous.rows()] == ["before any"] * 3
+
+
+def at_once(fn: Callable[[], Any]) -> list[Any]:
+    """Return what a function gives on two threads."""
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(fn())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return found
+
+
+def test_two_threads_that_ask_at_once_get_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous, both_miss, part = new(3), threading.Barrier(2), SyncGroup.part
+
+    def slow_part(group: SyncGroup, members: tuple[int, ...]) -> SyncGroup:
+        both_miss.wait(LIMIT_S)
+        return part(group, members)
+
+    monkeypatch.setattr(SyncGroup, "part", slow_part)
+
+    first, second = at_once(lambda: rendezvous.group(AB))
+
+    assert first is second is rendezvous.group(AB)
+
+
+def test_two_threads_that_name_a_collective_at_once_get_one() -> None:
+    both_miss = threading.Barrier(2)
+
+    def slow(name: str) -> MergeCall:
+        both_miss.wait(LIMIT_S)
+        return MergeCall(name)
+
+    first, second = at_once(lambda: collective_named(slow, "one"))
+
+    assert first is second

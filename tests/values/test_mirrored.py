@@ -345,15 +345,18 @@ async def test_a_written_array_is_not_shared_with_the_variable(pair: ar.Mirrored
 async def test_a_thread_never_reads_half_a_write(pair: ar.MirroredStrategy) -> None:
     variable = new(pair, np.zeros(10_000))
     torn: list[int] = []
-    reads, stop = [0], threading.Event()
+    reads, begun, stop = [0], asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
 
     def read() -> None:
+        loop.call_soon_threadsafe(begun.set)
         while not stop.is_set():
             value = variable.value
             torn.extend([1] * int(value.min() != value.max()))
             reads[0] += 1
 
     reading = asyncio.create_task(ar.run_on_host(read))
+    await begun.wait()
     for i in range(2000):
         await variable.assign(np.full(10_000, float(i)))
         if i % 50 == 0:

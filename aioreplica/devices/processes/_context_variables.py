@@ -173,10 +173,10 @@ _DEFAULT_ERRORS: Any = Context().run(np.geterr)
 
 
 def _search(var: AnyVar) -> VarName | None:
-    for module_name, module in tuple(sys.modules.items()):
+    for module_name, module in list(sys.modules.items()):
         if module_name in MAINS:
             continue
-        for name, thing in tuple(getattr(module, "__dict__", {}).items()):
+        for name, thing in list(getattr(module, "__dict__", {}).items()):
             if thing is var:
                 return VarName(module_name, name)
     return None

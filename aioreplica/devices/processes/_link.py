@@ -10,14 +10,13 @@ import select
 import signal
 import socket
 import threading
-import weakref
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, final
 
 import cloudpickle
 
-from ...context import REGISTRY, Place
+from ...context import REGISTRY, Living, Place
 from .._logical import list_devices
 from ._messages import Memory, Setup, Value
 from ._op_server import REPLICA, ready, send_segments, start
@@ -265,12 +264,12 @@ class _Forks:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a program may fork at its end
         atexit.register(self.lock.acquire)  # never released: `multiprocessing` ends the rest
-        self.results: weakref.WeakSet[Mappings] = weakref.WeakSet()
+        self.results: Living[Mappings] = Living()
         os.register_at_fork(
             before=self._begin, after_in_parent=self.lock.release, after_in_child=self.lock.release
         )
 
     def _begin(self) -> None:
         self.lock.acquire()
-        for each in tuple(self.results):
+        for each in self.results:
             each.pin()
