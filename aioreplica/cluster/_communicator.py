@@ -46,6 +46,7 @@ class Call:
         root: Whose array is sent, in a broadcast.
         agrees: For AGREE: whether `summands` are reduced, seeing the arrays of all.
         summands: For AGREE: arrays as `array`, each combined by `op`.
+        what: Names it in errors, where the user has called something else.
         number: Of the call in its communicator, from 0; the same on every worker.
     """
 
@@ -55,11 +56,12 @@ class Call:
     root: int = 0
     agrees: Callable[[Any], bool] | None = None
     summands: Sequence[Any] = ()
+    what: str = ""
     number: int = -1
 
     def describe(self) -> str:
         """Return, for example, "all_reduce #3"."""
-        return f"{self.kind} #{self.number}"
+        return self.what or f"{self.kind} #{self.number}"
 
 
 @final
@@ -152,6 +154,8 @@ class Communicator(ABC):
         self._failure: Failure | None = None
         self._pending: dict[Call, asyncio.Future[Any]] = {}
         self._is_closed = False
+        self._name = ""  # of the group; empty for the outermost one
+        self._what = ""  # names calls that are made for something else, by a strategy
         self._pid = os.getpid()
 
     # ---- what it is ----------------------------------------------------------------------
@@ -333,16 +337,14 @@ class Communicator(ABC):
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
 
-        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm`, and for a
-        `LocalCommunicator`. Ranks keep their order and close up. This communicator can only be
-        closed after that.
+        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm` and for a
+        `LocalCommunicator`. Ranks keep their order. This communicator can only be closed then.
 
         Raises:
             ContextError: If this engine cannot go on after the loss of a worker, or this is a
                 split of another communicator.
             StallError: If not all workers that are left came before the timeout.
-            WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
-                one that the others have lost.
+            WorkerLostError: If another one was lost meanwhile: call it again. Or if it is this one.
 
         Cancellation:
             As for `ar.cluster.connect`.
@@ -424,7 +426,7 @@ class Communicator(ABC):
     def _launch(self, call: Call) -> asyncio.Future[Any]:
         self._require_open()
         future: asyncio.Future[Any] = running_loop(call.kind).create_future()
-        call.number = self._num_calls
+        call.number, call.what = self._num_calls, self._what
         self._enqueue(call)
         self._num_calls += 1
         self._pending[call] = future

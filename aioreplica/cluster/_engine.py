@@ -5,16 +5,19 @@ without a pause, for about as long as the bytes take, then with pauses that grow
 so a late peer costs little. Between polls it looks for what the others have to say, and at the
 clock.
 
-Workers tell each other three things in notes, outside of the collectives: that they wait in a call
-(so that a stall names who does not), that they have left, and why the group has ended.
+Workers tell each other three things in notes, outside of the collectives: that they wait in a call,
+again and again (so that a stall names who does not, or has stopped in it), that they have left, and
+why the group has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +34,14 @@ from ._communicator import (
     Failure,
 )
 from ._exchange import Collectives, Exchange, Poll
-from ._local import closed_text, split_shrink_error, stall_text
+from ._local import closed_text, split_shrink_error, stall_text, workers_in_words
 
-WAITING, LEFT = "waiting", "left"
-WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there
+LOGGER = logging.getLogger("aioreplica.cluster")
+
+WAITING, PASSED, LEFT = "waiting", "passed", "left"
+WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
+WARN_S = 10.0  # in a call, before a worker logs for whom it waits
+QUIET_S = 3.0  # without a word from a worker that has said that it waits
 SPIN_S = 150e-6  # without pauses, plus what the bytes take
 SPIN_BYTES_PER_S = 1e9
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
@@ -48,11 +55,11 @@ class Note:
     """Message of one worker to all others.
 
     Attributes:
-        kind: WAITING or LEFT, or the kind of a failure.
+        kind: WAITING, PASSED or LEFT, or the kind of a failure.
         rank: Who says so, in the outermost group.
-        group: The ranks of the group it is about.
-        number: Of the call it waits in, or of its calls before it left.
-        text: Of the failure.
+        group: The name of the group it is about.
+        number: Of the call it waits in or has ended, or of its calls before it left.
+        text: Of the failure; names the call it waits in.
         ranks: Of the failure.
         timeout: Of the failure.
     """
@@ -90,10 +97,12 @@ class Engine(Exchange):
         """Send a note to all other workers, as far as they can be reached; does not wait."""
 
     @abstractmethod
-    def notes(self, *, at_once: bool = False) -> list[Note]:
+    def notes(self, *, at_once: bool = False, waits: bool = True) -> list[Note]:
         """Return the notes that have come since the last call.
 
-        Where asking takes long it is done now and then only, unless `at_once` is set.
+        Args:
+            at_once: Ask even if that takes long and was done a moment ago.
+            waits: Wait for the answer, within limits; if not, it is found by a later call.
         """
 
     @abstractmethod
@@ -103,6 +112,10 @@ class Engine(Exchange):
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
         """Return an exchange between some of the workers; `name` is that of the group."""
+
+    @abstractmethod
+    def unreachable(self) -> tuple[int, ...]:
+        """Return the workers without whom no note comes any more; usually none."""
 
     @abstractmethod
     def end(self) -> None:
@@ -137,8 +150,11 @@ class Link:
         self.lane = lane
         self.ended: Failure | None = None
         self.members: list[EngineCommunicator] = []
+        self._is_told = False  # of the end, to the others
         self._waiting: dict[tuple[str, int], int] = {}
+        self._passed: dict[tuple[str, int], int] = {}
         self._left: dict[tuple[str, int], int] = {}
+        self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
         self._late: Turn | None = None  # in which the lane waits for others
         self._held: list[Poll] = []  # exchanges that the engine may not be done with
 
@@ -185,28 +201,121 @@ class Link:
         """
         self.look_for_gone(turn)
         now = monotonic()
+        if turn.timeout is not None and now > turn.tell_at + QUIET_S:
+            # This process was stopped itself: let the others speak.
+            turn.start = max(turn.start, now + 2 * turn.beat_s - turn.timeout)
         if now >= turn.tell_at:
-            turn.tell_at = float("inf")
-            own = self.engine.rank
-            self.engine.tell(Note(WAITING, own, turn.group, turn.call.number))
-            self._waiting[turn.group, own] = turn.call.number
+            turn.tell_at = now + turn.beat_s
+            turn.is_told = True
+            self._say(turn, WAITING, now)
+        if now >= turn.warn_at:
+            turn.warn_at = math.inf
+            self._warn(turn, now)
         if turn.timeout is not None and now >= turn.start + turn.timeout:
-            missing = self._missing(turn)
-            text = stall_text(missing, turn.call.describe(), turn.timeout)
-            self.end(Failure(STALLED, text, missing, turn.timeout))
+            self.look_for_gone(turn, at_once=True)
+            self.end(self._stalled(turn, turn.timeout, monotonic()))
 
-    def _missing(self, turn: Turn) -> tuple[int, ...]:
-        """Return who has not said that it waits in the call."""
-        return tuple(
-            member
-            for member in turn.ranks
-            if self._waiting.get((turn.group, member), -1) < turn.call.number
-        )
+    def _say(self, turn: Turn, kind: str, now: float) -> None:
+        own, call = self.engine.rank, turn.call
+        note = Note(kind, own, turn.group, call.number, call.describe())
+        self.engine.tell(note)
+        self._hear(note, now)
+
+    def _hear(self, note: Note, now: float) -> None:
+        key = note.group, note.rank
+        self._words[note.rank] = now, note
+        self._waiting[key] = note.number
+        if note.kind == PASSED:
+            self._passed[key] = note.number
+
+    def passed(self, turn: Turn) -> None:
+        """Tell those who still wait in a call that this worker has ended it, not stopped in it."""
+        if turn.is_told:
+            self._say(turn, PASSED, monotonic())
 
     def absent(self) -> tuple[int, ...] | None:
         """Return who has not come to the call that the lane waits in; None if it waits in none."""
         turn = self._late
         return None if turn is None else self._missing(turn)
+
+    def _missing(self, turn: Turn) -> tuple[int, ...]:
+        """Return who has not said that it waits in the call."""
+        number = turn.call.number
+        return tuple(
+            member for member in turn.ranks if self._waiting.get((turn.group, member), -1) < number
+        )
+
+    def _stopped(self, turn: Turn, now: float) -> tuple[int, ...]:
+        """Return who has said that it waits in the call, and says nothing any more."""
+        quiet_s = QUIET_S if turn.timeout is None else min(QUIET_S, 0.6 * turn.timeout)
+        return tuple(
+            member
+            for member in turn.ranks
+            if self._waiting.get((turn.group, member), -1) == turn.call.number
+            and self._passed.get((turn.group, member), -1) < turn.call.number
+            and self._words[member][0] + quiet_s < now
+        )
+
+    def _elsewhere(self, members: Iterable[int], group: str) -> tuple[int, ...]:
+        """Return those of some workers who wait in calls of other groups."""
+        return tuple(
+            member
+            for member in members
+            if member in self._words
+            and self._words[member][1].kind == WAITING
+            and self._words[member][1].group != group
+        )
+
+    def _stalled(self, turn: Turn, timeout: float, now: float) -> Failure:
+        """Say for whom a call has waited too long: it has not come, or has stopped in it.
+
+        Who waits in a call of another group has not failed to come: the order of calls differs.
+        """
+        what = turn.call.describe()
+        silent = tuple(each for each in self.engine.unreachable() if each in turn.ranks)
+        if silent:  # what the others have to say does not come either
+            text = (
+                f"{workers_in_words(silent)} has stopped: it keeps the store where the workers "
+                f"meet, which does not answer. Noticed in {what}, after {timeout:g} s."
+            )
+            return Failure(STALLED, text, silent, timeout)
+        missing, stopped = self._missing(turn), self._stopped(turn, now)
+        elsewhere = self._elsewhere(missing, turn.group)
+        absent = tuple(member for member in missing if member not in elsewhere)
+        if absent or not (stopped or elsewhere):
+            return Failure(STALLED, stall_text(absent, what, timeout), absent, timeout)
+        if stopped:
+            has = "has" if len(stopped) == 1 else "have"
+            text = (
+                f"{workers_in_words(stopped)} {has} come to {what} and stopped in it, for "
+                f"{timeout:g} s now. Look whether that process is suspended or its host is."
+            )
+            return Failure(STALLED, text, stopped, timeout)
+        where = ", ".join(
+            f"worker {each} waits in {self._words[each][1].text} of {_group_in_words(other)}"
+            for each in elsewhere
+            for other in [self._words[each][1].group]
+        )
+        own = self.engine.rank
+        text = (
+            f"Worker {own} has waited {timeout:g} s in {what} of {_group_in_words(turn.group)}, "
+            f"while {where}. Workers must make the calls of groups that overlap in one order."
+        )
+        return Failure(STALLED, text, tuple(sorted((own, *elsewhere))), timeout)
+
+    def _warn(self, turn: Turn, now: float) -> None:
+        """Log for whom a call waits, and the newest word of every worker."""
+        missing = self.engine.unreachable() or self._missing(turn) or self._stopped(turn, now)
+        who = workers_in_words(missing).lower() if missing else "the others"
+        words = "; ".join(
+            f"worker {rank} {'waits in' if note.kind == WAITING else 'has ended'} {note.text}"
+            for rank, (_, note) in sorted(self._words.items())
+        )
+        limit = "for ever" if turn.timeout is None else f"for {turn.timeout:g} s"
+        LOGGER.warning(
+            "Worker %d has waited %.0f s in %s for %s, and goes on waiting, %s. Newest words: %s.",
+            self.engine.rank, now - turn.start, turn.call.describe(), who, limit, words,
+        )  # fmt: skip
 
     def look_for_gone(self, turn: Turn, *, at_once: bool = False) -> None:
         """Look for notes, and whether one of the group has closed before this call.
@@ -214,7 +323,7 @@ class Link:
         Raises:
             GroupEndedError: If the group has ended.
         """
-        self.read_notes(at_once=at_once)
+        self.read_notes(at_once=at_once, waits=at_once)
         gone = tuple(
             member
             for member in turn.ranks
@@ -223,21 +332,21 @@ class Link:
         if gone:
             self.end(Failure(LOST, closed_text(gone, turn.call), gone))
 
-    def read_notes(self, *, at_once: bool = False) -> None:
+    def read_notes(self, *, at_once: bool = False, waits: bool = True) -> None:
         """Take note of what the others say.
 
         Raises:
             GroupEndedError: If one of them says that the group has ended, or it had before.
         """
-        for note in self.engine.notes(at_once=at_once) if self.ended is None else ():
-            key = note.group, note.rank
-            if note.kind == WAITING:
-                self._waiting[key] = note.number
+        notes = self.engine.notes(at_once=at_once, waits=waits) if self.ended is None else ()
+        for note in notes:
+            if note.kind in (WAITING, PASSED):
+                self._hear(note, monotonic())
             elif note.kind == LEFT:
-                self._left[key] = note.number
+                self._left[note.group, note.rank] = note.number
             elif self.ended is None:
                 self.ended = Failure(note.kind, note.text, note.ranks, note.timeout)
-                self.engine.end()
+                self._is_told = True
         if self.ended is not None:
             raise GroupEndedError(self.ended)
 
@@ -249,20 +358,25 @@ class Link:
         """
         if self.ended is None:
             self.ended = failure
-        self.spread()
+        self._tell()
         raise GroupEndedError(self.ended)
 
-    def spread(self) -> None:
+    def give_up(self) -> None:
         """Tell the others why the group has ended, and let those in the engine return."""
+        self._tell()
+        self.engine.end()
+
+    def _tell(self) -> None:
         failure = self.ended
         assert failure is not None  # called at the end only
-        self.engine.tell(
-            Note(
-                failure.kind, self.engine.rank, text=failure.text, ranks=failure.ranks,
-                timeout=failure.timeout,
-            )
-        )  # fmt: skip
-        self.engine.end()
+        if not self._is_told:
+            self._is_told = True
+            self.engine.tell(
+                Note(
+                    failure.kind, self.engine.rank, text=failure.text, ranks=failure.ranks,
+                    timeout=failure.timeout,
+                )
+            )  # fmt: skip
 
 
 @final
@@ -275,7 +389,9 @@ class Turn:
         timeout: How long it may take.
     """
 
-    __slots__ = ("call", "group", "ranks", "start", "tell_at", "timeout")
+    __slots__ = (
+        "beat_s", "call", "group", "is_told", "ranks", "start", "tell_at", "timeout", "warn_at",
+    )  # fmt: skip
 
     def __init__(
         self, call: Call, ranks: tuple[int, ...], group: str, timeout: float | None
@@ -285,7 +401,10 @@ class Turn:
         self.group = group
         self.timeout = timeout
         self.start = monotonic()
-        self.tell_at = self.start + min(WAITING_S, (timeout or WAITING_S) / 2)
+        self.beat_s = WAITING_S if timeout is None else min(WAITING_S, timeout / 5)
+        self.tell_at = self.start + self.beat_s
+        self.warn_at = self.start + WARN_S
+        self.is_told = False  # that this worker waits in it
 
 
 class EngineCommunicator(Communicator):
@@ -298,7 +417,7 @@ class EngineCommunicator(Communicator):
         super().__init__(ranks.index(worker), len(ranks), timeout, worker)
         self._link = link
         self._ranks = ranks  # in the outermost group
-        self._group = group  # its name; empty for the outermost one
+        self._name = group
         self._collectives: Collectives | None = None
         self._num_splits: dict[tuple[int, ...], int] = {}
         link.members.append(self)
@@ -325,7 +444,7 @@ class EngineCommunicator(Communicator):
         if link.ended is None:
             link.ended = failure  # seen at once by a lane that waits in a call
         self._end_all(failure)
-        link.put(link.spread).add_done_callback(_forget)
+        link.put(link.give_up).add_done_callback(_forget)
 
     def _absent(self) -> tuple[int, ...] | None:
         return self._link.absent()
@@ -334,7 +453,7 @@ class EngineCommunicator(Communicator):
         ordinal = self._num_splits.get(ranks, 0)
         self._num_splits[ranks] = ordinal + 1
         outer = tuple(self._ranks[rank] for rank in ranks)
-        name = f"{self._group}/{','.join(map(str, outer))}.{ordinal}"
+        name = f"{self._name}/{','.join(map(str, outer))}.{ordinal}"
         return SplitCommunicator(self._link, outer, self.timeout, name)
 
     async def _close(self) -> None:
@@ -360,16 +479,21 @@ class EngineCommunicator(Communicator):
         except BaseException as raised:  # noqa: BLE001 - ends the group
             error = raised
         completions.add(_Performed(self, call, result, error))
+        if self._link.ended is not None:  # who waits knows it first: to end may take its time
+            with suppress(RuntimeError):
+                self._link.give_up()
 
     def _result_of(self, call: Call) -> Any:
         link, engine = self._link, self._link.engine
-        turn = Turn(call, self._ranks, self._group, self.timeout)
+        turn = Turn(call, self._ranks, self._name, self.timeout)
         try:
             link.read_notes()
             if self._collectives is None:
-                exchange = engine.subgroup(self._ranks, self._group) if self._group else engine
+                exchange = engine.subgroup(self._ranks, self._name) if self._name else engine
                 self._collectives = Collectives(exchange)
-            return self._collectives.perform(call, partial(link.finish, turn))
+            result = self._collectives.perform(call, partial(link.finish, turn))
+            link.passed(turn)
+            return result
         except GroupEndedError:
             raise
         except Exception as error:  # noqa: BLE001 - the workers are no longer in step
@@ -384,8 +508,8 @@ class EngineCommunicator(Communicator):
     def _leave(self, num_calls: int) -> None:
         link = self._link
         if link.ended is None:
-            link.engine.tell(Note(LEFT, link.engine.rank, self._group, num_calls))
-        if not self._group:
+            link.engine.tell(Note(LEFT, link.engine.rank, self._name, num_calls))
+        if not self._name:
             link.engine.close()
 
 
@@ -403,6 +527,14 @@ async def has_ended(op: Op[Any], timeout: float | None) -> bool:
     op.add_done_callback(lambda _: None if future.done() else future.set_result(None))
     await asyncio.wait([future], timeout=timeout)
     return op.done()
+
+
+def _group_in_words(name: str) -> str:
+    """Return, for example, "the split of workers 0 and 2", of a group by its name."""
+    ranks = name.rpartition("/")[2].rpartition(".")[0]
+    if not ranks:
+        return "the group of all"
+    return f"the split of {workers_in_words(tuple(map(int, ranks.split(',')))).lower()}"
 
 
 def _failure_of(error: BaseException) -> Failure:

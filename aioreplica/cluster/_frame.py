@@ -58,7 +58,7 @@ class Frame:
         sequence: Number of the collective in the run.
         stage: Which exchange of that collective.
         digest: A hash of what has to be equal on all workers; see `digest_of`.
-        slot: Small data; the cause if it has failed.
+        slot: Small data; the cause if it has failed, or was closed by an error.
 
     Example:
         >>> frame = Frame(FrameKind.COLLECTIVE, 3, "step", 1, slot=b"abc")
@@ -148,9 +148,11 @@ class Closed:
 
     Attributes:
         ranks: Which ones have.
+        cause: What the first of them was closed by; empty if by none.
     """
 
     ranks: tuple[int, ...]
+    cause: str = ""
 
 
 @final
@@ -177,7 +179,7 @@ def decide(frames: Sequence[Frame]) -> Decision:
     """
     closed = tuple(i for i, frame in enumerate(frames) if frame.kind is FrameKind.CLOSED)
     if closed:
-        return Closed(closed)
+        return Closed(closed, frames[closed[0]].slot.decode("utf-8", "replace"))
     for rank, frame in enumerate(frames):
         if frame.kind is FrameKind.FAILED:
             cause = frame.slot.decode("utf-8", "replace")

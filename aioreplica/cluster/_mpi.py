@@ -14,7 +14,7 @@ import ctypes
 import os
 import re
 import sys
-import zlib
+from hashlib import blake2b
 from pathlib import Path
 from time import sleep
 from typing import Any, Self, final
@@ -24,11 +24,22 @@ import numpy as np
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import ContextError, StallError, WorkerLostError
-from ._communicator import ENDED, LOST, Failure, require_timeout
-from ._engine import NOTE_BYTES, Engine, EngineCommunicator, Link, Note, has_ended
+from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
+from ._engine import (
+    LEFT,
+    NOTE_BYTES,
+    PASSED,
+    WAITING,
+    Engine,
+    EngineCommunicator,
+    Link,
+    Note,
+    has_ended,
+)
 from ._exchange import Exchange, Poll
 from ._local import workers_in_words
 
+ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
 PAIRS = 8  # workers that exchange with each other directly: measured to be faster than MPI's own
 MAX_TAG = 30_000  # every MPI has at least 32,767
@@ -91,6 +102,7 @@ class MpiRuntime:
         self.lane = Lane("mpi", nice=0)
         self.mpi: Any = None  # the module; Any: mpi4py is optional
         self.failed = False  # what was begun has not come to its end, or a group has failed
+        self.is_stalled = False  # a worker has stopped, and nothing of MPI ends it
         self._pid = os.getpid()
         self._is_ours = False
         self._completions: CompletionQueue | None = None
@@ -153,17 +165,30 @@ class MpiRuntime:
         if self._pid != os.getpid() or self._completions is None:
             return
         if self.failed:
-            sleep(EXIT_S)
+            self._leave_failed()
             return
         gate = new_gate(None)
 
         def finalize() -> None:
-            self.mpi.Finalize()
+            if not self.failed:  # the lane may just have learnt of it
+                self.mpi.Finalize()
             gate.open()
 
         self.lane.put(Op(self._completions, finalize, (), {}))
         while not gate.wait(1.0):
             pass
+        if self.failed:
+            self._leave_failed()
+
+    def _leave_failed(self) -> None:
+        """Let the others hear why; the launcher then ends them.
+
+        Not with ULFM, where a worker that has stopped would stay for ever: nobody can go on from
+        that, as shrinking needs workers that are gone, so all are ended.
+        """
+        sleep(EXIT_S)
+        if self.is_stalled and os.environ.get(ULFM_VARIABLE, "0") not in ("0", "false"):
+            self.mpi.COMM_WORLD.Abort(1)
 
 
 def import_mpi() -> Any:
@@ -226,6 +251,7 @@ class MpiEngine(Engine):
         self._pairs: Exchange | None = None
         if self.size <= PAIRS:
             self._pairs = MpiMessages(mpi, comm, tuple(range(self.size)), 0)
+        self._max_tag = comm.Get_attr(mpi.TAG_UB) or MAX_TAG
         self._sent: list[Any] = []  # requests, and what they send
         self._buffer = np.zeros(NOTE_BYTES, np.uint8)
         self._receive = self._next_note()
@@ -257,7 +283,7 @@ class MpiEngine(Engine):
         return None
 
     def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
-        return MpiMessages(self._mpi, self._comm, ranks, 1 + zlib.crc32(name.encode()) % MAX_TAG)
+        return MpiMessages(self._mpi, self._comm, ranks, tag_of(name, self._max_tag))
 
     def _of(self, array: Any) -> Any:
         return [array, self._mpi.BYTE]
@@ -268,8 +294,10 @@ class MpiEngine(Engine):
         data = np.zeros(NOTE_BYTES, np.uint8)
         encoded = note.encode()
         data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        if note.kind not in ("waiting", "left"):
+        if note.kind not in (WAITING, PASSED, LEFT):
             self._runtime.failed = True
+            self._runtime.is_stalled |= note.kind == STALLED
+        self._sent = [each for each in self._sent if not self._has_gone(each[0])]
         for rank in range(self.size):
             if rank != self.rank:
                 try:
@@ -278,10 +306,17 @@ class MpiEngine(Engine):
                     continue  # it is gone
                 self._sent.append((request, data))
 
-    def notes(self, *, at_once: bool = False) -> list[Note]:
+    def _has_gone(self, request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception:
+            return True  # its receiver is gone
+
+    def notes(self, *, at_once: bool = False, waits: bool = True) -> list[Note]:
         found = []
         while self.size > 1 and self._receive.Test():
             found.append(Note.decode(self._buffer.tobytes().rstrip(b"\0")))
+            self._runtime.is_stalled |= found[-1].kind == STALLED
             self._receive = self._next_note()
         return found
 
@@ -314,6 +349,9 @@ class MpiEngine(Engine):
             return ()
         ranks = mpi.Group.Translate_ranks(failed, list(range(failed.Get_size())), everyone)
         return tuple(sorted(ranks))
+
+    def unreachable(self) -> tuple[int, ...]:
+        return ()
 
     def end(self) -> None:
         self._runtime.failed = True
@@ -391,6 +429,16 @@ class MpiMessages(Exchange):
     def _poll(self, requests: list[Any], *held: Any) -> Poll:
         test = self._mpi.Request.Testall
         return poll_of(lambda: test(requests), *held)
+
+
+def tag_of(group: str, most: int) -> int:
+    """Return the tag of the messages in a group, from 1 to `most`: a hash of its name, of 31 bits.
+
+    Of 30,000 tags two were the same for one pair in six of a hundred groups, whose messages would
+    have crossed; of 2**31 that takes tens of thousands of groups.
+    """
+    digest = blake2b(group.encode(), digest_size=8).digest()
+    return 1 + (int.from_bytes(digest, "little") >> 33) % most
 
 
 def poll_of(test: Any, *held: Any) -> Poll:

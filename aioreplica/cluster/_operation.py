@@ -45,6 +45,7 @@ class Operation(asyncio.Future[T]):
     Args:
         run: Of which it is a part.
         frame: What this worker says; without the number of the run.
+        what: Names it in errors.
         where: Describes where this worker is, for errors.
         carry: Called if all agree.
         ahead: What is reduced before that.
@@ -59,14 +60,15 @@ class Operation(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_carry", "_is_cancelled", "_run", "_slots", "_then", "_where", "frame",
-        "is_over",
+        "_ahead", "_carry", "_is_cancelled", "_run", "_slots", "_then", "_what", "_where",
+        "frame", "is_over",
     )  # fmt: skip
 
     def __init__(
         self,
         run: WorkersRun,
         frame: Frame,
+        what: str,
         where: Callable[[Frame], WorkerRows],
         carry: Carry[T],
         ahead: Ahead = NOTHING_AHEAD,
@@ -75,6 +77,7 @@ class Operation(asyncio.Future[T]):
         self.frame = frame
         self.is_over = False
         self._run = run
+        self._what = what
         self._where = where
         self._carry: Carry[Any] = carry
         self._ahead = ahead
@@ -172,6 +175,7 @@ class Operation(asyncio.Future[T]):
         ahead, run, room = self._ahead, self._run, self._run.workers.room
         try:
             frame = self.frame = run.numbered(self.frame)
+            communicator._what = f"{self._what} of run {frame.run} ({run.function})"
             is_behind = ahead.num_bytes <= room.num_bytes
             behind, after = (ahead.arrays, []) if is_behind else ((), ahead.arrays)
             came = communicator.all_gather_then_reduce(

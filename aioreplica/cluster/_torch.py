@@ -16,6 +16,7 @@ import os
 import weakref
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Self, final
@@ -26,21 +27,39 @@ from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
-from ._engine import Engine, EngineCommunicator, GroupEndedError, Link, Note, has_ended
+from ._engine import (
+    PASSED,
+    WAITING,
+    Engine,
+    EngineCommunicator,
+    GroupEndedError,
+    Link,
+    Note,
+    has_ended,
+)
 from ._exchange import Exchange, Poll
 from ._local import workers_in_words
 from ._resolver import ClusterResolver
+from ._torch_store import (
+    ANSWER_S,
+    JOIN_PAUSE_S,
+    LEAVE_S,
+    Answer,
+    Store,
+    StoreSilentError,
+    is_kept_by_torchrun,
+    meet,
+    open_store,
+)
 
 NO_TIMEOUT = timedelta(days=365)
 SLACK_S = 5.0  # Gloo's own timeout comes after ours, which knows who is missing
-STORE_S = 300.0  # to meet in the store, without a timeout
 WAIT_S = 0.02  # for Gloo, between two looks at notes and clock
 NOTES_S = 0.05  # between two questions to the store
+WORDS_S = 0.4  # between two that ask for the newest word of each worker too
 ALIVE_S = 1.0  # for the others to say that they live
 ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 ADDED = ("float32", "float64", "int32", "int64")  # what Gloo adds up as NumPy does
-LEAVE_S = 0.7  # that worker 0, which keeps the store, waits for the others to leave
-JOIN_PAUSE_S = 0.01
 
 
 @final
@@ -80,18 +99,30 @@ class TorchCommunicator(EngineCommunicator):
             raise ValueError(f"A task of type {resolver.task_type!r} is not a worker.")
         check_interfaces(resolver)
         lane = Lane("torch.distributed", nice=0)
-        op: Op[TorchEngine] = Op(
-            CompletionQueue.of_running_loop(), join, (resolver, timeout), {}, lane
-        )
-        op.put()
+        completions = CompletionQueue.of_running_loop()
+        joining: Op[Store] = Op(completions, join, (resolver, timeout, completions), {}, lane)
+        joining.put()
         try:
-            await has_ended(op, None)
-            engine = op.result()
+            await has_ended(joining, None)  # all in it has timeouts of its own
+            store = joining.result()
+            connecting: Op[TorchEngine] = Op(
+                completions, new_engine, (store, resolver, timeout, completions), {}, lane
+            )
+            connecting.put()
+            if not await has_ended(connecting, None if timeout is None else timeout + SLACK_S):
+                raise StallError(
+                    f"Not all workers that came to {resolver.coordinator_address} could be "
+                    f"connected within {timeout:g} s: one of them has stopped. Look whether a "
+                    "process is suspended.",
+                    timeout_s=timeout,
+                )
+            engine = connecting.result()
         except BaseException:
             lane.stop()
             raise
         link = Link(engine, lane)
-        weakref.finalize(link, lane.stop).atexit = False  # splits may be closed after the group
+        for stop in (lane.stop, engine.store.close):
+            weakref.finalize(link, stop).atexit = False  # splits may be closed after the group
         return cls(link, tuple(range(engine.size)), timeout)
 
     async def _shrink(self) -> Communicator:
@@ -149,9 +180,13 @@ def import_torch() -> tuple[Any, Any]:
     return torch, dist
 
 
-def join(resolver: ClusterResolver, timeout: float | None) -> TorchEngine:
-    """Meet the other workers in the store, then let Gloo connect them."""
-    torch, dist = import_torch()
+def join(resolver: ClusterResolver, timeout: float | None, completions: CompletionQueue) -> Store:
+    """Meet the other workers in the store; return it.
+
+    Raises:
+        StallError: If a worker did not come in time, or the store does not answer.
+    """
+    _, dist = import_torch()
     address = str(resolver.coordinator_address)
     stores = REGISTRY.once("torch_stores", dict[str, tuple[Any, int]])  # kept as long as we live
     store, ordinal = stores.get(address, (None, 0))
@@ -159,90 +194,44 @@ def join(resolver: ClusterResolver, timeout: float | None) -> TorchEngine:
         store = open_store(dist, resolver, timeout)
     stores[address] = store, ordinal + 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"aioreplica/{restart}/{ordinal}", store)
+    raw = dist.PrefixStore(f"aioreplica/{restart}/{ordinal}", store)
+    store = Store(raw, completions)
     try:
         meet(store, resolver, timeout)
-        return TorchEngine(torch, dist, store, resolver, timeout)
-    except RuntimeError as error:
-        if isinstance(error, AioReplicaError):
-            raise
-        raise WorkerLostError(
-            f"The workers came to {address}, but could not be connected: {error}"
-        ) from error
+    except StoreSilentError:
+        store.close()
+        keeper = () if is_kept_by_torchrun() else (0,)
+        who = "Worker 0, which keeps" if keeper else "torchrun, which keeps"
+        raise StallError(
+            f"{who} the store at {address}, has stopped: it does not answer. Look whether that "
+            "process is suspended.",
+            timeout_s=timeout,
+            ranks=keeper,
+        ) from None
+    except BaseException:
+        store.close()
+        raise
+    return store
 
 
-def meet(store: Any, resolver: ClusterResolver, timeout: float | None) -> None:
-    """Wait in the store until all workers have come, and see whether they agree."""
-    start, rank, size = monotonic(), resolver.rank, resolver.num_workers
-    address = resolver.coordinator_address
-    if store.add(f"came/{rank}", 1) > 1:
-        raise ValueError(
-            f"Worker {rank} was started twice: another process has come to {address} as worker "
-            f"{rank} of {size}. Give each process a number of its own."
-        )
-    store.set(f"size/{rank}", str(size))
-    waited_for = set(range(size))
-    while waited_for:
-        for each in sorted(waited_for):
-            if store.check([f"size/{each}"]):
-                told = int(store.get(f"size/{each}"))
-                if told != size:
-                    raise ValueError(
-                        f"Worker {each} was told of {told} workers, and this one (worker {rank}) "
-                        f"of {size}. Start all with the same number."
-                    )
-                waited_for.discard(each)
-        if not waited_for:
-            return
-        if timeout is not None and (monotonic() > start + timeout or store.add("stalled", 0)):
-            give_up_together(store, rank, size - len(waited_for))
-            missing = tuple(sorted(waited_for))
-            raise StallError(
-                f"{workers_in_words(missing)} did not come to {address} within {timeout:g} s. "
-                "Look whether each worker was started, or raise the timeout.",
-                timeout_s=timeout,
-                ranks=missing,
-            )
-        sleep(JOIN_PAUSE_S)
-
-
-def give_up_together(store: Any, rank: int | None, num_present: int) -> None:
-    """Tell those who have come that time is up; worker 0 keeps the store until they know."""
-    store.add("stalled", 1)
-    end = monotonic() + LEAVE_S
-    while rank == 0 and store.add("stalled", 0) < num_present and monotonic() < end:
-        sleep(JOIN_PAUSE_S)
-
-
-def open_store(dist: Any, resolver: ClusterResolver, timeout: float | None) -> Any:
-    """Return the store at the coordinator's address; worker 0 keeps it, or torchrun does.
+def new_engine(
+    store: Store, resolver: ClusterResolver, timeout: float | None, completions: CompletionQueue
+) -> TorchEngine:
+    """Let Gloo connect the workers, which have met.
 
     Raises:
-        StallError: If there is none before the timeout.
-        ValueError: If the address is in use.
+        WorkerLostError: If it cannot.
     """
-    address = str(resolver.coordinator_address)
-    host, _, port = address.rpartition(":")
-    keeps = resolver.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    seconds = STORE_S if timeout is None else timeout
+    torch, dist = import_torch()
     try:
-        return dist.TCPStore(
-            host.strip("[]"), int(port), None, keeps, timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )  # fmt: skip
-    except RuntimeError as error:
-        text = str(error)
-        if keeps:
-            raise ValueError(
-                f"Worker 0 cannot listen at {address}: the address is in use, by another program "
-                "or because worker 0 was started twice, or is not one of this host. "
-                f"({text.splitlines()[0]})"
-            ) from error
-        raise StallError(
-            f"Worker 0 did not come to {address} within {seconds:g} s: nothing answers there. "
-            "Look whether it was started, and whether the address is right.",
-            timeout_s=timeout,
-            ranks=(0,),
+        return TorchEngine(torch, dist, store, resolver, timeout, completions)
+    except BaseException as error:
+        store.close()
+        if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
+            raise
+        address = resolver.coordinator_address
+        raise WorkerLostError(
+            f"The workers came to {address}, but could not be connected: {error}"
         ) from error
 
 
@@ -256,15 +245,26 @@ class TorchEngine(Engine):
         store: For this engine alone.
         resolver: Which worker this is, of how many.
         timeout: Of a collective, in seconds.
+        completions: Of the loop that connects.
+
+    Attributes:
+        store: The same.
     """
 
     def __init__(
-        self, torch: Any, dist: Any, store: Any, resolver: ClusterResolver, timeout: float | None
+        self,
+        torch: Any,
+        dist: Any,
+        store: Store,
+        resolver: ClusterResolver,
+        timeout: float | None,
+        completions: CompletionQueue,
     ) -> None:
         assert resolver.rank is not None  # checked by `connect`
         rank, size = resolver.rank, resolver.num_workers
         self.rank, self.size = rank, size
-        self._torch, self._dist, self._store = torch, dist, store
+        self._torch, self._dist, self.store = torch, dist, store
+        self._completions = completions
         self._limit = NO_TIMEOUT if timeout is None else timedelta(seconds=timeout + SLACK_S)
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
@@ -275,14 +275,16 @@ class TorchEngine(Engine):
             self._group = dist.new_group(backend="gloo", timeout=self._limit)
         else:
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
+                "gloo", store=dist.PrefixStore("group", store.raw), rank=rank, world_size=size,
                 timeout=self._limit,
             )  # fmt: skip
             self._group = dist.group.WORLD
         self._messages = GlooMessages(torch, dist, self._group, rank, size)
         self._subgroups: list[GlooMessages] = []
-        self._num_read = 0
-        self._read_at = 0.0
+        self._num_read = self._num_words = 0
+        self._read_at = self._words_at = 0.0
+        self._asked: Answer[list[Note]] | None = None  # the notes
+        self._words: list[bytes] = [b""] * size  # the newest of each worker
         self._is_open = True
         self._pid = os.getpid()
         atexit.register(self._at_exit)
@@ -315,18 +317,54 @@ class TorchEngine(Engine):
     # ---- notes ---------------------------------------------------------------------------
 
     def tell(self, note: Note) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it worker 0
-            self._store.set(f"note/{self._store.add('notes', 1)}", note.encode())
+        raw, data = self.store.raw, note.encode()
+        if note.kind in (WAITING, PASSED):  # the next one takes its place
+            self._num_words += 1  # the same again is a sign of life
+            word = b"%d %s" % (self._num_words, data)
+            self.store.ask(lambda: raw.set(f"word/{self.rank}", word))
+            return
 
-    def notes(self, *, at_once: bool = False) -> list[Note]:
+        def write() -> None:
+            raw.set(f"note/{raw.add('notes', 1)}", data)
+
+        with suppress(RuntimeError):  # the store is gone, and with it worker 0
+            self.store.call(write)
+
+    def notes(self, *, at_once: bool = False, waits: bool = True) -> list[Note]:
+        found: list[Note] = []
+        if at_once and self._asked is not None:  # before the notes of now were there
+            found += self._answer(waits=True)
         now = monotonic()
-        if now < self._read_at + NOTES_S and not at_once:
+        if self._asked is None and (at_once or now >= self._read_at + NOTES_S):
+            self._read_at = now
+            self._asked = self.store.ask(partial(self._read, at_once or now >= self._words_at))
+        return found + self._answer(waits=waits)
+
+    def _answer(self, *, waits: bool) -> list[Note]:
+        """Return the notes that were asked for, if the store has answered."""
+        asked = self._asked
+        if asked is None or (waits and not self.store.is_silent and not asked.wait(ANSWER_S)):
             return []
-        self._read_at = now
-        found = []
-        for number in range(self._num_read + 1, self._store.add("notes", 0) + 1):
-            found.append(Note.decode(self._store.get(f"note/{number}")))
+        if not asked.is_done:
+            return []
+        self._asked = None
+        return asked.result()
+
+    def _read(self, with_words: bool) -> list[Note]:
+        """Read what is new in the store; on its thread."""
+        raw, found = self.store.raw, []
+        for number in range(self._num_read + 1, raw.add("notes", 0) + 1):
+            if not raw.check([f"note/{number}"]):
+                break  # it is just being written
+            found.append(Note.decode(raw.get(f"note/{number}")))
             self._num_read = number
+        if with_words:
+            self._words_at = monotonic() + WORDS_S
+            words = raw.multi_get([f"word/{rank}" for rank in range(self.size)])
+            for rank, word in enumerate(words):
+                if rank != self.rank and word != self._words[rank]:
+                    self._words[rank] = word
+                    found.append(Note.decode(word.partition(b" ")[2]))
         return found
 
     # ---- the end -------------------------------------------------------------------------
@@ -335,7 +373,7 @@ class TorchEngine(Engine):
         if not isinstance(error, RuntimeError):
             return None
         with suppress(RuntimeError):
-            self._store.set(f"alive/{self.rank}", "1")  # first: the end may take its time
+            self.store.set(f"alive/{self.rank}", "1")  # first: the end may take its time
         self.end()
         reason = str(error).strip().splitlines()[0][:200]
         try:
@@ -343,7 +381,7 @@ class TorchEngine(Engine):
         except GroupEndedError as ended:
             return ended.failure
         except RuntimeError:
-            if self.rank == 0 or "TORCHELASTIC_RUN_ID" in os.environ:
+            if self.rank == 0 or is_kept_by_torchrun():
                 text = f"The store is gone, which torch.distributed needs, in {what}: {reason}"
                 return Failure(ENDED, text)
             text = f"Worker 0, which kept the store, is gone; noticed in {what}: {reason}"
@@ -360,37 +398,52 @@ class TorchEngine(Engine):
         Raises:
             GroupEndedError: If another worker has said why the group has ended.
         """
-        store, missing, start = self._store, set(range(self.size)), monotonic()
+        store, missing, start = self.store, set(range(self.size)), monotonic()
         while missing and monotonic() < start + (ALIVE_S if len(missing) == 1 else ALIVE_LONG_S):
             for note in self.notes(at_once=True):
                 if note.kind in (LOST, ENDED, "stalled"):
                     raise GroupEndedError(Failure(note.kind, note.text, note.ranks, note.timeout))
-            missing -= {each for each in missing if store.check([f"alive/{each}"])}
+            missing -= {each for each in missing if store.has(f"alive/{each}")}
             if missing:
                 sleep(JOIN_PAUSE_S)
         return tuple(sorted(missing))
 
+    def unreachable(self) -> tuple[int, ...]:
+        is_here = self.rank == 0 or is_kept_by_torchrun()
+        return (0,) if self.store.is_silent and not is_here else ()
+
     def end(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            atexit.unregister(self._at_exit)
-            with suppress(RuntimeError, ValueError):
-                self._dist.destroy_process_group(self._group)
-            self._group = None  # connections are closed when nothing refers to it
-            for messages in (self._messages, *self._subgroups):
-                messages.forget()
+        """Close the connections; on a thread, as Gloo first waits for what is on its way."""
+        groups = self._let_go()
+        if groups:
+            lane = Lane("torch.end", nice=0)
+            lane.put(Op(self._completions, groups.clear, (), {}))
+            lane.stop()
+
+    def _let_go(self) -> list[Any]:
+        """Return the process groups, whose connections are closed when nothing refers to them."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        atexit.unregister(self._at_exit)
+        groups = [self._group, *(each.forget() for each in (self._messages, *self._subgroups))]
+        with suppress(RuntimeError, ValueError):
+            self._dist.destroy_process_group(self._group)
+        self._group = None
+        return groups
 
     def close(self) -> None:
         with suppress(RuntimeError):
-            self._store.add("left", 1)
+            self.store.add("left", 1)
             end = monotonic() + LEAVE_S
-            while self.rank == 0 and self._store.add("left", 0) < self.size and monotonic() < end:
+            while self.rank == 0 and self.store.add("left", 0) < self.size and monotonic() < end:
                 sleep(JOIN_PAUSE_S)  # others may still be in the last call, and read notes
-        self.end()
+        self._let_go().clear()
+        self.store.close()
 
     def _at_exit(self) -> None:
         if self._pid == os.getpid():
-            self.end()
+            self._let_go().clear()
 
 
 @final
@@ -442,9 +495,10 @@ class GlooMessages(Exchange):
         )
         return _poll_of(work, target)
 
-    def forget(self) -> None:
-        """Let go of the process group."""
-        self._group = None
+    def forget(self) -> Any:
+        """Let go of the process group, and return it."""
+        group, self._group = self._group, None
+        return group
 
     def _tensor(self, array: Any) -> Any:
         """Return a tensor of an array's memory, which may be read-only where it is only sent."""

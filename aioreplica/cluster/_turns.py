@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from ..collectives import SLOT_BYTES, Ahead, Carry, Turn, no_data
+from ..devices import is_ctrl_c
 from ..errors import ReplicaRow
 from ..replica import Generation, Pending
 from ._frame import Frame, FrameKind, cut_text, digest_of
@@ -123,15 +124,16 @@ class WorkersRun:
         if self.is_over:
             return
         self.is_over = True
-        text = str(error) or repr(error)
-        cause = cut_text(f"{type(error).__name__}: {text}", SLOT_BYTES)
+        cause = cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
         if not self.workers.is_broken:
-            Operation(self, frame, self.where, no_data).enter()
+            Operation(self, frame, "the failure", self.where, no_data).enter()
 
-    def leave(self) -> Operation[list[bytes]]:
-        """Tell the other workers that this one is closed: the last operation there is."""
-        goodbye = Operation(self, Frame(FrameKind.CLOSED, 0), self.where, no_data)
+    def leave(self, error: BaseException | None) -> Operation[list[bytes]]:
+        """Tell the other workers that this one is closed, and why: the last operation there is."""
+        cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
+        frame = Frame(FrameKind.CLOSED, 0, slot=cause)
+        goodbye = Operation(self, frame, "the end", self.where, no_data)
         goodbye.enter()
         return goodbye
 
@@ -217,7 +219,7 @@ class OpenTurn(Turn):
             known = layout in signature  # nothing new for an error
             return run.where(sent, name, signature if known else f"{signature} sent as {layout}")
 
-        operation = Operation(run, frame, where, carry, ahead or NOTHING_AHEAD)
+        operation = Operation(run, frame, name, where, carry, ahead or NOTHING_AHEAD)
         if ahead is not None:
             self._lent = operation
         before, self._before = self._before, None
@@ -285,6 +287,14 @@ class InnerTurn(Turn):
     def merging(self) -> AbstractContextManager[None]:
         """Do what the turn of the merge function does."""
         return self._outer.merging()
+
+
+def cause_of(error: BaseException) -> str:
+    """Name an error in a line, for the other workers; Ctrl-C comes as a cancellation."""
+    if isinstance(error, asyncio.CancelledError) and is_ctrl_c():
+        return "KeyboardInterrupt"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _as_they_are(parts: Any) -> Any:

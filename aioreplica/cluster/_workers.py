@@ -20,13 +20,13 @@ from typing import Any, final
 
 from ..collectives import Turn, broadcast_arrays, reduce_across, widen_halves
 from ..context import PLACE
-from ..devices import OwnedTask
+from ..devices import OwnedTask, is_ctrl_c
 from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._exchange import SMALL_BYTES
-from ._frame import Closed, Frame, FrameKind, Room
+from ._frame import Closed, Frame, FrameKind, Room, digest_of
 from ._operation import Operation
 from ._turns import InnerTurn, OpenTurn, WorkersRun
 
@@ -45,6 +45,9 @@ class Workers:
         num_local_replicas: How many replicas each of them has.
         label: Names the strategy in errors.
         given: The communicator that `connect` gives, if it is there already.
+
+    Attributes:
+        left_by: What the block of the strategy is being left by; told to the others at its end.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Workers:
         self._num_closed = 0
         self.room = self._new_room()
         self._broken: BaseException | None = None
+        self.left_by: BaseException | None = None
         self.merging: OpenTurn | None = None
 
     @property
@@ -200,9 +204,19 @@ class Workers:
         """Return the error of a worker that others have left; nothing is sent after it."""
         others = [rank for rank in decision.ranks if rank != self.rank]
         names = ", ".join(map(str, others or decision.ranks))
+        if decision.cause and self.rank not in decision.ranks:
+            text = (
+                f"Worker {names} has left its strategy by {decision.cause}. {self._label} of "
+                f"worker {self.rank} can meet it no more; see that worker's traceback."
+            )
+        else:
+            text = (
+                f"Worker {names} has closed its strategy, so {self._label} of worker {self.rank} "
+                "can meet it no more. Let all workers do the same number of steps, and close "
+                "together."
+            )
         error = WorkerLostError(
-            f"Worker {names} has closed its strategy, so {self._label} of worker {self.rank} can "
-            "meet it no more. Let all workers do the same number of steps, and close together.",
+            text,
             ranks=tuple(others) or decision.ranks,
         )
         self._broken = error
@@ -245,11 +259,18 @@ class Workers:
         communicator = self._communicator
         if not self._has_greeted:
             self._has_greeted = True
-            hello = Frame(
-                FrameKind.COLLECTIVE, -1, slot=self.num_local_replicas.to_bytes(4, "little")
-            )
+            slot = self.num_local_replicas.to_bytes(4, "little")
+            group = digest_of(communicator._name)  # whose messages these are
+            hello = Frame(FrameKind.COLLECTIVE, -1, digest=group, slot=slot)
+            communicator._what = f"the first meeting of {self._label}"
             rows = await communicator.all_gather(hello.encode())
-            counts = [int.from_bytes(Frame.decode(row).slot, "little") for row in rows]
+            frames = list(map(Frame.decode, rows))
+            if any(frame.digest != group for frame in frames):
+                raise ContextError(
+                    f"{self._label} of worker {self.rank} has met a strategy of another group of "
+                    "workers. Split the communicator in the same order on all workers."
+                )
+            counts = [int.from_bytes(frame.slot, "little") for frame in frames]
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"The workers have {counts} replicas, in rank order, but all must have as "
@@ -298,6 +319,8 @@ class Workers:
             Raised again once the communicator is closed.
         """
         self._num_closed += 1
+        if is_ctrl_c():
+            self.abandon()
         if self.last is None and self._communicator is None and self._broken is None:
             if self._given is not None:  # the others may wait in the first operation
                 await self._given.aclose()
@@ -307,7 +330,7 @@ class Workers:
             await leaving.ended()
         finally:
             communicator, self._communicator = self._communicator, None
-            self.last = self._queue_of_runs = self._broken = None
+            self.last = self._queue_of_runs = self._broken = self.left_by = None
             self._has_greeted = False
             self._next_run = 0
             self.room = self._new_room()
@@ -326,11 +349,11 @@ class Workers:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(communicator.timeout or CLOSING_S, self.break_off, late)
         try:
-            await WorkersRun(self, "-", None).leave().over()
+            await WorkersRun(self, "-", None).leave(self.left_by).over()
         finally:
             timer.cancel()
 
     def abandon(self) -> None:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
-            self.break_off(RuntimeError("the program was interrupted."))
+            self.break_off(KeyboardInterrupt("the program was interrupted."))

@@ -22,6 +22,7 @@ from ._logical import list_devices as list_devices
 from ._logical import require_device as require_device
 from ._logical import require_threads as require_threads
 from ._logical import set_logical_devices as set_logical_devices
+from ._loop import is_ctrl_c as is_ctrl_c
 from ._loop import is_interrupted as is_interrupted
 from ._loop import require_loop as require_loop
 from ._loop import running_loop as running_loop

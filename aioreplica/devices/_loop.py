@@ -56,6 +56,13 @@ def require_loop(loop: asyncio.AbstractEventLoop, what: object) -> None:
         )
 
 
+def is_ctrl_c() -> bool:
+    """Tell whether Ctrl-C has reached the runner of this event loop, see `is_interrupted`."""
+    handler = signal.getsignal(signal.SIGINT)
+    runner = getattr(getattr(handler, "func", None), "__self__", None)
+    return isinstance(runner, asyncio.Runner) and getattr(runner, "_interrupt_count", 0) > 0
+
+
 def is_interrupted() -> bool:
     """Tell whether the interpreter is being interrupted or the running loop is being closed.
 
@@ -64,9 +71,7 @@ def is_interrupted() -> bool:
     Neither is visible through public API; what is looked at here exists in CPython 3.11 to 3.14,
     and where it does not the answer is False, which means to wait.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    runner = getattr(getattr(handler, "func", None), "__self__", None)
-    if isinstance(runner, asyncio.Runner) and getattr(runner, "_interrupt_count", 0) > 0:
+    if is_ctrl_c():
         return True
     closing = getattr(getattr(runners, "_cancel_all_tasks", None), "__code__", None)
     frame = sys._getframe()

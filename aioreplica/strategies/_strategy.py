@@ -502,6 +502,8 @@ class Strategy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._runtime.workers is not None:
+            self._runtime.workers.left_by = error
         await self.aclose()
 
     def __copy__(self) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -102,21 +103,114 @@ async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in()
     await asyncio.gather(first.aclose(), third.aclose())
 
 
-async def test_a_stall_names_the_missing_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, wires = [0.0], Wires(3)
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of the lanes, which a test sets."""
+    now = [0.0]
     monkeypatch.setattr(_engine, "monotonic", lambda: now[0])
+    return now
+
+
+async def heard(now: list[float], wires: Wires, *ranks: int) -> None:
+    """Wait until these workers have looked often: they have said and heard what there is."""
+    looks = [wires.num_looks[rank] for rank in ranks]
+
+    def have_looked() -> bool:
+        now[0] += 1e-6  # who has just begun to wait does so without a look at first
+        return all(wires.num_looks[r] > n + 5 for r, n in zip(ranks, looks, strict=True))
+
+    await until(have_looked)
+
+
+async def stalls(*calls: Awaitable[Any]) -> list[StallError]:
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, StallError) for result in results), results
+    return results
+
+
+async def test_a_stall_names_the_missing_workers(now: list[float]) -> None:
+    wires = Wires(3)
     first, second, third = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
     calls = asyncio.gather(first.all_reduce(1), third.all_reduce(1), return_exceptions=True)
     await until(lambda: min(wires.num_looks[::2]) > 0)  # both calls have begun
-    now[0] = 1.0
-    await until(lambda: min(wires.num_looks[::2]) > 5)  # both have said that they wait, and heard
-    now[0] = 100.0
+    for now[0] in (1.0, 3.0, 58.0, 59.0):
+        await heard(now, wires, 0, 2)
+    now[0] = 61.0
     for result in await calls:
         assert isinstance(result, StallError)
         assert (result.ranks, result.timeout_s) == ((1,), 60.0)
         assert "Worker 1 did not come to all_reduce #0 within 60 s" in str(result)
     with pytest.raises(StallError, match="Worker 1"):
         await second.all_reduce(1)
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_a_stall_names_the_worker_that_has_stopped_inside_the_call(now: list[float]) -> None:
+    """It said that it waits there, as all did; then it says nothing any more."""
+    wires, wakes, stops = Wires(3), threading.Event(), threading.Event()
+    first, second, third = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+
+    def stop(_rows: Any) -> bool:
+        stops.set()
+        return wakes.wait(60)
+
+    def meet(c: ThreadCommunicator, agrees: Callable[[Any], bool] = lambda _: True) -> Any:
+        return c.all_gather_then_reduce([1], agrees, [np.ones(3)], "sum")
+
+    early = [meet(first), meet(second, stop)]
+    await until(lambda: min(wires.num_looks[:2]) > 0)
+    now[0] = 1.0
+    await heard(now, wires, 0, 1)
+    late = meet(third)
+    await until(stops.is_set)
+    for now[0] in (1.5, 30.0, 59.0, 100.0):  # a pause of all is not a stop of one
+        await heard(now, wires, 0, 2)
+    now[0] = 102.0
+    for error in await stalls(early[0], late):
+        assert error.ranks == (1,)
+        assert "Worker 1 has come to agreement #0 and stopped in it, for 60 s now" in str(error)
+    wakes.set()
+    await asyncio.gather(early[1], return_exceptions=True)
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_groups_that_are_called_in_another_order_are_told_so_and_blame_nobody(
+    now: list[float],
+) -> None:
+    wires = Wires(2)
+    group = ThreadCommunicator.group(2, timeout=60.0, wires=wires)
+    splits = [c.split([0, 1]) for c in group]
+    calls = [group[0].all_reduce(1), splits[1].all_reduce(2)]
+    await until(lambda: min(wires.num_looks) > 0)
+    for now[0] in (1.0, 3.0, 58.0, 59.0):
+        await heard(now, wires, 0, 1)
+    now[0] = 61.0
+    for error in await stalls(*calls):
+        assert error.ranks == (0, 1)
+        assert "Workers must make the calls of groups that overlap in one order" in str(error)
+        assert "all_reduce #0 of the group of all" in str(error)
+        assert "all_reduce #0 of the split of workers 0 and 1" in str(error)
+    await asyncio.gather(*(each.aclose() for each in (*group, *splits)))
+
+
+async def test_without_a_timeout_a_long_wait_is_logged_once_with_what_all_said_last(
+    now: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    wires = Wires(3)
+    group = ThreadCommunicator.group(3, wires=wires)
+    await asyncio.gather(*(c.barrier() for c in group))
+    group[0]._what = "all_reduce #2 (SUM) of run 0 (step)"
+    calls = [group[0].all_reduce(1), group[2].all_reduce(1)]
+    await heard(now, wires, 0, 2)  # both calls have begun
+    for now[0] in (1.0, 11.0, 30.0):
+        await heard(now, wires, 0, 2)
+    records = [each for each in caplog.records if "goes on waiting" in each.getMessage()]
+    assert sorted(each.args[0] for each in records) == [0, 2]
+    text = next(each.getMessage() for each in records if each.args[0] == 0)
+    assert "Worker 0 has waited 11 s in all_reduce #2 (SUM) of run 0 (step) for worker 1" in text
+    assert "worker 2 waits in all_reduce #1" in text
+    assert int(await group[1].all_reduce(1)) == 3
+    await asyncio.gather(*calls)
     await asyncio.gather(*(each.aclose() for each in group))
 
 

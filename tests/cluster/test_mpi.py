@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from aioreplica.cluster._communicator import ENDED, LOST
-from aioreplica.cluster._mpi import MpiEngine
+from aioreplica.cluster._engine import WAITING, Note
+from aioreplica.cluster._mpi import MpiEngine, MpiRuntime, tag_of
 
 CLASSES = ("PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "IN_STATUS", "TRUNCATE")
 
@@ -65,3 +66,29 @@ def test_any_other_failure_is_this_worker_s_own(name: str, engine: MpiEngine) ->
 
 def test_an_error_that_is_not_of_mpi_is_not_explained() -> None:
     assert engine_that_lost(2).explain(ValueError("PROC_FAILED"), "barrier #1") is None
+
+
+def test_notes_are_held_until_they_are_sent_and_no_longer() -> None:
+    sent: list[SimpleNamespace] = []
+
+    def send(_what: Any, rank: int) -> SimpleNamespace:
+        sent.append(SimpleNamespace(Test=lambda: rank == 2))
+        return sent[-1]
+
+    engine = engine_that_lost()
+    engine.size, engine._sent = 3, []
+    engine._mpi.BYTE, engine._runtime = None, MpiRuntime()
+    engine._notes.Isend = send
+    for number in range(5):
+        engine.tell(Note(WAITING, 1, "", number))
+    assert len(sent) == 10
+    assert len(engine._sent) == 6  # all to worker 0, who takes none, and the newest to worker 2
+    assert not engine._runtime.failed
+
+
+def test_tags_of_groups_differ_and_fit() -> None:
+    """Of 30,000 tags, as they were, two of these were the same."""
+    names = [f"/{rank},{rank + 1}.{ordinal}" for rank in range(100) for ordinal in range(20)]
+    assert len({tag_of(name, 2**31 - 1) for name in names}) == len(names)
+    small = [tag_of(name, 32_767) for name in names]
+    assert 1 <= min(small) <= max(small) <= 32_767

@@ -129,7 +129,7 @@ class ThreadEngine(Messages, Engine):
                 if rank != self.rank:
                     notes.append(Note.decode(note.encode()))
 
-    def notes(self, *, at_once: bool = False) -> list[Note]:
+    def notes(self, *, at_once: bool = False, waits: bool = True) -> list[Note]:
         with self._wires.changed:
             found, self._wires.notes[self.rank] = self._wires.notes[self.rank], []
             self._wires.num_looks[self.rank] += 1
@@ -137,6 +137,9 @@ class ThreadEngine(Messages, Engine):
 
     def explain(self, error: Exception, what: str) -> Failure | None:
         return None
+
+    def unreachable(self) -> tuple[int, ...]:
+        return ()
 
     def end(self) -> None:
         with self._wires.changed:

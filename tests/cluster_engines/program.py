@@ -19,10 +19,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver, Communicator, MpiCommunicator, _mpi, connect
+from aioreplica.cluster._engine import EngineCommunicator
 from tests.cluster import communicator_contract
 
 warnings.simplefilter("error")
 TIMEOUT_S = 20.0
+AT_END: list[tuple[str, Communicator, Path]] = []
 
 
 async def contract(c: Communicator, argument: str) -> Any:
@@ -54,6 +56,45 @@ async def absent(c: Communicator, argument: str) -> Any:
     error = await _error_of(c)
     Path(argument, str(c.rank)).touch()
     return error
+
+
+async def frozen(c: Communicator, argument: str) -> Any:
+    """A worker is stopped, "before" a call or "inside" it, with its bytes half sent."""
+    victim, where = int(os.environ["TEST_VICTIM"]), os.environ["TEST_WHERE"]
+    pid_file = Path(argument, "pid")
+    await c.barrier()
+    if c.rank == victim:
+        pid_file.write_text(str(os.getpid()), encoding="utf-8")
+        if where == "inside":  # its lane stops after the first message, where it has waited
+            assert isinstance(c, EngineCommunicator)
+            tell = c._link.engine.tell
+            c._link.engine.tell = lambda note: (tell(note), Path(argument, "told").touch())[0]  # type: ignore[method-assign]
+            await c.all_gather_then_reduce([1.0], lambda _: stop(), [np.ones(1000)], "sum")
+        stop()
+    while where == "inside" and not Path(argument, "told").exists():
+        await asyncio.sleep(0.01)
+    start = time.monotonic()
+    AT_END.append((argument, c, pid_file))
+    try:
+        await c.all_gather_then_reduce([1.0], lambda _: True, [np.ones(1000)], "sum")
+    except Exception as error:
+        return {**row_of(error), "after": time.monotonic() - start}
+    return "no error"
+
+
+def stop() -> bool:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60.0)  # another thread may take the signal first
+    return True
+
+
+async def end_the_frozen(folder: str, c: Communicator, pid_file: Path) -> None:
+    """The first survivor kills the worker that is stopped, when all have told what they know."""
+    Path(folder, f"said{c.rank}").touch()
+    if c.rank == min({0, 1} - {int(os.environ["TEST_VICTIM"])}):
+        is_inside = os.environ["TEST_WHERE"] == "inside"
+        await until_said(folder, c.size + is_inside)  # the others, and what the victim wrote
+        os.kill(int(pid_file.read_text(encoding="utf-8")), signal.SIGKILL)
 
 
 async def until_said(folder: str, count: int) -> None:
@@ -220,6 +261,8 @@ async def main(scenario: str, argument: str) -> None:
         async with c:
             result = await globals()[scenario](c, argument)
     say(rank, result)
+    for work in AT_END:
+        await end_the_frozen(*work)
 
 
 if __name__ == "__main__":

@@ -165,6 +165,25 @@ async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     }
 
 
+async def leaving(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Worker 1 leaves between two steps; say what the others are told in the next one."""
+
+    async def step() -> Any:
+        return await me().all_reduce("sum", 1)
+
+    await strategy.run(step)
+    if rank_of(strategy) == 1:
+        if argument == "ctrl-c":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(TIMEOUT_S)
+        raise SystemExit(3) if argument == "exit" else ValueError("bad batch")
+    try:
+        await strategy.run(step)
+    except WorkerLostError as error:
+        return row_of(error)
+    return "nobody left"
+
+
 def _copied(strategy: ar.MultiWorkerMirroredStrategy) -> str:
     try:
         copy.deepcopy(strategy)

@@ -69,6 +69,24 @@ def test_a_missing_worker_is_named_to_all(launch: Launcher, tmp_path: Path) -> N
     assert late["after"] < SECONDS  # it is told at its call, and does not wait 1.5 s as well
 
 
+@pytest.mark.parametrize(
+    ("launch", "victim", "where"),
+    [(mpi, 1, "inside"), (gloo, 0, "before"), (gloo, 1, "inside")],
+    ids=["mpi", "gloo-store", "gloo"],
+)  # fmt: skip
+def test_a_worker_that_is_stopped_is_named_to_all_in_time(
+    launch: Launcher, victim: int, where: str, tmp_path: Path
+) -> None:
+    """Also inside an exchange, and where it keeps Gloo's store, whose calls then never end."""
+    variables = {"TEST_VICTIM": str(victim), "TEST_WHERE": where, "TEST_TIMEOUT": "2"}
+    launched = launch(3, "frozen", str(tmp_path), **variables)
+    assert sorted({*launched.results, victim}) == [0, 1, 2], launched.output
+    for row in launched.results.values():
+        assert (row["error"], row["ranks"]) == ("StallError", [victim]), row
+        assert row["after"] < 5.0, row
+        assert "stopped" in row["text"], row
+
+
 @both
 @pytest.mark.parametrize(
     ("scenario", "text"),
@@ -128,6 +146,14 @@ def test_without_ulfm_the_launcher_ends_all() -> None:
     assert launched.codes == [137]  # 128 + SIGKILL
     assert launched.seconds < 15.0
     assert "signal 9" in launched.output
+
+
+def test_with_ulfm_a_worker_that_hangs_does_not_outlive_the_job() -> None:
+    """Worker 1 would sleep for a minute, and the launcher wait for it: nothing else ends it."""
+    launched = mpi(2, "waiting", options=ULFM, TEST_TIMEOUT="2")
+    assert launched.results[0]["ranks"] == [1], launched.output
+    assert launched.codes != [0]
+    assert launched.seconds < 40.0
 
 
 def test_survivors_shrink_and_go_on() -> None:

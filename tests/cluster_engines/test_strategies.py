@@ -25,3 +25,16 @@ def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
         told = row.pop("told")
         assert row == expected
         assert "float64[] on worker 0 and SUM; number on worker 1" in told
+
+
+@pytest.mark.parametrize(
+    ("launch", "how", "name"),
+    [(mpi, "raise", "ValueError: bad batch"), (mpi, "exit", "SystemExit: 3"),
+     (mpi, "ctrl-c", "KeyboardInterrupt"), (gloo, "exit", "SystemExit: 3")],
+)  # fmt: skip
+def test_an_end_between_steps_is_told_with_its_cause(launch: Launcher, how: str, name: str) -> None:
+    launched = launch(2, "leaving", how, program=STRATEGY_PROGRAM)
+    assert sorted(launched.results) == [0], launched.output
+    row = launched.results[0]
+    assert (row["error"], row["ranks"]) == ("WorkerLostError", [1]), row
+    assert name in row["text"], row

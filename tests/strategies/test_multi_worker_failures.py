@@ -192,6 +192,25 @@ async def test_a_worker_that_closes_early_is_named() -> None:
     assert results[1] is None
 
 
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [(ValueError("bad batch"), "ValueError: bad batch"), (KeyError(), "KeyError")],
+)
+async def test_an_error_between_steps_is_told_with_its_cause(error: Exception, name: str) -> None:
+    async def program(strategy: Strategy) -> None:
+        await strategy.run(meet)
+        if rank_of(strategy):
+            raise error
+        await strategy.run(meet)
+
+    first, second = await outcomes(strategies(2, 1), [program] * 2)
+
+    assert second is error
+    assert isinstance(first, WorkerLostError)
+    assert first.ranks == (1,)
+    assert f"Worker 1 has left its strategy by {name}." in str(first)
+
+
 async def test_an_absent_worker_is_a_stall_at_the_deadline() -> None:
     forever = asyncio.Event()
 
