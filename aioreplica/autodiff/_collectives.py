@@ -14,7 +14,7 @@ import numpy as np
 from array_api_compat import is_jax_array, is_torch_array
 
 from ..collectives import require_dense
-from ..context import PLACE
+from ..context import PLACE, TRACE
 from ..devices.backends import Array
 from ..errors import ContextError
 from ..replica import CallSite, ProcessContext, RunningReplica
@@ -54,6 +54,8 @@ def all_reduce(op: ReduceOp | OpName, value: Tree) -> Tree:
         9.0 [array(6.)]
     """
     parsed = _linear_op(op, "all_reduce")
+    if (trace := TRACE.get()) is not None:
+        return trace.replica.all_reduce(parsed, value)
     return _send(value, "all_reduce", sys._getframe(1), total(parsed))
 
 
@@ -69,6 +71,8 @@ def all_gather(value: Tree, axis: int) -> Tree:
         TypeError: As `all_reduce`.
         ContextError: As `all_reduce`.
     """
+    if (trace := TRACE.get()) is not None:
+        return trace.replica.all_gather(value, axis)
     return _send(value, "all_gather", sys._getframe(1), joined(axis))
 
 
@@ -86,6 +90,8 @@ def reduce_scatter(op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Tree:
         ContextError: As `all_reduce`.
     """
     parsed = _linear_op(op, "reduce_scatter")
+    if (trace := TRACE.get()) is not None:
+        return trace.replica.reduce_scatter(parsed, value, axis)
     return _send(value, "reduce_scatter", sys._getframe(1), scattered(parsed, axis))
 
 
@@ -103,6 +109,8 @@ def broadcast(value: Tree, source: int = 0) -> Tree:
         ContextError: As `all_reduce`.
     """
     index = operator.index(source)
+    if (trace := TRACE.get()) is not None:
+        return trace.replica.broadcast(value, index)
     replica = _current_replica("broadcast")
     count = 1 if replica is None else replica.context.num_replicas_in_sync
     if not 0 <= index < count:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..context import TRACE
 from ..devices.backends import Array
 from ..tree import flatten, unflatten
 from ..values import Weighted
@@ -188,9 +189,9 @@ def require_not_compiling() -> None:
     """Check that numbers can be read here.
 
     Raises:
-        TypeError: Inside a function that jax compiles.
+        TypeError: Inside a function that jax compiles, unless it is the step that `run_steps` does.
     """
-    if _is_compiling():
+    if _is_compiling() and TRACE.get() is None:
         raise TypeError(_COMPILED)
 
 

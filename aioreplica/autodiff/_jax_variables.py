@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ..context import TRACE
 from ..values import Variable
 from ._jax import as_jax, require_not_compiling
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
@@ -81,6 +82,11 @@ class JaxVariables:
                 "like the one it was made of."
             )
         pairs = zip(self._leaves, leaves, strict=True)
+        if (trace := TRACE.get()) is not None:
+            for leaf, new in pairs:
+                if isinstance(leaf, Variable):
+                    trace.assign(leaf, "assign", new)
+            return
         write_state({x: np.asarray(new) for x, new in pairs if isinstance(x, Variable)})
 
     def __repr__(self) -> str:

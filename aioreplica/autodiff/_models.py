@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..context import PLACE, CurrentReplica
+from ..context import PLACE, TRACE, CurrentReplica
 from ..errors import ContextError
 
 if TYPE_CHECKING:
@@ -109,20 +109,24 @@ def torch_generator(name: str, device: str = "cpu") -> Any:
     return torch.Generator(device).manual_seed(int(rng.integers(2**63)))
 
 
-def jax_key(name: str) -> Any:
+def jax_key(name: str, *, shared: bool = False) -> Any:
     """Return a `jax.random.key` seeded from `ctx.rng(name)`, for this replica and step.
 
     Args:
         name: As for `ctx.rng`: one per purpose.
+        shared: Whether it is the same on all replicas, seeded from `ctx.shared_rng(name)`.
 
     Raises:
         ContextError: If called outside a replica.
         ImportError: If jax is not installed.
 
     Determinism:
-        Keyed by (seed, step, replica id, name), as `ctx.rng`.
+        Keyed by (seed, step, replica id, name), as `ctx.rng`; the same in a compiled step.
     """
-    rng = _replica("jax_key").rng(name)
+    if (trace := TRACE.get()) is not None:
+        return trace.jax_key(name, shared)
+    replica = _replica("jax_key")
+    rng = replica.context.shared_rng(name) if shared else replica.rng(name)
     try:
         import jax
     except ModuleNotFoundError as missing:

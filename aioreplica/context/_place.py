@@ -266,6 +266,10 @@ CLOSURE: ContextVar[Any] = ContextVar("aioreplica_closure", default=None)
 """The closure of a coordinator that runs here (see strategies.parameter_server)."""
 
 
+TRACE: ContextVar[Any] = ContextVar("aioreplica_trace", default=None)
+"""The step that is recorded here to be compiled (see device_loop.compiled)."""
+
+
 def in_cross_replica_context() -> bool:
     """Tell whether the code runs in a strategy's scope or merge function, outside any replica.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 
 from .._functions import require_finished, require_no_yield
 from ..autodiff import run_outside
-from ..context import CLUSTER, LOOP, PLACE, Place
+from ..context import CLUSTER, LOOP, PLACE, TRACE, Place
 from ..errors import ContextError
 from ..replica import RunningReplica, add_note_once
 
@@ -53,6 +53,8 @@ def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not callable(fn):
         raise TypeError(f"outside_compilation needs a function, got {fn!r} ({type(fn).__name__}).")
     require_no_yield(fn, "outside_compilation")
+    if (trace := TRACE.get()) is not None:
+        raise trace.refusal("outside_compilation")
     replica = PLACE.get().replica
     if CLUSTER.get() is not None:
         raise ContextError(

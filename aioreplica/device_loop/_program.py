@@ -194,6 +194,17 @@ class MultiStepContext:
         if error is not None:
             add_note_once(error, f"Raised in step {self.steps_run} of {num_steps} of run_steps.")
 
+    def take_outputs(
+        self,
+        steps_run: int,
+        ops: Mapping[str, ReduceOp | None],
+        sites: Mapping[str, tuple[CodeType, int]],
+    ) -> None:
+        """Take what compiled steps know of the outputs, whose values are set already."""
+        self.steps_run = steps_run
+        self._ops.update(ops)
+        self._sites.update(sites)
+
     def reduce_op(self, name: str) -> ReduceOp | None:
         """Return how an output is to be combined; None for one that stays apart."""
         return self._ops.get(name)

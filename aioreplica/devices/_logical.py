@@ -11,7 +11,7 @@ from typing import final
 from ..context import DEVICE, PLACE, REGISTRY
 from ..errors import DeviceError
 from ._spec import Device
-from .backends import find_backends, numpy_backend
+from .backends import ask_jax_for_cpus, find_backends, numpy_backend
 
 KINDS = ("cpu", "cuda", "gpu", "tpu")
 
@@ -72,6 +72,8 @@ def _logical_devices() -> LogicalDevices:
 def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[bool] = False) -> None:
     """Split the host into `count` logical devices of `kind`, before their first use.
 
+    jax, which is not imported for it, is asked for as many CPU devices: compiled steps run on them.
+
     Args:
         kind: "cpu", the only kind that can be split.
         count: How many there shall be, at least 1.
@@ -98,6 +100,7 @@ def set_logical_devices(kind: str, count: int, *, processes: bool | Sequence[boo
     if any(chosen):
         _require_processes()
     _logical_devices().split("cpu", count, chosen)
+    ask_jax_for_cpus(count)
 
 
 def is_process_device(name: str) -> bool:

@@ -100,7 +100,7 @@ class AdamRule(ElementwiseOptimizer):
         np.divide(new_m, scratch, out=scratch)
         np.multiply(scratch, prepared.size, out=scratch)
         value, kept = block.value, self.kept(prepared, block)
-        if kept != 1.0:
+        if not isinstance(kept, float) or kept != 1.0:  # a number that is only recorded is no float
             value = np.multiply(value, kept, out=block.new_value)
         np.subtract(value, scratch, out=block.new_value)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._functions import is_async, require_no_yield
 from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across
-from ..context import CLOSURE, PLACE, Place
+from ..context import CLOSURE, PLACE, TRACE, Place
 from ..devices import run_on_host
 from ..errors import ContextError, NonFiniteError
 from ..replica import (
@@ -453,6 +453,9 @@ class BlockingOptimizer:
         """
         name = "optimizer.blocking.apply_gradients"
         grads_and_vars = list(grads_and_vars)
+        if (trace := TRACE.get()) is not None:
+            trace.apply_gradients(self._optimizer, grads_and_vars, global_step, not aggregate)
+            return
         if push_elsewhere(self._optimizer, grads_and_vars, global_step) is None:
             self._meet(name, grads_and_vars, global_step, not aggregate, sys._getframe(1))
 
@@ -478,6 +481,8 @@ class BlockingOptimizer:
             Exception: As `Optimizer.minimize`.
         """
         name = "optimizer.blocking.minimize"
+        if (trace := TRACE.get()) is not None:
+            return trace.minimize(self._optimizer, loss, var_list, global_step, backend, has_aux)
         if CLOSURE.get() is None:
             replica_on_device(name)
         require_loss(loss, var_list)

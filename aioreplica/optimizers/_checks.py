@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..context import PLACE
+from ..context import PLACE, TRACE
 from ..errors import ContextError
 from ..replica import RunningReplica
 from ..values import Variable
@@ -122,6 +122,8 @@ def replica_on_device(name: str) -> RunningReplica:
         ContextError: If it is the device thread of no replica.
     """
     place = PLACE.get()
+    if (trace := TRACE.get()) is not None:
+        raise trace.refusal(name)
     if not isinstance(place.replica, RunningReplica):
         raise ContextError(
             f"{name} was called in {place.describe()}, but it is for plain step functions and "

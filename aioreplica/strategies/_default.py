@@ -112,6 +112,8 @@ def get_replica_context() -> ReplicaContext | None:
         return place.replica.context
     if isinstance(place.replica, ProcessContext):
         return cast("ReplicaContext", place.replica)  # all of it that there is in a device process
+    if place.replica is not None:
+        return cast("ReplicaContext", place.replica.context)  # of a step that is being compiled
     if place.strategy is not None:
         return None
     trio = sys.modules.get("trio")

@@ -44,6 +44,7 @@ class StrategyStatistics:
             seconds; None if none has asked.
         max_loop_lag_s: The longest it took since the strategy was opened on this loop, or another
             strategy was.
+        num_compiled: Programs compiled so far, for `run_steps(compile=...)`.
     """
 
     state: str
@@ -53,6 +54,7 @@ class StrategyStatistics:
     skew: tuple[ReplicaSkew, ...]
     loop_lag_s: float | None
     max_loop_lag_s: float
+    num_compiled: int = 0
 
 
 @final
@@ -129,15 +131,18 @@ class Lifecycle:
         """Return the runs in progress, in the order of their steps."""
         return sorted(self._active, key=lambda group: group.step)
 
-    def statistics(self, skew: tuple[ReplicaSkew, ...]) -> StrategyStatistics:
+    def statistics(
+        self, skew: tuple[ReplicaSkew, ...], num_compiled: int = 0
+    ) -> StrategyStatistics:
         """Return the current counts, together with the skew."""
         lanes = lane_table().statistics()
         own = {name: lanes[name] for name in self._lane_names if name in lanes}
         port = self._port
         lag_s, max_lag_s = (None, 0.0) if port is None else (port.lag_s, port.max_lag_s)
         return StrategyStatistics(
-            self.state, self.numbers.next_step, len(self._active), own, skew, lag_s, max_lag_s
-        )
+            self.state, self.numbers.next_step, len(self._active), own, skew, lag_s, max_lag_s,
+            num_compiled,
+        )  # fmt: skip
 
     def open(self) -> tuple[asyncio.AbstractEventLoop, CompletionQueue]:
         """Return the running loop and its port, binding to it if the one before is closed.

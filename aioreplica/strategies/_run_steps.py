@@ -6,7 +6,8 @@ import asyncio
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, final
 
 from .._functions import is_async, refuse_context_passed, require_no_yield
 from ..context import LoopStep
@@ -20,12 +21,16 @@ from ..device_loop import (
     open_iterator,
     run_loop,
 )
+from ..devices import require_threads, run_on_host
 from ..errors import ContextError
 from ..values import split_per_replica
 from ._combine import reduce_tree
 from ._launch import Run
 from ._run_options import RunOptions
 from ._runtime import Replicas, Runtime
+
+if TYPE_CHECKING:
+    from ..device_loop.compiled import CompiledSteps
 
 
 @final
@@ -39,6 +44,8 @@ class LoopPlan:
         num_steps: How many steps to run.
         initial: The loop values to begin with, by name.
         options: Stall timeout and seed.
+        compile: Name of the compiler; None runs the steps as they are.
+        every: After how many compiled steps values are published; None for once, at the end.
     """
 
     fn: Callable[..., Any]
@@ -46,17 +53,28 @@ class LoopPlan:
     num_steps: int
     initial: Mapping[str, Any]
     options: RunOptions
+    compile: str | None = None
+    every: int | None = None
 
 
 def checked_plan(
-    fn: Any, iterator: Any, iterations: Any, initial_loop_values: Any, options: Any, default: int
+    fn: Any,
+    iterator: Any,
+    iterations: Any,
+    initial_loop_values: Any,
+    options: Any,
+    default: int,
+    compile: Any = None,  # noqa: A002 - the argument's name
+    every: Any = None,
 ) -> LoopPlan:
     """Check the arguments of run_steps.
 
     Raises:
         TypeError: If `fn` is not a plain function, `initial_loop_values` not a dict of names,
-            `options` not a RunOptions, or `iterations` not an int.
-        ValueError: If `iterations` is below 1.
+            `options` not a RunOptions, or `iterations` or `every` not an int.
+        ValueError: If `iterations` or `every` is below 1, `compile` is unknown, or `every` is given
+            without it.
+        ImportError: If the compiler is not installed.
     """
     if not callable(fn):
         raise TypeError(f"run_steps needs a step function of (ctx, *inputs), got {fn!r}.")
@@ -76,7 +94,22 @@ def checked_plan(
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
     num_steps = default if iterations is None else checked_count("iterations", iterations)
-    return LoopPlan(fn, iterator, num_steps, initial, options or RunOptions())
+    if compile not in (None, "jax"):
+        raise ValueError(f'compile must be "jax" or None, got {compile!r}.')
+    if every is not None:
+        every = checked_count("every", every)
+        if compile is None:
+            raise ValueError(
+                f"every={every} says when compiled steps are published, but `compile` is None: "
+                "then each step publishes what it writes."
+            )
+    if compile is not None and find_spec("jax") is None:
+        raise ImportError(
+            'run_steps(compile="jax") needs the jax package, which is not installed. Run: pip '
+            'install "aioreplica[jax]"',
+            name="jax",
+        )
+    return LoopPlan(fn, iterator, num_steps, initial, options or RunOptions(), compile, every)
 
 
 def checked_count(name: str, value: Any) -> int:
@@ -103,6 +136,10 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
             f"run_steps does not go over several workers, which {runtime!r} has. Call run for each "
             "step; plain functions may use ctx.blocking there."
         )
+    if plan.compile is not None:
+        _require_compilable(runtime)
+        if runtime.compiled is None:
+            runtime.compiled = await run_on_host(_load_compiler, runtime)
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
@@ -126,7 +163,8 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     feeder = new_feeder(iterator, kept, infeed, steps, num_steps)
     events.add("loop", "begin", step, value=num_steps)
     try:
-        await _run(plan, run, infeed, feeder, contexts, steps)
+        programs = _programs(plan, run, infeed, contexts, steps)
+        await _run(plan, run, infeed, feeder, programs)
     finally:
         feeder.settle()
         for context in contexts:
@@ -152,25 +190,72 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     )
 
 
+Program = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+
+def _programs(
+    plan: LoopPlan,
+    run: Run,
+    infeed: Infeed,
+    contexts: list[MultiStepContext],
+    steps: list[LoopStep],
+) -> list[Program]:
+    """Return what each device thread calls: its own steps, or all together what is compiled."""
+    runtime = run.runtime
+    if plan.compile is None:
+        return [
+            (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
+            for replica, context, step in zip(run.replicas, contexts, steps, strict=True)
+        ]
+    from ..device_loop.compiled import CompiledLoop, Gang  # it needs jax
+
+    assert runtime.compiled is not None  # it was loaded
+    gang = Gang(len(contexts), asyncio.get_running_loop())
+    loop = CompiledLoop(
+        plan.fn, runtime.compiled, infeed, steps, contexts, runtime.events, plan.num_steps,
+        run.group.step, plan.options.seed or 0, plan.every, gang,
+    )  # fmt: skip
+    return [(loop.run, (replica,), {}) for replica in run.replicas]
+
+
+def _load_compiler(runtime: Runtime) -> CompiledSteps:
+    """Import jax and find its devices, which takes a second."""
+    from ..device_loop.compiled import CompiledSteps
+
+    return CompiledSteps(runtime)
+
+
+def _require_compilable(runtime: Runtime) -> None:
+    """Check that a strategy's steps can be compiled.
+
+    Raises:
+        ContextError: If it has workers.
+        DeviceError: If a device has a process of its own.
+    """
+    if runtime.workers is not None:
+        raise ContextError(
+            f'{runtime!r} cannot run_steps with compile="jax": its replicas meet those of other '
+            "workers, outside every compiled program. Use a MirroredStrategy, or leave out "
+            "`compile`."
+        )
+    require_threads(
+        runtime.device_names, 'run_steps(compile="jax")', "Leave out `compile` and call run"
+    )
+
+
 async def _run(
     plan: LoopPlan,
     run: Run,
     infeed: Infeed,
     feeder: Feeder,
-    contexts: list[MultiStepContext],
-    steps: list[LoopStep],
+    programs: list[Program],
 ) -> None:
     group = run.group
     group.point.on_abort.append(infeed.abort)
     run.runtime.lifecycle.started(group)
     try:
         feeder.start()  # first: if there is no thread for it, no program waits for its elements
-        run.start_programs(
-            [
-                (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
-                for replica, context, step in zip(run.replicas, contexts, steps, strict=True)
-            ]
-        )
+        run.start_programs(programs)
         await group.wait(plan.options.stall_timeout)
     except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
         infeed.abort()

@@ -22,6 +22,7 @@ from ._lifecycle import Lifecycle
 if TYPE_CHECKING:
     from ..cluster import Workers
     from ..device_loop import KeptIterators, Topology
+    from ..device_loop.compiled import CompiledSteps
 
 S = TypeVar("S")
 
@@ -57,6 +58,7 @@ class Runtime:
         variable_table: The variables made here, and their names.
         lifecycle: Binds to the event loop and the lanes; knows the runs in progress.
         iterators: Those that device loops have read from; None before the first.
+        compiled: The programs of compiled steps; None before the first.
         scope_place: Where code in the scope runs; None for the default strategy.
         merge_place: Where merge functions run.
         blocking_merge_place: The same for merge functions that device threads wait for.
@@ -96,6 +98,7 @@ class Runtime:
         self.store = default_store() if is_default else VariableStore(self.observers, self)
         self.variable_table = VariableTable()
         self.iterators: KeptIterators | None = None
+        self.compiled: CompiledSteps | None = None
         self.lifecycle = Lifecycle(
             f"<{kind}>",
             () if is_default else self.device_names,
@@ -174,6 +177,8 @@ class Runtime:
                 self.reducer.clear()
                 if self.iterators is not None:
                     self.iterators.close()
+                if self.compiled is not None:
+                    self.compiled.clear()
                 if self.lifecycle.open_loops is not None:
                     await self.lifecycle.open_loops.aclose(repr(self))
                 if self.workers is not None:

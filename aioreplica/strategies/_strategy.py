@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -154,6 +154,9 @@ class Strategy:
         iterations: int | None = None,
         initial_loop_values: dict[str, Any] | None = None,
         options: RunOptions | None = None,
+        *,
+        compile: Literal["jax"] | None = None,  # noqa: A002 - as the peers call it
+        every: int | None = None,
     ) -> MultiStepContext:
         """Run many steps on the device threads, in one hop there and back.
 
@@ -169,21 +172,22 @@ class Strategy:
             iterations: How many steps; None takes the strategy's `steps_per_run`.
             initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
             options: Stall timeout and seed.
+            compile: "jax" records the step and runs many of it as one program for all replicas.
+            every: After how many compiled steps variables are published; None for at the end.
 
         Returns:
             The outputs of the last step, and how many steps were run: fewer than asked for if the
             iterator was exhausted, but never half a one.
 
         Raises:
-            TypeError: If `fn` is `async def`, or `iterator` yields nothing.
-            ValueError: If `iterations` is below 1, or an element has another structure, shape or
-                dtype than the first one.
-            ContextError: If the strategy has several workers.
-            MergeMismatchError: If the replicas do not meet in the same collectives, or do not set
-                the same outputs.
+            TypeError: If `fn` is `async def`, `iterator` yields nothing, or cannot be compiled.
+            ValueError: If a number is below 1, or an element looks unlike the first one.
+            ContextError: If the strategy has several workers, or `fn` cannot be compiled.
+            ImportError: If the compiler is not installed.
+            DeviceError: If the compiler has fewer devices than there are replicas.
+            MergeMismatchError: If the replicas do not meet in the same collectives or outputs.
             StallError: If `options.stall_timeout` seconds pass without progress.
-            Exception: What a step or the iterator raises; steps before the element that failed
-                were run.
+            Exception: What a step or the iterator raises, behind the steps before it.
 
         Cancellation:
             Wakes every thread that waits, in a collective, for its infeed or for the host, and
@@ -199,8 +203,9 @@ class Strategy:
 
         self._runtime.require_cross_replica("run_steps", None)
         plan = checked_plan(
-            fn, iterator, iterations, initial_loop_values, options, self._steps_per_run
-        )
+            fn, iterator, iterations, initial_loop_values, options, self._steps_per_run,
+            compile, every,
+        )  # fmt: skip
         return await run_steps(self._runtime, plan)
 
     def scope(self) -> Scope[Self]:

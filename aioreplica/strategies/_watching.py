@@ -45,7 +45,8 @@ class Telemetry:
         """Return counts of runs and ops, the skew of the replicas, and how the loop keeps up."""
         runtime = self._runtime
         return runtime.lifecycle.statistics(
-            skew_of(self.recorder.records(), runtime.num_local_replicas)
+            skew_of(self.recorder.records(), runtime.num_local_replicas),
+            0 if runtime.compiled is None else runtime.compiled.num_compiled,
         )
 
     def waiting(self) -> tuple[ReplicaWait, ...]:

@@ -47,6 +47,7 @@ class Cell(NamedTuple):
         previous_number: Which write made the ones before.
         previous: Those, until their buffers are used again.
         num_writes: How many writes the variable has seen, the newest one included.
+        previous_writes: How many it had seen before; what it says until the newest is published.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Cell(NamedTuple):
     previous_number: int
     previous: Components
     num_writes: int
+    previous_writes: int = 0
 
 
 class Stored(Protocol):
@@ -140,6 +142,7 @@ class VariableStore:
         bases: Mapping[V, Components] | None = None,
         *,
         is_local: bool = False,
+        counts: Mapping[V, int] | None = None,
     ) -> int:
         """Publish new components of several variables as one write; from any thread.
 
@@ -147,6 +150,7 @@ class VariableStore:
             changes: Read-only arrays, one per replica, of the variable's shape and dtype.
             bases: What the new components were computed from.
             is_local: Whether one replica writes its own component, without the others.
+            counts: How many writes of a variable this one stands for, if it is not one.
 
         Returns:
             The number of the write; 0, with nothing changed, if a variable is not at its base
@@ -160,9 +164,9 @@ class VariableStore:
             number = self.version + 1
             for variable, components in changes.items():
                 old = variable._cell
-                variable._cell = Cell(
-                    number, components, old.number, old.components, old.num_writes + 1
-                )
+                before = old.num_writes
+                after = before + (1 if counts is None else counts.get(variable, 1))
+                variable._cell = Cell(number, components, old.number, old.components, after, before)
             # The publication (decision 6): readers take no cell that is newer than this number, so
             # they see all of the write or nothing, without a lock of their own.
             self.version = number

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import CARRIER, CREATORS, OVERRIDES, PLACE, CurrentStrategy, Place
+from ..context import CARRIER, CREATORS, OVERRIDES, PLACE, TRACE, CurrentStrategy, Place
 from ..devices import Publication, run_on_host
 from ..errors import ContextError
 from ..typing import (
@@ -188,7 +188,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
     def version(self) -> int:
         """Number of writes so far."""
         cell = self._cell
-        return cell.num_writes if cell.number <= self.store.version else cell.num_writes - 1
+        return cell.num_writes if cell.number <= self.store.version else cell.previous_writes
 
     @property
     def num_copies(self) -> int:
@@ -373,7 +373,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             number, components, num_writes = cell.number, cell.components, cell.num_writes
         else:
             number, components = cell.previous_number, cell.previous
-            num_writes = cell.num_writes - 1
+            num_writes = cell.previous_writes
         if place.replica is not None and place.strategy is self.store.owner:
             array = components[place.replica.local_replica_id]
         else:
@@ -415,6 +415,9 @@ class BlockingVariable(Writes[Array]):
     def _write(self, verb: str, value: object, frame: FrameType) -> Array:
         """Carry out a write, called at `frame`."""
         variable, place = self._variable, PLACE.get()
+        if (trace := TRACE.get()) is not None:
+            written_here: Array = trace.assign(variable, verb, value)
+            return written_here
         if place.replica is None:
             raise ContextError(
                 f"variable.blocking.{verb} of {variable.name!r} was called in {place.describe()}. "

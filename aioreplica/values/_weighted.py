@@ -9,6 +9,7 @@ from typing import Any, final
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
+from ..context import TRACE
 from ..tree import LEAF_SPEC, TreeSpec, flatten, map_nodes, register_node
 from ._distributed import DistributedValues, PerReplica
 from ._indexed_slices import IndexedSlices
@@ -38,9 +39,9 @@ class Weighted:
         """Divide the total by the weight.
 
         Raises:
-            ValueError: If the weight is 0.
+            ValueError: If the weight is 0; in a step that is compiled the result is NaN then.
         """
-        if self.weight == 0:
+        if TRACE.get() is None and self.weight == 0:
             raise ValueError(
                 "The mean of a Weighted with weight 0 is undefined. Reduce it over all replicas "
                 "before dividing, or skip empty batches."

@@ -12,6 +12,7 @@ from ._handing import share_array as share_array
 from ._handing import trace_of as trace_of
 from ._handing import untraced as untraced
 from ._jax import JaxBackend as JaxBackend
+from ._jax import ask_jax_for_cpus as ask_jax_for_cpus
 from ._namespace_reduce import reduce_in_namespace as reduce_in_namespace
 from ._numpy import NumpyBackend as NumpyBackend
 from ._numpy_reduce import reduce_arrays as reduce_arrays

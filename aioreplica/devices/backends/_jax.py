@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, final
 
 import numpy as np
@@ -13,6 +15,9 @@ from ...typing import ReduceOp
 from ._backend import Array, Backend
 from ._hardware import may_have_gpu, may_have_tpu, require_installed
 from ._namespace_reduce import reduce_in_namespace
+
+NUM_CPUS = "JAX_NUM_CPU_DEVICES"
+FORCED = "xla_force_host_platform_device_count"
 
 
 @final
@@ -78,6 +83,23 @@ class JaxBackend(Backend):
 
         device = next(iter(arrays[0].devices())) if arrays else None
         return reduce_in_namespace(op, [jax.device_put(array, device) for array in arrays])
+
+
+def ask_jax_for_cpus(count: int) -> None:
+    """Ask jax to have at least `count` CPU devices, without importing it.
+
+    A jax that has run an operation keeps the number that it has.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None:
+        if int(os.environ.get(NUM_CPUS) or 0) < count and FORCED not in os.environ.get(
+            "XLA_FLAGS", ""
+        ):
+            os.environ[NUM_CPUS] = str(count)
+        return
+    if jax.config.jax_num_cpu_devices < count:
+        with suppress(RuntimeError):  # it is in use
+            jax.config.update("jax_num_cpu_devices", count)
 
 
 def _jax_device(name: str) -> Any:

@@ -1,0 +1,559 @@
+"""A device loop whose steps are compiled: elements in chunks, one program at a time, publication.
+
+Replica 0 leads: its device thread stacks elements, calls the programs and publishes; the threads of
+the others wait, so that no eager op of a device comes between. Nothing is published but whole
+steps, and elements of steps that were not published go back to their iterator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from time import perf_counter
+from typing import Any, final
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ...context import REGISTRY, LoopStep
+from ...devices import Gate, new_gate
+from ...errors import ContextError, NonFiniteError
+from ...optimizers import Optimizer
+from ...replica import BlockingContext, RunningReplica, random_stream
+from ...telemetry import EventLog
+from ...tree import flatten
+from ...values import Variable, is_floating
+from .._infeed import Infeed
+from .._program import MultiStepContext
+from ._program import StepProgram, of_each, of_first
+from ._programs import CompiledSteps
+from ._update import (
+    MAX_VARIABLES,
+    NO_WEIGHT,
+    NOT_FINITE,
+    finished_after,
+    keeps_infinities,
+)
+
+Array = npt.NDArray[Any]
+
+MAX_CHUNK = 64
+CHUNK_BYTES = 64 * 1024 * 1024
+"""How many steps one program runs: up to 64, fewer if their elements are large."""
+
+TRIALS = 3
+"""How many chunks are run in each of the two ways before the faster one is kept."""
+
+LOOK_S = 0.25
+"""How often a thread that waits for another program looks whether its run has ended."""
+
+
+@final
+class Gang:
+    """Holds the lanes of all replicas until the one that leads is done.
+
+    Args:
+        size: How many replicas there are.
+        loop: The event loop of the run.
+    """
+
+    def __init__(self, size: int, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._lock = Lock()
+        self._missing = size - 1
+        self._is_ready = size == 1
+        self._all_here = new_gate(loop)
+        self._gates: list[Gate] = [new_gate(loop) for _ in range(size - 1)]
+        if self._is_ready:
+            self._all_here.open()
+
+    def follow(self, replica_id: int, blocking: BlockingContext) -> None:
+        """Hold the lane of a replica that does not lead; on its thread."""
+        with self._lock:
+            self._missing -= 1
+            is_last = self._missing == 0
+        if is_last:
+            self._let_lead()
+        with blocking.waiting("the compiled steps"):
+            self._gates[replica_id - 1].wait()
+        blocking.check_running()
+
+    def wait_for_all(self, blocking: BlockingContext) -> None:
+        """Wait until all other threads are here, or the run has ended."""
+        blocking.when_aborted(self._let_lead)
+        with blocking.waiting("the other devices"):
+            self._all_here.wait()
+        blocking.check_running()
+
+    def end(self) -> None:
+        """Let the others go."""
+        for gate in self._gates:
+            gate.open()
+
+    def _let_lead(self) -> None:
+        with self._lock:
+            is_first, self._is_ready = not self._is_ready, True
+        if is_first:
+            self._all_here.open()
+
+
+@final
+class Chunk:
+    """Elements for one call, stacked for each replica.
+
+    Args:
+        size: How many fit.
+        element: One element, a list of arrays for each replica.
+    """
+
+    __slots__ = ("arrays", "num_steps", "size")
+
+    def __init__(self, size: int, element: Sequence[Sequence[Array]]) -> None:
+        self.size = size
+        self.num_steps = 0
+        self.arrays = [
+            [np.empty((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
+        ]
+
+    def add(self, element: Sequence[Sequence[Array]]) -> None:
+        """Put one more element behind the others."""
+        for stacked, part in zip(self.arrays, element, strict=True):
+            for whole, leaf in zip(stacked, part, strict=True):
+                whole[self.num_steps] = leaf
+        self.num_steps += 1
+
+
+@final
+class CompiledLoop:
+    """One call of `run_steps` with `compile="jax"`.
+
+    Args:
+        fn: The step function.
+        programs: Those of the strategy.
+        infeed: Where elements come from.
+        steps: Says which steps are complete, for each replica.
+        contexts: Take the outputs, for each replica.
+        events: Take what steps record.
+        num_steps: How many steps there are.
+        first: Number of the first one in its strategy.
+        seed: Of the run.
+        every: After how many steps values are published; None for once, at the end.
+        gang: Holds the lanes.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        programs: CompiledSteps,
+        infeed: Infeed,
+        steps: Sequence[LoopStep],
+        contexts: Sequence[MultiStepContext],
+        events: EventLog,
+        num_steps: int,
+        first: int,
+        seed: int,
+        every: int | None,
+        gang: Gang,
+    ) -> None:
+        self._fn = fn
+        self._programs = programs
+        self._infeed = infeed
+        self._steps = steps
+        self._contexts = contexts
+        self._events = events
+        self._num_steps = num_steps
+        self._first = first
+        self._seed = seed
+        self._every = num_steps if every is None else min(every, num_steps)
+        self._gang = gang
+        self._program: StepProgram | None = None
+        self._size = 0
+        self._done = 0
+        self._published = 0
+        self._records: list[tuple[int, str, float]] = []
+        self._carry: Any = None
+        self._bases: dict[Variable, tuple[Array, ...]] = {}
+        self._counts: dict[Optimizer, int] = {}
+
+    def run(self, replica: RunningReplica) -> MultiStepContext:
+        """Lead or follow, on the device thread of a replica."""
+        replica_id, blocking = replica.local_replica_id, replica.blocking
+        if replica_id:
+            self._gang.follow(replica_id, blocking)
+            return self._contexts[replica_id]
+        try:
+            self._gang.wait_for_all(blocking)
+            self._lead(replica)
+        finally:
+            self._gang.end()
+        return self._contexts[0]
+
+    # ---- steps ---------------------------------------------------------------------------
+
+    def _lead(self, replica: RunningReplica) -> None:
+        blocking = replica.blocking
+        ahead = self._taken(blocking, None, waits=True)
+        while ahead is not None:
+            chunk = ahead
+            ahead = self._ran(replica, chunk)
+            is_due = self._done - self._published >= self._every or self._done == self._num_steps
+            if is_due:
+                self._publish(replica)
+            blocking.check_running()
+            ahead = self._taken(blocking, ahead, waits=True)
+        if self._done > self._published:  # the iterator was exhausted, or it failed
+            self._publish(replica)
+
+    def _taken(
+        self, blocking: BlockingContext, chunk: Chunk | None, *, waits: bool
+    ) -> Chunk | None:
+        """Fill a chunk with elements; None if there is none any more.
+
+        Args:
+            blocking: Shows that the thread waits.
+            chunk: One that is begun.
+            waits: Whether to wait for elements, or take those that are there.
+        """
+        begun = 0 if chunk is None else chunk.num_steps
+        left = self._num_steps - self._done - begun
+        infeed, count = self._infeed, len(self._steps)
+        while left and (chunk is None or chunk.num_steps < self._room(chunk)):
+            if any(map(infeed.is_empty, range(count))):
+                if not waits:
+                    break
+                number = self._done + (0 if chunk is None else chunk.num_steps)
+                with blocking.waiting(f"the infeed for step {number}"):
+                    parts = [infeed.take(i) for i in range(count)]
+            else:
+                parts = [infeed.take(i) for i in range(count)]
+            if parts[0] is None:
+                self._num_steps = self._done + (0 if chunk is None else chunk.num_steps)
+                break
+            element = [self._programs.arrays(part) for part in parts]
+            if self._program is None:
+                self._begin(parts, element)
+            if chunk is None:
+                chunk = Chunk(self._size, element)
+            chunk.add(element)
+            left -= 1
+        return chunk if chunk is not None and chunk.num_steps else None
+
+    def _room(self, chunk: Chunk) -> int:
+        """Return how many steps fit in a chunk before values have to be published."""
+        return min(chunk.size, self._every - (self._done - self._published) % self._every)
+
+    def _begin(self, parts: Sequence[Any], element: Sequence[Sequence[Array]]) -> None:
+        """Find the program, and put values of variables on its devices."""
+        initial = [context.last_step_outputs for context in self._contexts]
+        self._program = program = self._programs.find(self._fn, parts[0], element, initial[0])
+        num_bytes = sum(leaf.nbytes for part in element for leaf in part)
+        fitting = max(1, CHUNK_BYTES // max(1, num_bytes))
+        self._size = min(MAX_CHUNK, fitting, self._every, self._num_steps)
+        self._bases = {variable: variable.components for variable in program.state}
+        state = self._programs.load(program, self._bases)
+        flat = [[np.asarray(leaf) for leaf in _leaves(own, program)] for own in initial]
+        outputs = []
+        for i, shape in enumerate(program.outputs.shapes):
+            given = [own[i] for own in flat] if i < len(flat[0]) else None
+            zeros = np.zeros(shape.shape, shape.dtype)
+            outputs.append(
+                program.put_each(
+                    [zeros] * program.num_replicas
+                    if given is None
+                    else [_cast(array, shape) for array in given]
+                )
+            )
+        self._carry = (state, outputs)
+        self._counts = dict.fromkeys(program.applied, 0)
+
+    def _ran(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
+        """Run the steps of a chunk; return the next one as far as its elements are there.
+
+        Raises:
+            NonFiniteError: If an update is not finite, with the steps before it published.
+            ValueError: If no replica has any weight.
+        """
+        program, begun = self._program, self._carry
+        assert program is not None  # the chunk has an element
+        bases = {o: int(o.iterations.components[0]) + self._counts[o] for o in program.applied}
+        args = self._arguments(program, chunk, bases)
+        before = _iterations(program, begun)
+        codes, records, ahead = self._called(replica, program, chunk, args)
+        failed = np.flatnonzero(codes)
+        if not failed.size and _is_in_doubt(program, self._carry):
+            _, codes, _ = self._stepped(replica, program, chunk, begun, args, looks=True)
+            failed = np.flatnonzero(codes)
+        if failed.size:
+            at = int(failed[0])
+            self._carry, _, records = self._stepped(replica, program, chunk, begun, args, count=at)
+            self._move_on(program, before, records, at)
+            self._fail(replica, program, int(codes[at]))
+        self._move_on(program, before, records, chunk.num_steps)
+        return ahead
+
+    def _move_on(
+        self,
+        program: StepProgram,
+        before: Mapping[Optimizer, int],
+        records: Sequence[Array],
+        num_steps: int,
+    ) -> None:
+        """Count the steps that the state is behind now, and keep what they have recorded."""
+        for optimizer, count in _iterations(program, self._carry).items():
+            self._counts[optimizer] += count - before[optimizer]
+        for i in range(num_steps):
+            number = self._first + self._done + i
+            for name, values in zip(program.records, records, strict=True):
+                self._records.append((number, name, float(values[i])))
+        self._done += num_steps
+
+    def _called(
+        self, replica: RunningReplica, program: StepProgram, chunk: Chunk, args: Any
+    ) -> tuple[Array, list[Array], Chunk | None]:
+        """Call the program in the faster way, and read ahead meanwhile."""
+        trial = self._programs.trial(program, chunk.size)
+        scans = chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan()
+        begun_ahead: Chunk | None = None
+        if scans:
+            scan = program.compiled("scan", chunk.size, (self._carry, *args, np.int32(0)))
+            with only_one(replica.blocking):
+                begin = perf_counter()
+                carry, codes, records = scan(self._carry, *args, np.int32(0))
+                begun_ahead = self._ahead(replica, chunk)
+                jax.block_until_ready((carry, codes, records))
+                seconds = perf_counter() - begin
+            trial.add("scan", seconds)
+            self._carry = carry
+            return of_first(codes), [of_each(each)[0] for each in records], begun_ahead
+        begin = perf_counter()
+        self._carry, codes, records = self._stepped(replica, program, chunk, self._carry, args)
+        if chunk.num_steps == chunk.size:
+            trial.add("step", perf_counter() - begin)
+        return codes, records, self._ahead(replica, chunk)
+
+    def _stepped(
+        self,
+        replica: RunningReplica,
+        program: StepProgram,
+        chunk: Chunk,
+        carry: Any,
+        args: Any,
+        *,
+        count: int | None = None,
+        looks: bool = False,
+    ) -> tuple[Any, Array, list[Array]]:
+        """Call the program of one step for each of the first `count` of a chunk.
+
+        Returns:
+            What is behind the last, the code of each, and what each has recorded.
+        """
+        carry = jax.tree.map(program.put_apart, carry)  # the program takes its memory
+        step = program.compiled("step", chunk.size, (carry, *args, np.int32(0)), looks=looks)
+        found = []
+        with only_one(replica.blocking):
+            for at in range(chunk.num_steps if count is None else count):
+                carry, code, own = step(carry, *args, np.int32(at))
+                jax.block_until_ready(carry)
+                found.append((code, own))
+        codes = np.array([of_first(code) for code, _ in found], np.int32)
+        records = [
+            np.array([of_each(own[i])[0] for _, own in found]) for i in range(len(program.records))
+        ]
+        return carry, codes, records
+
+    def _ahead(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
+        """Take the elements behind a chunk that are there already."""
+        self._done += chunk.num_steps
+        try:
+            return self._taken(replica.blocking, None, waits=False)
+        finally:
+            self._done -= chunk.num_steps
+
+    def _arguments(
+        self, program: StepProgram, chunk: Chunk, bases: Mapping[Optimizer, int]
+    ) -> tuple[Any, ...]:
+        count, size = program.num_replicas, chunk.size
+        arrays = [
+            program.put_each([chunk.arrays[i][leaf] for i in range(count)])
+            for leaf in range(len(chunk.arrays[0]))
+        ]
+        index = np.arange(self._done, self._done + size, dtype=np.int32)
+        first = self._first + self._done
+        seeds = [
+            program.put_each(
+                [_seeds(name, self._seed, first, None if shared else i, size) for i in range(count)]
+            )
+            for name, shared in program.keys
+        ]
+        table = program.table(size, bases)
+        starts = [np.int32(base) for base in bases.values()]
+        return (arrays, index, seeds), starts, table, np.int32(self._first)
+
+    # ---- steps that fail -----------------------------------------------------------------
+
+    def _fail(self, replica: RunningReplica, program: StepProgram, code: int) -> None:
+        """Publish the steps before the one that fails, and raise its error."""
+        if self._done > self._published:
+            self._publish(replica)
+        error = _failure(program, code, self._first + self._done)
+        self._contexts[0].error = error
+        raise error
+
+    # ---- publication ---------------------------------------------------------------------
+
+    def _publish(self, replica: RunningReplica) -> None:
+        """Publish the values behind the last step, as one write, and count the steps.
+
+        Raises:
+            ContextError: If somebody else has written a variable meanwhile.
+
+        Cancellation:
+            CancelledError if the run was aborted, with everything published.
+        """
+        program = self._program
+        assert program is not None  # a step was run
+        num_steps = self._done - self._published
+        self._write(program, num_steps)
+        outputs = self._carry[1]
+        of_replicas = [of_each(array) for array in outputs]
+        for i, context in enumerate(self._contexts):
+            arrays = [own[i][()] for own in of_replicas]
+            context.last_step_outputs.update(program.outputs.unflatten(arrays))
+            context.take_outputs(self._done, program.ops, program.sites)
+        for number, name, value in self._records:
+            self._events.add_scalar(number, 0, name, value)
+        self._records.clear()
+        self._published = self._done
+        for _ in range(num_steps):
+            for step in self._steps:
+                step.ended()
+        for _ in range(num_steps):
+            replica.blocking.step_ended()
+
+    def _write(self, program: StepProgram, num_steps: int) -> None:
+        changes: dict[Variable, tuple[Array, ...]] = {}
+        counts: dict[Variable, int] = {}
+        for i, variable in enumerate(program.state):
+            sources = program.written.get(variable)
+            if sources is None:
+                continue
+            array, size = self._carry[0][i], len(self._bases[variable])
+            if program.is_mirrored[i]:
+                parts = [of_first(array)] * size
+            else:
+                parts = of_each(array)
+            made = {id(part): _published(part, variable) for part in parts}
+            changes[variable] = tuple(made[id(part)] for part in parts)
+            counts[variable] = 0
+            for source in sources:
+                times = 1 if source is None else program.applied[source][1]
+                counts[variable] += num_steps if source is None else self._counts[source] // times
+        for optimizer, count in self._counts.items():
+            if count:
+                iteration = int(optimizer.iterations.components[0]) + count
+                for variable, value in finished_after(optimizer, iteration).items():
+                    new = _published(np.asarray(value), variable)
+                    changes[variable] = (new,) * len(variable.components)
+                    self._bases.setdefault(variable, variable.components)
+        is_done = True
+        if any(variable.components is not self._bases[variable] for variable in changes):
+            is_done = False
+        for store in dict.fromkeys(variable.store for variable in changes):
+            own = {v: parts for v, parts in changes.items() if v.store is store}
+            is_done = is_done and bool(store.write(own, self._bases, counts=counts))
+        if not is_done:
+            names = [v.name for v in changes if v.components is not self._bases[v]]
+            raise ContextError(
+                f"Variable {', '.join(names) or 'of the step'} was written by something else while "
+                f"{num_steps} compiled steps ran, which began with its old value. These steps were "
+                "not published, and their elements went back to the iterator. Write variables "
+                "between calls of run_steps, or in the step."
+            )
+        self._bases.update({variable: variable.components for variable in changes})
+        self._programs.keep(program, self._bases, self._carry[0])
+        self._counts = dict.fromkeys(self._counts, 0)
+
+
+@contextmanager
+def only_one(blocking: BlockingContext) -> Iterator[None]:
+    """Run what is in the `with` block while no other compiled program of the process runs.
+
+    Several that wait for each other's devices inside XLA would end the process.
+
+    Cancellation:
+        CancelledError once the run is aborted, while it waits for its turn.
+    """
+    lock = REGISTRY.once("compiled_execution", Lock)
+    if not lock.acquire(blocking=False):
+        with blocking.waiting("another compiled program"):
+            while not lock.acquire(timeout=LOOK_S):
+                blocking.check_running()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _failure(program: StepProgram, code: int, number: int) -> Exception:
+    """Return the error of a step that has reported a code."""
+    kind, index = divmod(code, MAX_VARIABLES)
+    variables = next(iter(program.applied.values()))[0]
+    name = variables[index if index < len(variables) else 0].name
+    if kind == NO_WEIGHT:
+        return ValueError(
+            f"The gradients of step {number} have total weight 0 on all replicas, so there is "
+            "no mean over any example. Leave out steps whose global batch is empty."
+        )
+    what = f"The gradient of {name!r}" if kind == NOT_FINITE else f"An update, of {name!r} say,"
+    return NonFiniteError(
+        f"{what} is not finite in step {number}, which is compiled. Nothing of this step was "
+        "written. Run it without `compile` to see the replica and the index; look for a "
+        "division by 0 or a learning rate that is too high, clip gradients, or pass "
+        'on_non_finite="skip" to leave out such steps.',
+        variable=name,
+        replica_id=None,
+        index=(),
+    )
+
+
+def _iterations(program: StepProgram, carry: Any) -> dict[Optimizer, int]:
+    """Return how many updates each optimizer has made."""
+    at = {variable: i for i, variable in enumerate(program.state)}
+    return {o: int(of_first(carry[0][at[o.iterations]])) for o in program.applied}
+
+
+def _is_in_doubt(program: StepProgram, carry: Any) -> bool:
+    """Tell whether a value or slot is not finite behind steps that were not checked."""
+    at = {variable: i for i, variable in enumerate(program.state)}
+    for optimizer, (variables, _) in program.applied.items():
+        settings = optimizer.settings
+        if settings.on_non_finite != "raise" or not keeps_infinities(optimizer):
+            continue
+        for variable in variables:
+            for each in (variable, *(settings.slots.made.get(variable) or ())):
+                array = of_first(carry[0][at[each]])
+                if is_floating(array.dtype) and not np.isfinite(array).all():
+                    return True
+    return False
+
+
+def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) -> Array:
+    """Return the seeds that `jax_key` takes in each step of a chunk."""
+    rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
+    return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
+
+
+def _leaves(outputs: Mapping[str, Any], program: StepProgram) -> list[Any]:
+    return [leaf for name in outputs for leaf in flatten(outputs[name])[0]]
+
+
+def _cast(array: Array, shape: Any) -> Array:
+    return np.asarray(array, shape.dtype)
+
+
+def _published(array: Array, variable: Variable) -> Array:
+    new = array.astype(variable.dtype, copy=False)
+    new.flags.writeable = False
+    return new

@@ -1,0 +1,349 @@
+"""A step function lowered by jax: a scan over K steps, or one step a call, over all replicas.
+
+The step is recorded twice. The first time finds out what it reads, writes and sets, with shapes
+only; the second time all of that is the state that goes through the steps:
+
+    state      variables, one array for all replicas if they are mirrored, else one per replica
+    outputs    `ctx.last_step_outputs`, one per replica
+    table      numbers of `prepare`, a row for each iteration of the optimizers
+    inputs     what the steps get: elements, their numbers, seeds for `jax_key`
+
+Scan and single calls run the same recorded step, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import FunctionType
+from typing import Any, Literal, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from ...context import CurrentStrategy
+from ...errors import ContextError
+from ...optimizers import Optimizer
+from ...tree import TreeSpec, flatten, unflatten
+from ...values import Variable
+from ._trace import AXIS, StepTrace, Traced, TracedLoop
+from ._untraceable import explained
+from ._update import Prepared, prepared_for
+
+Array = npt.NDArray[Any]
+Key: TypeAlias = tuple[str, bool]
+How: TypeAlias = Literal["scan", "step"]
+OfAll, OfEach = Spec(), Spec(AXIS)
+
+TRIALS = 3
+"""How many chunks are run in each of the two ways before the faster one is kept."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Structure of the outputs of a loop.
+
+    Attributes:
+        specs: Structure of each, by name.
+        starts: Which array is the first of each.
+        shapes: Shape and dtype of each array.
+    """
+
+    specs: dict[str, TreeSpec]
+    starts: dict[str, int]
+    shapes: list[jax.ShapeDtypeStruct]
+
+    def unflatten(
+        self, arrays: Sequence[Any], names: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Return outputs by name, from all arrays."""
+        found = {}
+        for name in self.specs if names is None else names:
+            start, spec = self.starts[name], self.specs[name]
+            found[name] = unflatten(spec, arrays[start : start + spec.num_leaves])
+        return found
+
+
+@final
+class Trial:
+    """Finds out whether a scan over a chunk or a call for each step is faster."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[How, list[float]] = {"scan": [], "step": []}
+        self._chosen: bool | None = None
+
+    def prefers_scan(self) -> bool:
+        """Tell how to run the next chunk: in turns until both are known."""
+        if self._chosen is None:
+            scans, steps = self._seconds["scan"], self._seconds["step"]
+            if len(scans) < TRIALS or len(steps) < TRIALS:
+                return len(scans) <= len(steps)
+            self._chosen = median(scans) <= median(steps)
+        return self._chosen
+
+    def add(self, how: How, seconds: float) -> None:
+        """Take in how long a chunk took."""
+        if self._chosen is None and len(self._seconds[how]) < TRIALS:
+            self._seconds[how].append(seconds)
+
+    def __repr__(self) -> str:
+        return f"<Trial | {'open' if self._chosen is None else 'scan' if self._chosen else 'step'}>"
+
+
+@final
+class StepProgram:
+    """The programs of one step function for elements of one look.
+
+    Args:
+        fn: The step function.
+        strategy: Whose step it is.
+        devices: One of jax for each replica.
+        element: The arrays of one element, of replica 0.
+        spec: Their structure, a tuple of inputs.
+        initial: `last_step_outputs` of replica 0 to begin with.
+
+    Attributes:
+        state: The variables, in the order in which the step asked for them.
+        is_mirrored: Whether each of them is one array for all replicas.
+        written: What writes each variable, for each write of a step.
+        applied: How often a step applies each optimizer, and the variables that it moves.
+        keys: Names of what `jax_key` is asked for.
+        outputs: What the step leaves in `last_step_outputs`.
+        ops: How each is reduced, and `sites` where it was set.
+        records: Names of what the step records.
+        num_compiled: How many programs were compiled so far.
+        trials: Find out how chunks run faster, by their size.
+
+    Raises:
+        TypeError: If the step cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        strategy: CurrentStrategy,
+        devices: Sequence[Any],
+        element: Sequence[Array],
+        spec: TreeSpec,
+        initial: Mapping[str, Any],
+    ) -> None:
+        self._fn = reference_to(fn)
+        self._strategy = strategy
+        self._mesh = Mesh(np.array(devices), (AXIS,))
+        self.num_replicas = len(devices)
+        self._spec = spec
+        self._in_order = all(device.platform == "cpu" for device in devices)
+        self._compiled: dict[tuple[How, int, bool], Any] = {}
+        self._initial = tuple(initial)
+        self.num_compiled = 0
+        self.trials: dict[int, Trial] = {}
+        self._discover(element, initial)
+
+    # ---- recording -----------------------------------------------------------------------
+
+    def _discover(self, element: Sequence[Array], initial: Mapping[str, Any]) -> None:
+        """Record the step with shapes only."""
+        seen: list[tuple[StepTrace, TracedLoop]] = []
+        flat = {name: flatten(value) for name, value in initial.items()}
+        given = [[np.asarray(leaf) for leaf in leaves] for leaves, _ in flat.values()]
+
+        def record(inputs: list[Traced], outputs: list[list[Traced]], index: Traced) -> Any:
+            trace = self._trace(None, index, index)
+            loop = TracedLoop(trace, {
+                name: unflatten(spec, leaves)
+                for (name, (_, spec)), leaves in zip(flat.items(), outputs, strict=True)
+            })  # fmt: skip
+            self._run(trace, loop, inputs)
+            seen.append((trace, loop))
+            return [flatten(value)[0] for value in loop.last_step_outputs.values()]
+
+        mapped = jax.shard_map(
+            record, mesh=self._mesh, in_specs=OfAll, out_specs=OfAll, check_vma=False
+        )
+        shapes = jax.eval_shape(mapped, list(element), given, np.int32(0))
+        trace, loop = seen[-1]
+        self.state = list(trace.values)
+        self.is_mirrored = [v.is_mirrored or self.num_replicas == 1 for v in self.state]
+        self.written = trace.written
+        self.applied = trace.applied
+        self.keys: list[Key] = list(trace.key_names)
+        self.ops, self.sites = loop.ops, loop.sites
+        self.records = [name for name, _ in trace.records]
+        specs: dict[str, TreeSpec] = {}
+        starts: dict[str, int] = {}
+        arrays: list[jax.ShapeDtypeStruct] = []
+        for (name, value), own in zip(loop.last_step_outputs.items(), shapes, strict=True):
+            specs[name] = flatten(value)[1]
+            starts[name] = len(arrays)
+            arrays += own
+        self.outputs = Outputs(specs, starts, arrays)
+
+    def _trace(
+        self, values: dict[Variable, Traced] | None, index: Traced, first: Traced, **options: Any
+    ) -> StepTrace:
+        return StepTrace(
+            self._strategy, self.num_replicas, values, index, first,
+            in_order=self._in_order, **options,
+        )  # fmt: skip
+
+    def _run(self, trace: StepTrace, loop: TracedLoop, inputs: Sequence[Traced]) -> None:
+        fn = self._fn()
+        assert fn is not None  # its caller holds it
+        try:
+            trace.run(fn, loop, unflatten(self._spec, list(inputs)))
+        except Exception as error:  # noqa: BLE001 - raised with the user's line
+            raise explained(error, fn) from None
+
+    def _step(
+        self, carry: Any, inputs: Any, bases: Any, table: Any, first: Traced, looks: bool
+    ) -> tuple[Any, Any]:
+        """Run one step on local arrays; return the state behind it, and what it reports."""
+        state, outputs = carry
+        element, index, seeds = inputs
+        found: dict[Optimizer, tuple[Traced, list[Prepared], Sequence[Traced]]] = {}
+        for optimizer, base, columns in zip(self.applied, bases, table, strict=True):
+            variables, _ = self.applied[optimizer]
+            found[optimizer] = base, prepared_for(optimizer, variables, 0), columns
+        keys = dict(zip(self.keys, seeds, strict=True))
+        values = dict(zip(self.state, state, strict=True))
+        trace = self._trace(values, index, first, keys=keys, table=found, looks=looks)
+        begun = self.outputs.unflatten(outputs, self._initial)
+        loop = TracedLoop(trace, begun)
+        self._run(trace, loop, element)
+        new: list[Traced] = []
+        for name in self.outputs.specs:
+            own = flatten(loop.last_step_outputs[name])[0]
+            shapes = self.outputs.shapes[len(new) : len(new) + len(own)]
+            for array, shape in zip(own, shapes, strict=True):
+                if jnp.shape(array) != shape.shape:
+                    raise ValueError(
+                        f"Output {name!r} has shape {jnp.shape(array)} behind a step, but began "
+                        f"with {shape.shape}. A compiled loop has static shapes."
+                    )
+                new.append(jnp.asarray(array, shape.dtype))
+        records = [value for _, value in trace.records]
+        return ([trace.values[v] for v in self.state], new), (trace.code(), records)
+
+    def _lowered(self, how: How, looks: bool) -> Callable[..., Any]:
+        """Return what runs a whole chunk, or step `at` of it, on arrays of all replicas."""
+        mirrored = self.is_mirrored
+
+        def program(carry: Any, chunk: Any, bases: Any, table: Any, first: Any, at: Any) -> Any:
+            state, outputs = carry
+            element, index, seeds = chunk
+            own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
+            begun = (own, [a[0] for a in outputs])
+            inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
+
+            def step(carry: Any, inputs: Any) -> Any:
+                return self._step(carry, inputs, bases, table, first, looks)
+
+            if how == "scan":
+                (new, left), (codes, records) = lax.scan(step, begun, inputs)
+            else:
+                one = jax.tree.map(
+                    lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), inputs
+                )
+                (new, left), (codes, records) = step(begun, one)
+            new = [a if m else a[None] for a, m in zip(new, mirrored, strict=True)]
+            return (new, [a[None] for a in left]), codes, [a[None] for a in records]
+
+        of_state = [OfAll if m else OfEach for m in mirrored]
+        carry = (of_state, [OfEach] * len(self.outputs.shapes))
+        lowered: Callable[..., Any] = jax.shard_map(
+            program,
+            mesh=self._mesh,
+            in_specs=(carry, (OfEach, OfAll, OfEach), OfAll, OfAll, OfAll, OfAll),
+            out_specs=(carry, OfAll, [OfEach] * len(self.records)),
+            check_vma=False,
+        )
+        return lowered
+
+    def compiled(self, how: How, size: int, args: Any, *, looks: bool = False) -> Any:
+        """Return the program for chunks of a size, compiled the first time.
+
+        Args:
+            how: Whether it scans a chunk or runs one step of it.
+            size: How many steps fit a chunk.
+            args: What it will be called with.
+            looks: Whether it checks all updates in every step.
+        """
+        key = (how, size, looks)
+        found = self._compiled.get(key)
+        if found is None:
+            donated = (0,) if how == "step" else ()
+            lowered = jax.jit(self._lowered(how, looks), donate_argnums=donated)
+            found = self._compiled[key] = lowered.lower(*args).compile()
+            self.num_compiled += 1
+        return found
+
+    # ---- arrays in and out ---------------------------------------------------------------
+
+    def put(self, array: Array) -> Traced:
+        """Put one array on all devices."""
+        return jax.device_put(array, NamedSharding(self._mesh, OfAll))
+
+    def put_apart(self, array: Traced) -> Traced:
+        """Copy an array to where it is, for a program that takes its memory."""
+        return jax.device_put(array, array.sharding, may_alias=False)
+
+    def put_each(self, arrays: Sequence[Array]) -> Traced:
+        """Put one array on each device, as parts of one."""
+        sharding = NamedSharding(self._mesh, OfEach)
+        devices = self._mesh.devices.flat
+        parts = [
+            jax.device_put(array[None], device)
+            for array, device in zip(arrays, devices, strict=True)
+        ]
+        shape = (self.num_replicas, *arrays[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> list[list[Array]]:
+        """Call `prepare` for all updates that so many steps may make; return its numbers.
+
+        Raises:
+            ContextError: If it gives numbers in another structure than before.
+        """
+        tables = []
+        for optimizer, (variables, times) in self.applied.items():
+            base = bases[optimizer]
+            rows = [prepared_for(optimizer, variables, base + i) for i in range(num_steps * times)]
+            for row in rows:
+                if [each.kinds for each in row] != [each.kinds for each in rows[0]]:
+                    raise ContextError(
+                        f"prepare of {optimizer!r} gives another structure at another iteration, "
+                        "which cannot be compiled."
+                    )
+            numbers = [[n for each in row for n in each.numbers] for row in rows]
+            columns = map(np.array, zip(*numbers, strict=True))
+            tables.append([each.astype(_narrow(each.dtype)) for each in columns])
+        return tables
+
+
+def reference_to(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+    """Return what gives a step function as long as the program has it; others are kept."""
+    return weakref.ref(fn) if type(fn) is FunctionType else lambda: fn
+
+
+def of_first(array: Traced) -> Array:
+    """Return what the first device has of an array, as a view: NumPy's, read-only."""
+    found: Array = np.asarray(array.addressable_shards[0].data)
+    return found
+
+
+def of_each(array: Traced) -> list[Array]:
+    """Return what each device has of an array of all of them, as views."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [np.asarray(shard.data)[0] for shard in shards]
+
+
+def _narrow(dtype: np.dtype[Any]) -> Any:
+    return jax.dtypes.canonicalize_dtype(dtype)

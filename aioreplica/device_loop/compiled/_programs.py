@@ -1,0 +1,207 @@
+"""The compiled programs of a strategy: found by step function and look of the elements."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, final
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ...context import CurrentStrategy
+from ...errors import OutOfSyncError
+from ...tree import flatten
+from ...values import Variable, WeakVariableDict
+from ._devices import jax_devices
+from ._program import StepProgram, Trial
+
+Array = npt.NDArray[Any]
+
+MAX_PROGRAMS = 32
+"""How many programs a strategy keeps; the one that was not used for longest goes first."""
+
+MANY = 5
+"""From how many programs of one step function on that is warned of."""
+
+
+@final
+class CompiledSteps:
+    """Finds and keeps the programs of a strategy.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: CurrentStrategy) -> None:
+        self._strategy = strategy
+        self._devices = jax_devices(strategy.device_names)
+        self._found: dict[Any, StepProgram] = {}
+        self._kept: WeakVariableDict[tuple[tuple[Array, ...], Any]] = WeakVariableDict()
+        self._num_gone = 0
+        self._counts: dict[object, int] = {}
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of programs compiled so far."""
+        return self._num_gone + sum(each.num_compiled for each in self._found.values())
+
+    def arrays(self, part: Any) -> list[Array]:
+        """Return the arrays of one replica's part of an element.
+
+        Raises:
+            TypeError: If a leaf is not a number or an array of numbers.
+        """
+        found = []
+        for leaf in flatten(part)[0]:
+            array = np.asarray(leaf)
+            if array.dtype.kind not in "fiubc" and array.dtype.name != "bfloat16":
+                raise TypeError(
+                    f"A compiled step takes arrays of numbers, but an element holds {leaf!r} "
+                    f"({type(leaf).__name__})."
+                )
+            found.append(array)
+        return found
+
+    def find(
+        self,
+        fn: Callable[..., Any],
+        part: Any,
+        element: Sequence[Sequence[Array]],
+        initial: Mapping[str, Any],
+    ) -> StepProgram:
+        """Return the program for a step function and elements like this one.
+
+        Args:
+            fn: The step function.
+            part: The element's part of replica 0.
+            element: The arrays of each replica's part.
+            initial: Outputs to begin with.
+
+        Raises:
+            ValueError: If parts of the replicas differ in shape or dtype.
+            Exception: What the step raises while it is recorded.
+        """
+        spec = flatten(part)[1]
+        looks = [[(a.shape, a.dtype) for a in own] for own in element]
+        for replica_id, of_one in enumerate(looks):
+            if of_one != looks[0]:
+                raise ValueError(
+                    f"The element has {_shown(of_one)} for replica {replica_id}, but "
+                    f"{_shown(looks[0])} for replica 0. A compiled step is one program for all "
+                    "replicas: bring parts of one size (drop_remainder=True, and a global batch "
+                    "that the number of replicas divides)."
+                )
+        begun = [(name, *_look_of(value)) for name, value in initial.items()]
+        is_function = type(fn) is FunctionType
+        own = weakref.ref(fn, self._forget) if is_function else fn  # with it go its variables
+        key = (own, spec, tuple(looks[0]), tuple(begun))
+        found = self._found.pop(key, None)
+        if found is None:
+            self._count(fn)
+            found = StepProgram(fn, self._strategy, self._devices, element[0], spec, initial)
+            if len(self._found) == MAX_PROGRAMS:
+                old = self._found.pop(next(iter(self._found)))
+                self._num_gone += old.num_compiled
+        self._found[key] = found
+        return found
+
+    def clear(self) -> None:
+        """Let go of all programs and arrays."""
+        self._num_gone = self.num_compiled
+        self._found.clear()
+        self._kept = WeakVariableDict()
+
+    def _forget(self, own: object) -> None:
+        """Let go of the programs of a step function that is gone."""
+        for key in [key for key in self._found if key[0] is own]:
+            self._num_gone += self._found.pop(key).num_compiled
+
+    def trial(self, program: StepProgram, size: int) -> Trial:
+        """Return what knows how chunks of a size run faster."""
+        return program.trials.setdefault(size, Trial())
+
+    def load(
+        self, program: StepProgram, components: Mapping[Variable, tuple[Array, ...]]
+    ) -> list[Any]:
+        """Return the values of a program's variables as arrays of jax.
+
+        Those that the last program has left are taken as they are.
+
+        Raises:
+            OutOfSyncError: If components of a mirrored variable differ.
+        """
+        state = []
+        for variable, is_mirrored in zip(program.state, program.is_mirrored, strict=True):
+            parts = components[variable]
+            known, array = self._kept.get(variable) or (None, None)
+            if known is not parts:
+                narrow = [_narrowed(variable, part) for part in parts]
+                if is_mirrored:
+                    _require_equal(variable, parts)
+                    array = program.put(narrow[0])
+                else:
+                    array = program.put_each(narrow)
+            state.append(array)
+        return state
+
+    def keep(
+        self,
+        program: StepProgram,
+        components: Mapping[Variable, tuple[Array, ...]],
+        state: Sequence[Any],
+    ) -> None:
+        """Remember the arrays behind what was published."""
+        for variable, array in zip(program.state, state, strict=True):
+            self._kept[variable] = components[variable], array
+
+    def _count(self, fn: Callable[..., Any]) -> None:
+        code = getattr(fn, "__code__", fn)
+        count = self._counts[code] = self._counts.get(code, 0) + 1
+        if count == MANY + 1:
+            warnings.warn(
+                f"{getattr(fn, '__qualname__', fn)} was compiled {count} times: for a new function "
+                "object, or for elements of another shape or dtype, each time. Define the step "
+                "once, outside the loop, and bring elements of few shapes.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        return f"<CompiledSteps | {len(self._found)} step functions, {self.num_compiled} compiled>"
+
+
+def _look_of(value: Any) -> tuple[Any, ...]:
+    found, spec = flatten(value)
+    arrays = [np.asarray(leaf) for leaf in found]
+    return spec, tuple((array.shape, array.dtype) for array in arrays)
+
+
+def _shown(looks: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in looks) or "nothing"
+
+
+def _narrowed(variable: Variable, part: Array) -> Array:
+    """Return a component in the dtype that jax computes in."""
+    dtype = jax.dtypes.canonicalize_dtype(part.dtype)
+    if dtype == part.dtype:
+        return part
+    narrow = part.astype(dtype)
+    if part.dtype.kind in "iu" and not np.array_equal(narrow, part):
+        raise OverflowError(
+            f"Variable {variable.name!r} holds numbers that {dtype} does not, in which jax "
+            'computes. Call jax.config.update("jax_enable_x64", True) at program start.'
+        )
+    return narrow
+
+
+def _require_equal(variable: Variable, parts: Sequence[Array]) -> None:
+    for replica_id, part in enumerate(parts):
+        if part is not parts[0] and not np.array_equal(part, parts[0], equal_nan=True):
+            raise OutOfSyncError(
+                f"Variable {variable.name!r} differs between replica 0 and {replica_id}, but a "
+                "compiled step has one value of a mirrored variable.",
+            )

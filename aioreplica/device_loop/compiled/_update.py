@@ -1,0 +1,500 @@
+"""Updates in a compiled step: the code of the rule itself, run once on buffers that record it.
+
+`prepare` stays a function of the host: its numbers come in as a table, from which each update takes
+the row of its iteration. Between the two, a step does here what `_step` does with NumPy, in the
+same order: sum, unscale, check, clip, apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol, TypeAlias, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from ...context import PLACE
+from ...errors import ContextError
+from ...optimizers import (
+    Block,
+    DynamicLossScale,
+    LossScale,
+    LossScaling,
+    Optimizer,
+    ScaledGradient,
+    StepSettings,
+    learning_rate_at,
+    require_owner,
+    working_dtype,
+    written,
+)
+from ...tree import flatten, unflatten
+from ...values import IndexedSlices, Variable, Weighted, is_floating
+
+Traced: TypeAlias = jax.Array
+NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT = 1, 2, 3
+"""Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable."""
+MAX_VARIABLES = 1 << 20
+
+
+class Recording(Protocol):
+    """Interface of the trace of a step.
+
+    Attributes:
+        num_replicas: How many replicas the program has.
+        looks: Whether to check all steps, though a look at the last one would tell.
+    """
+
+    num_replicas: int
+    looks: bool
+
+    def read(self, variable: Variable) -> Traced:
+        """Return what a variable holds at this point of the step."""
+
+    def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
+        """Let a variable hold something else from here on."""
+
+    def sum(self, parts: Sequence[Traced]) -> list[Traced]:
+        """Sum arrays over the replicas, in their order."""
+
+    def first(self, parts: Sequence[Traced]) -> list[Traced]:
+        """Take arrays of replica 0."""
+
+    def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
+        """Return what `prepare` gives for each variable at the optimizer's iteration."""
+
+    def fail(self, code: Traced) -> None:
+        """Report a code that is not 0 if the step fails."""
+
+
+@final
+class Buffer(NDArrayOperatorsMixin):
+    """An array of a block while its rule is recorded; NumPy's functions may write it as `out`.
+
+    Args:
+        array: What it holds at first.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Traced) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return tuple(self.array.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the array."""
+        dtype: np.dtype[Any] = self.array.dtype
+        return dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.array.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.array.shape)
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **options: Any
+    ) -> Any:
+        if method != "__call__" or options.keys() - {"where"} or len(out) > 1:
+            raise TypeError(
+                f"An update rule used np.{ufunc.__name__} in a way that cannot be compiled "
+                f"({method}, {', '.join(options) or 'several outputs'}). Use elementwise functions."
+            )
+        return self._called(ufunc.__name__, inputs, out[0] if out else None, options)
+
+    def __array_function__(
+        self, fn: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        options = dict(kwargs)
+        if fn is np.copyto:
+            target, *inputs = args
+            return self._called("positive", inputs, target, options)
+        return self._called(fn.__name__, args, options.pop("out", None), options)
+
+    def _called(
+        self, name: str, inputs: Sequence[Any], target: Buffer | None, options: dict[str, Any]
+    ) -> Any:
+        fn = getattr(jnp, name, None)
+        if fn is None:
+            raise TypeError(f"An update rule used np.{name}, which jax does not have.")
+        where = options.pop("where", True)
+        result = fn(*(self._plain(each) for each in inputs), **options)
+        if target is None:
+            return Buffer(result)
+        result = jnp.broadcast_to(result, target.shape).astype(target.dtype)
+        kept = result if where is True else jnp.where(self._plain(where), result, target.array)
+        target.array = kept
+        return target
+
+    def _plain(self, part: Any) -> Any:
+        """Return a number in this dtype, as NumPy takes Python's, or an array as it is."""
+        if isinstance(part, Buffer):
+            return part.array
+        if isinstance(part, jax.Array) and part.ndim == 0 and is_floating(self.dtype):
+            return part.astype(self.dtype)
+        return part
+
+    def __getitem__(self, index: Any) -> Buffer:
+        return Buffer(self.array[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.array = self.array.at[index].set(self._plain(value))
+
+    def __repr__(self) -> str:
+        return f"<Buffer | {self.dtype}{list(self.shape)}>"
+
+
+# ---- numbers of the host -------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Numbers that `prepare` gave, and how to put others in their places.
+
+    Attributes:
+        numbers: The floats and ints, in order.
+        restore: Returns the object with as many other numbers.
+        kinds: What is not a number; equal for all steps.
+    """
+
+    numbers: tuple[float, ...]
+    restore: Callable[[Sequence[Any]], Any]
+    kinds: tuple[Any, ...]
+
+
+def taken_apart(prepared: Any) -> Prepared:
+    """Find the numbers in what `prepare` gave: in a dataclass, a pytree, or one by itself.
+
+    Raises:
+        TypeError: If there is something else in it that a compiled step cannot take.
+    """
+    if is_dataclass(prepared) and not isinstance(prepared, type):
+        names = [field.name for field in fields(prepared)]
+        inner = taken_apart([getattr(prepared, name) for name in names])
+        return Prepared(
+            inner.numbers,
+            lambda found: replace(prepared, **dict(zip(names, inner.restore(found), strict=True))),
+            (type(prepared), *inner.kinds),
+        )
+    leaves, spec = flatten(prepared)
+    where = [i for i, leaf in enumerate(leaves) if _is_number(leaf)]
+    for leaf in leaves:
+        if not _is_number(leaf) and not isinstance(leaf, (bool, str, type(None))):
+            raise TypeError(
+                f"prepare gave {leaf!r} ({type(leaf).__name__}), but a compiled step takes "
+                "numbers, in a dataclass or a pytree, from it."
+            )
+    rest = tuple(leaf for leaf in leaves if not _is_number(leaf))
+
+    def restore(found: Sequence[Any]) -> Any:
+        new = list(leaves)
+        for i, number in zip(where, found, strict=True):
+            new[i] = number
+        return unflatten(spec, new)
+
+    return Prepared(tuple(leaves[i] for i in where), restore, (spec, *rest))
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool)
+
+
+def prepared_for(
+    optimizer: Optimizer, variables: Sequence[Variable], iteration: int
+) -> list[Prepared]:
+    """Call `prepare` for each variable's learning rate at an iteration; on the host."""
+    settings = optimizer.settings
+    rate = learning_rate_at(settings.learning_rate, iteration)
+    if settings.multiplier_of is None:
+        return [taken_apart(optimizer.prepare(rate, iteration))] * len(variables)
+    of = settings.multiplier_of
+    return [taken_apart(optimizer.prepare(rate * of(each), iteration)) for each in variables]
+
+
+def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:
+    """Return what `finish` gives behind the update before `iteration`; on the host."""
+    rate = learning_rate_at(optimizer.settings.learning_rate, iteration - 1)
+    return optimizer.finish(optimizer.prepare(rate, iteration - 1))
+
+
+# ---- one update ----------------------------------------------------------------------------------
+
+
+def apply_traced(
+    trace: Recording,
+    optimizer: Optimizer,
+    pairs: Sequence[tuple[Any, Any]],
+    global_step: Variable | None,
+    *,
+    is_summed: bool,
+) -> None:
+    """Record what `apply_gradients` does.
+
+    Raises:
+        ContextError: If the optimizer cannot be compiled, or a variable is another strategy's.
+        TypeError: If a gradient is not an array, or a variable not one that is trained.
+        ValueError: If a shape does not fit, a variable comes twice, or nothing is left.
+    """
+    require_compilable(optimizer)
+    settings = optimizer.settings
+    gradients, variables = _checked(pairs)
+    require_owner(written(variables, global_step), PLACE.get().strategy)
+    merged, no_weight = _merged(trace, settings, variables, gradients, is_summed=is_summed)
+    skips = settings.on_non_finite == "skip"
+    looks = skips or (settings.on_non_finite == "raise" and not keeps_infinities(optimizer))
+    looks = looks or (trace.looks and settings.on_non_finite != "ignore")
+    finite = [jnp.isfinite(g).all() for g in merged] if looks else []
+    changed: dict[Variable, Traced] = {}
+    clipped = _clipped(settings, merged, changed)
+    _apply_rule(trace, optimizer, variables, clipped, changed)
+    of_finite = jnp.stack(finite).all() if looks else None
+    after = of_finite
+    if looks:
+        doubts = [jnp.isfinite(v).all() for v in changed.values() if is_floating(v.dtype)]
+        after = jnp.stack([*finite, *doubts]).all()
+    count = {settings.iterations: trace.read(settings.iterations) + 1}
+    if global_step is not None:
+        count[global_step] = trace.read(global_step) + 1
+    changed.update(count)
+    if no_weight:
+        trace.fail(jnp.where(jnp.stack(no_weight).any(), NO_WEIGHT * MAX_VARIABLES, 0))
+    if not skips:
+        if looks:
+            first = jnp.argmin(jnp.stack(finite))
+            code = jnp.where(after, 0, UPDATE_NOT_FINITE * MAX_VARIABLES)
+            trace.fail(jnp.where(of_finite, code, NOT_FINITE * MAX_VARIABLES + first))
+        if isinstance(settings.loss_scaling, DynamicLossScale):
+            changed.update(_scale_after(trace, settings.loss_scaling, True))
+        for variable, value in changed.items():
+            trace.write(variable, value, optimizer)
+        return
+    _write_unless_skipped(trace, optimizer, changed, of_finite, after)
+
+
+def keeps_infinities(optimizer: Optimizer) -> bool:
+    """Tell whether what is not finite stays so in a value or slot, for all later steps to show.
+
+    True of the rules with a kernel, as each of them adds a multiple of what it read to what it
+    writes; not if gradients are cut off at a value.
+    """
+    clipping = optimizer.settings.clipping
+    has_kernel = getattr(optimizer, "kernel", None) is not None
+    return has_kernel and (clipping is None or clipping.option != "clipvalue")
+
+
+def require_compilable(optimizer: Optimizer) -> None:
+    """Check that an optimizer can be part of a compiled step.
+
+    Raises:
+        ContextError: If it updates all variables together, or scales losses in a way of its own.
+    """
+    if optimizer.is_joint:
+        raise ContextError(
+            f"{optimizer!r} cannot be compiled, as the rule of another library updates all "
+            "variables together. Use one of ar.optimizers, or leave out `compile`."
+        )
+    scaling = optimizer.settings.loss_scaling
+    if scaling is not None and not isinstance(scaling, (LossScale, DynamicLossScale)):
+        raise ContextError(
+            f"{scaling!r} cannot be compiled: its `after` is Python. Use an ar.optimizers."
+            "LossScale or DynamicLossScale, or leave out `compile`."
+        )
+
+
+def traced_scale(trace: Recording, scaling: LossScaling | None) -> Any:
+    """Return the loss scale at this point of the step; None for none."""
+    if isinstance(scaling, DynamicLossScale):
+        return trace.read(scaling.variables[0])
+    return None if scaling is None else scaling.scale
+
+
+def _checked(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Variable]]:
+    found: dict[Variable, Any] = {}
+    for gradient, variable in pairs:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"apply_gradients takes (gradient, variable) pairs, got {variable!r}.")
+        if gradient is None:
+            continue
+        if variable in found:
+            raise ValueError(f"Variable {variable.name!r} has two gradients.")
+        if not variable.trainable or not is_floating(variable.dtype):
+            raise ValueError(f"Variable {variable.name!r} is not one that is trained.")
+        if variable.dtype.itemsize == 2:
+            raise TypeError(
+                f"Variable {variable.name!r} is of half precision ({variable.dtype}), whose update "
+                "is not compiled. Keep it in float32, and compute in half precision in the loss."
+            )
+        inner = gradient.total if isinstance(gradient, Weighted) else gradient
+        inner = inner.values if isinstance(inner, ScaledGradient) else inner
+        if isinstance(inner, IndexedSlices):
+            raise TypeError(
+                f"The gradient of {variable.name!r} is an IndexedSlices, which a compiled step "
+                "does not have. Index `variable.value` in the loss."
+            )
+        if jnp.shape(inner) != variable.shape:
+            raise ValueError(
+                f"The gradient of {variable.name!r} has shape {jnp.shape(inner)}, but the variable "
+                f"has {variable.shape}."
+            )
+        found[variable] = gradient
+    if not found:
+        raise ValueError("apply_gradients got no gradient for any variable.")
+    return list(found.values()), list(found)
+
+
+def _merged(
+    trace: Recording,
+    settings: StepSettings,
+    variables: Sequence[Variable],
+    gradients: Sequence[Any],
+    *,
+    is_summed: bool,
+) -> tuple[list[Traced], list[Traced]]:
+    """Sum gradients over the replicas and divide them; tell where no replica had any weight."""
+    parts: list[Any] = []
+    weights: list[Any] = []
+    scales: list[Any] = []
+    for variable, gradient in zip(variables, gradients, strict=True):
+        weight = gradient.weight if isinstance(gradient, Weighted) else None
+        inner = gradient.total if isinstance(gradient, Weighted) else gradient
+        scales.append(inner.scale if isinstance(inner, ScaledGradient) else None)
+        inner = inner.values if isinstance(inner, ScaledGradient) else inner
+        part = jnp.asarray(inner).astype(working_dtype(variable.dtype))
+        if weight is not None:  # what has no weight may hold anything
+            part = jnp.where(jnp.asarray(weight) == 0, 0, part)
+        parts.append(part)
+        weights.append(weight)
+    found = [jnp.asarray(weight) for weight in weights if weight is not None]
+    combined = (trace.first if is_summed else trace.sum)([*parts, *found])
+    sums, left = combined[: len(parts)], iter(combined[len(parts) :])
+    is_mean = settings.is_mean and not is_summed
+    merged, no_weight = [], []
+    for total, weight, scale in zip(sums, weights, scales, strict=True):
+        divisor: Any = float(trace.num_replicas) if is_mean else 1.0
+        if weight is not None:
+            divisor = next(left)
+            no_weight.append(divisor == 0)
+            divisor = divisor.astype(total.dtype)
+        if scale is not None:
+            divisor = divisor * scale
+        is_one = isinstance(divisor, float) and divisor == 1.0
+        merged.append(total if is_one else total / jnp.asarray(divisor, total.dtype))
+    return merged, no_weight
+
+
+def _clipped(
+    settings: StepSettings, merged: list[Traced], changed: dict[Variable, Traced]
+) -> list[Traced]:
+    clipping = settings.clipping
+    norms = [_norm(g) for g in merged] if settings.needs_norms else []
+    together = _norm(jnp.stack(norms)) if norms else None
+    if settings.norm is not None and together is not None:
+        changed[settings.norm] = together
+    if clipping is None:
+        return merged
+    limit = clipping.limit
+    if clipping.option == "clipvalue":
+        return [jnp.clip(g, -limit, limit) for g in merged]
+    if clipping.option == "global_clipnorm":
+        assert together is not None  # it needs norms
+        norms = [together] * len(merged)
+    return [
+        g * (limit / jnp.maximum(norm, limit)).astype(g.dtype)
+        for g, norm in zip(merged, norms, strict=True)
+    ]
+
+
+def _norm(array: Traced) -> Traced:
+    """Return the norm, of numbers whose squares overflow, too; NaN if one is not finite."""
+    largest = jnp.max(jnp.abs(array), initial=0)
+    safe = jnp.where(largest == 0, 1, largest)
+    return largest * jnp.sqrt(jnp.sum(jnp.square(array / safe)))
+
+
+def _apply_rule(
+    trace: Recording,
+    optimizer: Optimizer,
+    variables: Sequence[Variable],
+    gradients: Sequence[Traced],
+    changed: dict[Variable, Traced],
+) -> None:
+    slots = optimizer.settings.slots
+    names = optimizer.slot_names
+    rows = trace.row(optimizer, variables)
+    for variable, gradient, prepared in zip(variables, gradients, rows, strict=True):
+        own = slots.made.get(variable)
+        if own is None:
+            own = slots.make(variable, optimizer.new_slot)
+        group = (variable, *own)
+        old = [Buffer(trace.read(each)) for each in group]
+        if optimizer.is_elementwise:
+            new = [Buffer(jnp.empty_like(each.array)) for each in old]
+            scratch = Buffer(jnp.empty_like(gradient))
+            block = Block(variable, old, new, Buffer(gradient), scratch)  # type: ignore[arg-type]
+            optimizer.update_block(prepared, block)  # type: ignore[attr-defined]
+            results: list[Any] = list(new)
+        else:
+            of_slots: Any = dict(zip(names, old[1:], strict=True))
+            value, found = optimizer.update(prepared, old[0], Buffer(gradient), of_slots)  # type: ignore[arg-type]
+            results = [value, *(found[name] for name in names)]
+        if variable.constraint is not None:
+            results[0] = variable.constraint(results[0])
+        for each, before, after in zip(group, old, results, strict=True):
+            plain = after.array if isinstance(after, Buffer) else jnp.asarray(after)
+            changed[each] = plain.astype(before.dtype)
+
+
+def _write_unless_skipped(
+    trace: Recording,
+    optimizer: Optimizer,
+    changed: Mapping[Variable, Traced],
+    of_finite: Traced | None,
+    after: Traced | None,
+) -> None:
+    """Write all of it, or count a step left out; a scale that was too large shrinks."""
+    settings = optimizer.settings
+    assert settings.skipped is not None  # it skips
+    assert of_finite is not None  # and looks
+    assert after is not None
+    for variable, value in changed.items():
+        trace.write(variable, jnp.where(after, value, trace.read(variable)), optimizer)
+    skipped = trace.read(settings.skipped)
+    trace.write(settings.skipped, skipped + jnp.where(after, 0, 1).astype(skipped.dtype), optimizer)
+    scaling = settings.loss_scaling
+    if isinstance(scaling, DynamicLossScale):
+        grown, shrunk = (_scale_after(trace, scaling, each) for each in (True, False))
+        for variable in scaling.variables:
+            old = trace.read(variable)
+            failed = jnp.where(of_finite, old, shrunk[variable])
+            trace.write(variable, jnp.where(after, grown[variable], failed), optimizer)
+
+
+def _scale_after(
+    trace: Recording, scaling: DynamicLossScale, is_finite: bool
+) -> dict[Variable, Traced]:
+    """Return what `DynamicLossScale.after` does, of numbers that are not known yet."""
+    of_scale, of_steps = scaling.variables
+    scale, steps = trace.read(of_scale), trace.read(of_steps) + 1
+    if not is_finite:
+        smaller = jnp.maximum(scale / scaling._factor, scaling._minimum)
+        return {of_scale: smaller, of_steps: jnp.zeros_like(steps)}
+    larger = scale * scaling._factor
+    grows = steps >= scaling._growth_interval
+    return {
+        of_scale: jnp.where(grows & jnp.isfinite(larger), larger, scale),
+        of_steps: jnp.where(grows, 0, steps),
+    }

@@ -1,0 +1,248 @@
+"""Compiled updates beside the eager ones: every optimizer and option, each step from one state."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.optimizers import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    ElementwiseOptimizer,
+    Optimizer,
+    RMSprop,
+)
+from tests.conftest import mirrored
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402 - jax may be missing
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+STEPS = 3
+DTYPES = {"float32": 1e-5, "float64": 1e-12}
+
+
+def warming(iteration: int) -> float:
+    return 0.02 * min(1.0, (iteration + 1) / 3)
+
+
+class Signs(ElementwiseOptimizer):
+    """A rule of a user: operators, several numbers, a mask, and a function without `out`."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05, ("age",))
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        return np.zeros(variable.shape, variable.dtype)
+
+    def prepare(self, learning_rate: float, iteration: int) -> dict[str, Any]:
+        return {"rate": learning_rate, "more": (0.5**iteration, iteration), "name": "signs"}
+
+    def update_block(self, prepared: dict[str, Any], block: Any) -> None:
+        [age], [new_age] = block.slots, block.new_slots
+        np.add(age, 1, out=new_age)
+        step = np.where(np.abs(block.gradient) > 0.1, np.sign(block.gradient), block.gradient)
+        np.copyto(block.new_value, block.value)
+        np.subtract(
+            block.value, step * prepared["rate"] * prepared["more"][0], out=block.new_value,
+            where=block.gradient != 0,
+        )  # fmt: skip
+
+    def finish(self, prepared: Any) -> dict[Any, Any]:
+        return {}
+
+
+class Whole(Optimizer):
+    """A rule of a user that returns new arrays."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05, ("last",))
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        return np.zeros(variable.shape, variable.dtype)
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        return learning_rate
+
+    def update(self, prepared: float, value: Any, gradient: Any, slots: Any) -> Any:
+        last = np.add(slots["last"] * 0.5, gradient)
+        return value - prepared * last, {"last": last}
+
+    def finish(self, prepared: Any) -> dict[Any, Any]:
+        return {}
+
+
+OPTIMIZERS: dict[str, Callable[[Any, Any], Optimizer]] = {
+    "sgd": lambda w, b: SGD(0.05),
+    "momentum": lambda w, b: SGD(0.05, momentum=0.9),
+    "nesterov": lambda w, b: SGD(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda w, b: Adam(0.05),
+    "adamw": lambda w, b: AdamW(0.05, weight_decay=0.1),
+    "adamw masked": lambda w, b: AdamW(0.05, weight_decay=0.1, weight_decay_mask=[w]),
+    "adagrad": lambda w, b: Adagrad(0.05),
+    "rmsprop": lambda w, b: RMSprop(0.05),
+    "rmsprop momentum": lambda w, b: RMSprop(0.05, momentum=0.9),
+    "rmsprop centered": lambda w, b: RMSprop(0.05, momentum=0.5, centered=True),
+    "schedule": lambda w, b: Adam(warming),
+    "mean": lambda w, b: SGD(0.05, loss_reduction="mean"),
+    "clipnorm": lambda w, b: SGD(0.05, clipnorm=0.5),
+    "clipvalue": lambda w, b: SGD(0.05, clipvalue=0.1),
+    "global_clipnorm": lambda w, b: Adam(0.05, global_clipnorm=0.5),
+    "measure_norm": lambda w, b: SGD(0.05, measure_norm=True),
+    "loss_scale": lambda w, b: SGD(0.05, loss_scale=1024.0),
+    "dynamic": lambda w, b: Adam(
+        0.05, loss_scale=ar.optimizers.DynamicLossScale(4.0, growth_interval=2)
+    ),
+    "skip": lambda w, b: SGD(0.05, momentum=0.5, on_non_finite="skip"),
+    "ignore": lambda w, b: Adam(0.05, on_non_finite="ignore"),
+    "multipliers": lambda w, b: Adam(0.05, learning_rate_multipliers={b: 0.1}),
+    "a rule of blocks": lambda w, b: Signs(),
+    "a rule of arrays": lambda w, b: Whole(),
+}
+
+
+def squares(scores: Any, y: Any) -> Any:
+    return jnp.sum((scores - y) ** 2)
+
+
+def entropy(scores: Any, y: Any) -> Any:
+    return jnp.sum(jnp.logaddexp(0, -scores * jnp.sign(y)))
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "squares": squares,
+    "mean of examples": lambda scores, y: ar.Weighted(squares(scores, y), len(y)),
+    "entropy": lambda scores, y: ar.Weighted(entropy(scores, y), len(y)),
+    "weights of examples": lambda scores, y: ar.Weighted(
+        jnp.sum(jnp.where(y > 0, (scores - y) ** 2, 0)), jnp.sum(y > 0)
+    ),
+}
+
+
+class Training:
+    """Two variables for each optimizer, and a step that updates all of them, on some replicas."""
+
+    def __init__(self, strategy: ar.Strategy, names: Sequence[str], loss: Any, dtype: str) -> None:
+        self.strategy = strategy
+        self.parts = {}
+        with strategy.scope():
+            for name in names:
+                rng = np.random.default_rng(3)
+                w = ar.Variable(rng.normal(size=(3, 2)).astype(dtype))
+                b = ar.Variable(
+                    rng.normal(size=2).astype(dtype), constraint=lambda b: np.clip(b, -0.9, 0.9)
+                )
+                self.parts[name] = w, b, OPTIMIZERS[name](w, b), ar.Variable(0, trainable=False)
+
+        def applies(ctx: ar.MultiStepContext, *gradients: Any) -> None:
+            for w, b, optimizer, global_step in self.parts.values():
+                pairs = zip((ar.Weighted(g, 5) for g in gradients), (w, b), strict=True)
+                optimizer.blocking.apply_gradients(pairs, global_step)
+
+        def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+            for name, (w, b, optimizer, global_step) in self.parts.items():
+
+                def total(w: ar.Variable = w, b: ar.Variable = b) -> Any:
+                    return loss(jnp.sum(jnp.tanh(x @ w.value + b.value), axis=1), y)
+
+                value = optimizer.blocking.minimize(total, [w, b], global_step, backend="jax")
+                ctx.set_last_step_output(name, value)
+
+        self.step = applies if loss is None else step
+
+    @property
+    def variables(self) -> list[tuple[str, ar.Variable]]:
+        return [
+            (name, variable)
+            for name, (w, b, optimizer, global_step) in self.parts.items()
+            for variable in (w, b, global_step, *optimizer.variables)
+        ]
+
+    async def run(self, elements: Sequence[Any], **options: Any) -> None:
+        await self.strategy.run_steps(self.step, iter(elements), len(elements), **options)
+
+    async def become(self, other: "Training") -> None:
+        """Have the values of another one."""
+        for (_, mine), (_, theirs) in zip(self.variables, other.variables, strict=True):
+            await mine.assign(theirs.value)
+
+
+def elements(dtype: str, count: int, num_replicas: int) -> list[Any]:
+    rng, found = np.random.default_rng(7), []
+    for _ in range(count):
+        x = [rng.normal(size=(5, 3)).astype(dtype) for _ in range(num_replicas)]
+        y = [rng.normal(size=5).astype(dtype) for _ in range(num_replicas)]
+        found.append((ar.PerReplica(x), ar.PerReplica(y)))
+    return found
+
+
+@pytest.fixture
+def wide() -> Iterator[None]:
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def gradients(dtype: str, count: int, num_replicas: int) -> list[Any]:
+    rng, found = np.random.default_rng(5), []
+    for _ in range(count):
+        w = [rng.normal(size=(3, 2)).astype(dtype) for _ in range(num_replicas)]
+        b = [rng.normal(size=2).astype(dtype) for _ in range(num_replicas)]
+        found.append((ar.PerReplica(w), ar.PerReplica(b)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+async def test_updates_of_every_optimizer(dtype: str, request: pytest.FixtureRequest) -> None:
+    if dtype == "float64":
+        request.getfixturevalue("wide")
+    await compare(list(OPTIMIZERS), None, dtype, gradients(dtype, STEPS, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_every_loss(loss: str, dtype: str, request: pytest.FixtureRequest) -> None:
+    if dtype == "float64":
+        request.getfixturevalue("wide")
+    await compare(["sgd", "momentum", "loss_scale"], LOSSES[loss], dtype, elements(dtype, STEPS, 2))
+
+
+@pytest.mark.usefixtures("wide")
+async def test_every_optimizer_with_a_loss() -> None:
+    """In float64: rules that divide by a gradient's size show its rounding in float32."""
+    loss = LOSSES["weights of examples"]
+    await compare(list(OPTIMIZERS), loss, "float64", elements("float64", 1, 2))
+
+
+async def compare(names: Sequence[str], loss: Any, dtype: str, batches: Sequence[Any]) -> None:
+    """Compare each step with the eager one, both from the state that this one has left."""
+    async with mirrored(2) as strategy, mirrored(2) as other:
+        eager = Training(strategy, names, loss, dtype)
+        compiled = Training(other, names, loss, dtype)
+        for number, element in enumerate(batches):
+            if number:
+                await compiled.become(eager)
+            await eager.run([element])
+            await compiled.run([element], compile="jax")
+            pairs = zip(eager.variables, compiled.variables, strict=True)
+            for (name, expected), (_, found) in pairs:
+                size = max(1e-30, float(np.max(np.abs(expected.value))))
+                difference = np.max(np.abs(found.value - expected.value)) / size
+                assert difference <= DTYPES[dtype], (name, expected.name, number, difference)
+                assert found.dtype == expected.dtype
+
+
+async def test_runs_have_the_same_bits() -> None:
+    found = []
+    for _ in range(2):
+        async with mirrored(4) as strategy:
+            training = Training(strategy, ["adam", "clipnorm"], LOSSES["entropy"], "float32")
+            await training.run(elements("float32", 70, 4), compile="jax")
+            found.append([variable.value.copy() for _, variable in training.variables])
+
+    for here, there in zip(*found, strict=True):
+        np.testing.assert_array_equal(here, there)

@@ -1,0 +1,226 @@
+"""Refusals of compiled steps: at the first call, with the line, before anything changed."""
+
+import inspect
+import io
+import logging
+import random
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError, DeviceError
+from tests.conftest import mirrored, one_worker
+from tests.replica.gated import me
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402 - jax may be missing
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
+
+
+def element(num_replicas: int = 2) -> Any:
+    return ar.PerReplica([np.arange(4, dtype=np.float32)] * num_replicas)
+
+
+def branches(ctx: ar.MultiStepContext, x: Any) -> None:
+    if jnp.sum(x) > 0:  # here
+        ctx.set_last_step_output("x", x)
+
+
+def asks_numpy(ctx: ar.MultiStepContext, x: Any) -> None:
+    np.tanh(x)  # here
+
+
+def asks_for_a_number(ctx: ar.MultiStepContext, x: Any) -> None:
+    float(jnp.sum(x))  # here
+
+
+def counts(ctx: ar.MultiStepContext, x: Any) -> None:
+    range(jnp.argmax(x))  # here
+
+
+def merges(ctx: ar.MultiStepContext, x: Any) -> None:
+    me().blocking.merge_call(lambda strategy, x: x, (x,))  # here
+
+
+def leaves(ctx: ar.MultiStepContext, x: Any) -> None:
+    ar.outside_compilation(len, [x])  # here
+
+
+def prints(ctx: ar.MultiStepContext, x: Any) -> None:
+    print("a step")  # here
+
+
+def writes(ctx: ar.MultiStepContext, x: Any) -> None:
+    io.StringIO().write("a step")  # here
+
+
+def sleeps(ctx: ar.MultiStepContext, x: Any) -> None:
+    time.sleep(0)  # here
+
+
+def draws(ctx: ar.MultiStepContext, x: Any) -> None:
+    random.random()  # here
+
+
+def draws_of_numpy(ctx: ar.MultiStepContext, x: Any) -> None:
+    me().rng("dropout").random()  # here
+
+
+def keeps_an_object(ctx: ar.MultiStepContext, x: Any) -> None:
+    ctx.set_non_tensor_output("x", object())  # here
+
+
+TYPE_ERRORS = [branches, asks_numpy, asks_for_a_number, counts]
+CONTEXT_ERRORS = [
+    merges, leaves, prints, writes, sleeps, draws, draws_of_numpy, keeps_an_object,
+]  # fmt: skip
+
+
+def line_of(step: Callable[..., Any]) -> str:
+    """Return `file:line` of the line marked "here"."""
+    lines, first = inspect.getsourcelines(step)
+    [at] = [i for i, line in enumerate(lines) if line.rstrip().endswith("here")]
+    return f"{inspect.getfile(step)}:{first + at}"
+
+
+@pytest.mark.parametrize("step", TYPE_ERRORS, ids=lambda step: step.__name__)
+async def test_a_number_that_is_not_known_yet(pair: ar.Strategy, step: Any) -> None:
+    with pytest.raises(TypeError, match=f"The step {step.__name__} cannot be compiled") as caught:
+        await pair.run_steps(step, iter([element()]), 1, compile="jax")
+
+    assert line_of(step) in str(caught.value)
+    assert str(caught.value).endswith("or leave out `compile`.")
+
+
+@pytest.mark.parametrize("step", CONTEXT_ERRORS, ids=lambda step: step.__name__)
+async def test_python_in_each_step(pair: ar.Strategy, step: Any) -> None:
+    with pytest.raises(ContextError, match=r"in a step that run_steps compiles") as caught:
+        await pair.run_steps(step, iter([element()]), 1, compile="jax")
+
+    assert any(line_of(step) in note for note in caught.value.__notes__)
+
+
+async def test_awaiting(pair: ar.Strategy) -> None:
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        sgd = ar.optimizers.SGD(0.1)
+
+    async def later(x: Any) -> None:
+        """Never run."""
+
+    def minimizes(ctx: ar.MultiStepContext, x: Any) -> None:
+        sgd.minimize(lambda: jnp.sum(w.value * x), backend="jax")
+
+    async def waits(ctx: ar.MultiStepContext, x: Any) -> None:
+        """Never run."""
+
+    with pytest.raises(TypeError, match="returned a coroutine, which cannot be compiled"):
+        await pair.run_steps(lambda ctx, x: later(x), iter([element()]), 1, compile="jax")
+    with pytest.raises(TypeError, match="is `async def`"):
+        await pair.run_steps(waits, iter([element()]), 1, compile="jax")
+    with pytest.raises(ContextError, match="minimize was called in a replica"):
+        await pair.run_steps(minimizes, iter([element()]), 1, compile="jax")
+    assert w.version == 0
+
+
+async def test_a_refused_step_gives_its_element_back(pair: ar.Strategy) -> None:
+    iterator = iter([element(), element()])
+    with pytest.raises(TypeError):
+        await pair.run_steps(branches, iterator, 2, compile="jax")
+
+    left = await pair.run_steps(lambda ctx, x: None, iterator, 5)
+
+    assert left.steps_run == 2
+
+
+async def test_printing_of_a_library_is_its_own_affair(pair: ar.Strategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        logging.getLogger("a library").debug("not shown")
+        ctx.set_last_step_output("x", jnp.sum(x))
+
+    result = await pair.run_steps(step, iter([element()]), 1, compile="jax")
+
+    assert result.last_step_outputs["x"].values == (6.0, 6.0)
+
+
+async def test_arguments(pair: ar.Strategy) -> None:
+    def run(**options: Any) -> Any:
+        return pair.run_steps(lambda ctx, x: None, iter([element()]), 1, **options)
+
+    with pytest.raises(ValueError, match="compile must be \"jax\" or None, got 'xla'"):
+        await run(compile="xla")
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        await run(compile="jax", every=0)
+    with pytest.raises(ValueError, match="every=2 says when compiled steps are published"):
+        await run(every=2)
+    with pytest.raises(TypeError, match="takes arrays of numbers, but an element holds 'text'"):
+        await pair.run_steps(lambda ctx, x: None, iter(["text"]), 1, compile="jax")
+
+
+async def test_without_jax_it_says_what_to_install(pair: ar.Strategy) -> None:
+    def missing(name: str, *args: Any) -> Any:
+        return None if name == "jax" else find_spec(name, *args)
+
+    with (
+        mock.patch("aioreplica.strategies._run_steps.find_spec", missing),
+        pytest.raises(ImportError, match=r'pip install "aioreplica\[jax\]"'),
+    ):
+        await pair.run_steps(lambda ctx, x: None, iter([element()]), 1, compile="jax")
+
+
+async def test_parts_of_two_sizes(pair: ar.Strategy) -> None:
+    parts = ar.PerReplica([np.zeros(4, np.float32), np.zeros(3, np.float32)])
+
+    with pytest.raises(ValueError, match=r"has float32\[3\] for replica 1, but float32\[4\] for"):
+        await pair.run_steps(lambda ctx, x: None, iter([parts]), 1, compile="jax")
+
+
+async def test_workers_and_processes() -> None:
+    async with one_worker(2) as strategy:
+        with pytest.raises(ContextError, match=r"<MultiWorkerMirroredStrategy.*cannot run_steps"):
+            await strategy.run_steps(branches, iter([element()]), 1, compile="jax")
+    async with mirrored(2) as strategy:
+        with (
+            mock.patch("aioreplica.devices._logical.is_process_device", return_value=True),
+            pytest.raises(DeviceError, match=r'compile="jax"\) cannot run on cpu:0, whose ops run'),
+        ):
+            await strategy.run_steps(branches, iter([element()]), 1, compile="jax")
+
+
+async def test_variables_of_64_bits_and_of_half_precision(pair: ar.Strategy) -> None:
+    with pair.scope():
+        wide, half = ar.Variable(np.ones(4)), ar.Variable(np.ones(4, np.float16))
+        sgd = ar.optimizers.SGD(0.1)
+
+    def step(ctx: ar.MultiStepContext, x: Any, *, of: Any = None) -> None:
+        sgd.blocking.minimize(lambda: jnp.sum(of.value * x), backend="jax")
+
+    with pytest.raises(ContextError, match="has dtype float64, which jax computes in 32 bits"):
+        await pair.run_steps(
+            lambda ctx, x: step(ctx, x, of=wide), iter([element()]), 1, compile="jax"
+        )
+    with pytest.raises(TypeError, match="is of half precision"):
+        await pair.run_steps(
+            lambda ctx, x: step(ctx, x, of=half), iter([element()]), 1, compile="jax"
+        )
+    assert wide.version == half.version == 0
+
+
+async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:
+    optax = pytest.importorskip("optax")
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        adam = ar.optimizers.from_optax(optax.adam(0.1))
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        adam.blocking.minimize(lambda: jnp.sum(w.value * x), backend="jax")
+
+    with pytest.raises(ContextError, match="the rule of another library updates all variables"):
+        await pair.run_steps(step, iter([element()]), 1, compile="jax")
