@@ -25,6 +25,7 @@ from ._meeting import Pending as Pending
 from ._meeting import SyncGroup as SyncGroup
 from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
+from ._messages import SEND_BOUND as SEND_BOUND
 from ._process_context import ProcessContext as ProcessContext
 from ._random import random_stream as random_stream
 from ._reductions import AllReduce as AllReduce

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from types import FrameType
@@ -26,6 +26,7 @@ from ._meeting import CallSite, Collective, new_call
 from ._merge_call import merge_call_named
 from ._misuse import blocking_misuse_error
 from ._replica import Replica
+from ._sending import receive, send
 from ._variables import create_variable, update_variable
 
 T = TypeVar("T")
@@ -187,6 +188,14 @@ class BlockingContext(BlockingCollectives):
         """
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self.meet_as("update", _on_the_loop(merge), merged, sys._getframe(1))
+
+    def send(self, value: Any, to: int, tag: Hashable = None) -> None:
+        """Hand a value to one other replica; as `ctx.send`, waiting on the device thread."""
+        send(self._waiter, self._members, value, to, tag, sys._getframe(1))
+
+    def receive(self, from_: int, tag: Hashable = None) -> Any:
+        """Take the next value of another replica; as `ctx.receive`, waiting on the thread."""
+        return receive(self._waiter, self._members, from_, tag, sys._getframe(1))
 
     def call_on_host(
         self, fn: Callable[..., Any], args: tuple[Any, ...], place: Place, name: str

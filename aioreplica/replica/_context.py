@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, ParamSpec, TypeVar, final
 
@@ -19,13 +19,14 @@ from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
 from ._group import ReplicaGroup
 from ._meeting import Call, Collective, new_call
-from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._process_context import ProcessContext
 from ._random import random_stream
 from ._replica import Replica
+from ._sending import receive, send
 from ._variables import create_variable, update_variable
+from ._waiter import TaskWaiter
 
 _RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called
 P = ParamSpec("P")
@@ -146,6 +147,70 @@ class ReplicaContext(Collectives):
         """
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self._call(merge_call_named("update"), merge, merged, None, sys._getframe(1))
+
+    def send(self, value: Any, to: int, tag: Hashable = None) -> Coroutine[Any, Any, None]:
+        """Hand a value to one other replica, which gets it with `receive`; not a collective.
+
+        Waits only while two values (`RunOptions.send_bound`) of this way and tag have not been
+        received. Values arrive in the order in which they were sent.
+
+        Args:
+            value: Any pytree; distributed values and variables are read in this replica, at the
+                call. Arrays are handed over and not copied: do not write to them afterwards.
+            to: Id of a replica of this worker.
+            tag: Tells several ways between the same two replicas apart; hashable.
+
+        Raises:
+            TypeError: If `to` is not an int, or `tag` not hashable.
+            ValueError: If there is no such replica, it is this one, or another worker's.
+            ContextError: If called outside this replica.
+
+        Cancellation:
+            A send that waits is not made. The run ends at once with a MergeMismatchError if the
+            other replica returns without receiving the value, or waits for this one in a circle.
+
+        Example:
+            >>> import asyncio
+            >>> import aioreplica as ar
+            >>> async def step():
+            ...     ctx = ar.get_replica_context()
+            ...     if ctx.replica_id_in_sync_group == 0:
+            ...         return await ctx.send("hello", to=1)
+            ...     return await ctx.receive(from_=0)
+            >>> async def main():
+            ...     async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            ...         return await strategy.run(step)
+            >>> asyncio.run(main()).values
+            (None, 'hello')
+        """
+        own: Coroutine[Any, Any, None] = send(
+            self._waiter, self._members, value, to, tag, sys._getframe(1)
+        )
+        return own
+
+    def receive(self, from_: int, tag: Hashable = None) -> Coroutine[Any, Any, Any]:
+        """Take the next value that another replica sends with `send`; waits until there is one.
+
+        Args:
+            from_: Id of a replica of this worker.
+            tag: The same as that of the send.
+
+        Returns:
+            The value. NumPy arrays in it are read-only.
+
+        Raises:
+            TypeError: If `from_` is not an int, or `tag` not hashable.
+            ValueError: If there is no such replica, it is this one, or another worker's.
+            ContextError: If called outside this replica.
+
+        Cancellation:
+            A receive that is given up has taken nothing: the next one gets the value. The run ends
+            at once with a MergeMismatchError if the other replica returns without sending, or
+            waits for this one in a circle.
+        """
+        return receive(  # type: ignore[no-any-return]  # as a task waits
+            self._waiter, self._members, from_, tag, sys._getframe(1)
+        )
 
     def run_on_device(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Op[T]:
         """Run a plain function on this replica's device, off the event loop.

@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any, final
 
 from ..context import LOOP, PLACE
-from ..devices import HOST, OpTracker, lend_lane, name_of_served_lane, new_gate
-from ._meeting import Call, Generation
-from ._meeting_point import MeetingPoint, Waiter
+from ..devices import HOST, Gate, OpTracker, lend_lane, name_of_served_lane, new_gate
+from ._meeting import Call, Generation, WaitedFor
+from ._meeting_point import MeetingPoint
+from ._messages import Transfer
 from ._misuse import blocking_misuse_error
+from ._rendezvous import Mismatch
 from ._replica import Replica
+from ._waiter import Waiter
 
 
 @final
@@ -76,13 +79,46 @@ class ThreadWaiter(Waiter):
             raise asyncio.CancelledError
         return decided.take(call.position)
 
+    def exchange(self, transfer: Transfer) -> Any:
+        """Send or receive; return what came."""
+        point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
+        if not self.is_here:
+            raise self._misuse(transfer.name, transfer.group.step)
+        assert lock is not None  # threads meet here
+        woken: Gate | None = None
+        with lock:
+            if point.is_aborted:
+                raise asyncio.CancelledError
+            decided = point.exchange(transfer)
+            if type(decided) is Transfer:
+                woken = point.parked.pop(decided.replica_id, None)
+            if not transfer.is_over:
+                point.parked[replica_id] = self._gate
+                if decided is None:
+                    decided = point.rendezvous.wait_for_started(replica_id, transfer)
+        point.exchanged(transfer, decided)
+        if woken is not None:  # outside the lock, which it may need
+            woken.open()
+        if isinstance(decided, Mismatch):
+            point.post(point.run.abort_mismatch, decided)
+        if not transfer.is_over:
+            self._wait_for(transfer, transfer.group.timeout_s, transfer)
+            with lock:
+                point.rendezvous.waited_for_started(replica_id, transfer)
+        if not transfer.is_over:
+            raise asyncio.CancelledError
+        return transfer.result
+
     def elsewhere(self, call: Call) -> Any:
         """Raise a ContextError: only the device thread makes the calls of its replica."""
-        raise blocking_misuse_error(
-            call.collective.name, self.replica, call.group.step, self.place, is_async=False
-        )
+        raise self._misuse(call.collective.name, call.group.step)
 
-    def _wait_for(self, generation: Generation, timeout_s: float | None, call: Call) -> None:
+    def _misuse(self, name: str, step: int) -> Exception:
+        return blocking_misuse_error(name, self.replica, step, self.place, is_async=False)
+
+    def _wait_for(
+        self, generation: WaitedFor, timeout_s: float | None, call: Call | Transfer
+    ) -> None:
         """Park for as long as allowed, then until the run was ended."""
         self.point.began_to_wait(generation)
         try:
@@ -94,7 +130,7 @@ class ThreadWaiter(Waiter):
         finally:
             self.point.ended_to_wait(generation)
 
-    def _stalled(self, timeout_s: float, call: Call, generation: Generation) -> None:
+    def _stalled(self, timeout_s: float, call: Call | Transfer, generation: WaitedFor) -> None:
         if generation.missing:
             self.point.run.stalled(timeout_s, call)
 
@@ -134,6 +170,13 @@ class OpWaiter(Waiter):
         waiting = _OpWait(self.point, self.replica, call, loop, self._ops)
         return waiting.result()
 
+    def exchange(self, transfer: Transfer) -> Any:
+        """Have the event loop send or receive; wait for what comes."""
+        loop = self.point.loop
+        if loop is None or not self.is_in_op():
+            raise self.misuse(transfer.name)
+        return _OpWait(self.point, self.replica, transfer, loop, self._ops).result()
+
     def elsewhere(self, call: Call) -> Any:
         """Make a call in the thread of an op; a ContextError anywhere else."""
         if not self.is_in_op():
@@ -156,15 +199,15 @@ class OpWaiter(Waiter):
 
 @final
 class _OpWait:
-    """One call on its way from an op's thread to the event loop and back."""
+    """One call, or one message, on its way from an op's thread to the event loop and back."""
 
-    __slots__ = ("_call", "_error", "_gate", "_generation", "_loop", "_ops", "_point", "_replica")
+    __slots__ = ("_call", "_error", "_found", "_gate", "_loop", "_ops", "_point", "_replica")
 
     def __init__(
         self,
         point: MeetingPoint,
         replica: Replica,
-        call: Call,
+        call: Call | Transfer,
         loop: asyncio.AbstractEventLoop,
         ops: OpTracker,
     ) -> None:
@@ -174,7 +217,7 @@ class _OpWait:
         self._call = call
         self._loop = loop
         self._gate = new_gate(loop)
-        self._generation: Generation | None = None
+        self._found: Generation | Transfer | None = None
         self._error: BaseException | None = None
 
     def result(self) -> Any:
@@ -189,45 +232,54 @@ class _OpWait:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        assert self._generation is not None  # it has begun
-        return self._generation.look(self._call.position)
+        found, call = self._found, self._call
+        if isinstance(call, Transfer):
+            return call.result
+        assert isinstance(found, Generation)  # it has begun
+        return found.look(call.position)
 
     def describe(self) -> str:
         """Name the collective."""
-        return f"blocking {self._call.collective.name}"
+        call = self._call
+        return f"blocking {call.name if isinstance(call, Transfer) else call.collective.name}"
 
     def missing_members(self) -> tuple[int, ...]:
         """Return the replicas that have not arrived."""
-        return () if self._generation is None else self._generation.missing_members()
+        return () if self._found is None else self._found.missing_members()
 
     def awaited(self) -> None:
         """Return None: only replicas are waited for."""
 
     def _begin(self) -> None:
-        point = self._point
+        point, replica = self._point, self._replica
         try:
-            self._call.sequence = self._replica.next_in(self._call.group)
-            point.made(self._call)
-            self._generation = generation = point.start(self._replica, self._call)
-            waiter = generation.waiter
-            assert waiter is not None  # made by `start`
-            if waiter.done():
+            self._found = found = self._bring(self._call)
+            waiter = found.waiter
+            if waiter is None or waiter.done():
                 self._end(None, waiter)
                 return
-            replica = self._replica
             blocks = self._ops.blocks(replica.replica_id, replica.work)
-            ended = point.wait_for_started(replica, generation, blocks=blocks)
+            ended = point.wait_for_started(replica, found, blocks=blocks)
         except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the thread
             self._error = error
             self._gate.open()
             return
         waiter.add_done_callback(partial(self._end, ended))
 
-    def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None]) -> None:
+    def _bring(self, call: Call | Transfer) -> Generation | Transfer:
+        if isinstance(call, Transfer):
+            self._point.bring(call)
+            return call
+        call.sequence = self._replica.next_in(call.group)
+        self._point.made(call)
+        return self._point.start(self._replica, call)
+
+    def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None] | None) -> None:
         if ended is not None:
             ended()
-        if waiter.cancelled() and self._generation is not None:  # by a task that gave up its call
-            self._point.withdrew(self._replica, self._generation)
-        if waiter.cancelled() or self._point.is_aborted:
+        is_cancelled = waiter is not None and waiter.cancelled()
+        if is_cancelled and isinstance(self._found, Generation):  # by a task that gave up its call
+            self._point.withdrew(self._replica, self._found)
+        if is_cancelled or self._point.is_aborted:
             self._error = asyncio.CancelledError()
         self._gate.open()

@@ -12,6 +12,7 @@ from ..errors import MergeMismatchError
 
 if TYPE_CHECKING:
     from ._meeting import Call
+    from ._messages import Transfer
     from ._rendezvous import Mismatch
     from ._replica import Replica
 
@@ -28,8 +29,12 @@ class RunControl(ABC):
         """End the run because its replicas can never meet; one may have withdrawn."""
 
     @abstractmethod
-    def stalled(self, timeout_s: float, call: Call | None = None) -> None:
-        """End the run because replicas waited too long in a collective."""
+    def stalled(self, timeout_s: float, call: Call | Transfer | None = None) -> None:
+        """End the run because replicas waited too long in a collective, or for a message."""
+
+    @abstractmethod
+    def may_act(self, replica_id: int, num_waits: int) -> bool:
+        """Tell whether a replica does something besides its `num_waits` waits in the meeting."""
 
     @abstractmethod
     def merge_ended(self) -> None:

@@ -41,6 +41,38 @@ class Reading(Protocol):
         """Wait for its end, through every cancellation."""
 
 
+class WaitedFor(Protocol):
+    """Something that a replica can wait for: a generation of calls, or a message."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The replicas that it concerns."""
+
+    @property
+    def sequence(self) -> int:
+        """Number among its like."""
+
+    @property
+    def missing(self) -> int:
+        """How many replicas have to come before the wait can end."""
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether those who wait were released."""
+
+    def describe(self) -> str:
+        """Name it, with its number."""
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return the replicas that have to come."""
+
+    def awaited(self) -> None:
+        """Return None: only replicas are waited for."""
+
+    def call_of(self, replica_id: int, /) -> Any:  # Any: a Call or a Transfer, which imports this
+        """Return the call of a replica that waits."""
+
+
 class MergeTurn(Protocol):
     """The turn of a merge among those of its run that meet other workers."""
 

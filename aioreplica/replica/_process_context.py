@@ -117,6 +117,6 @@ class ProcessContext:
 
 REFUSED = frozenset({
     "agree", "all", "all_gather", "all_reduce", "all_to_all", "any", "barrier", "broadcast",
-    "group", "merge_call", "reduce_scatter", "run_on_device", "start_all_reduce", "update",
-    "variable",
+    "group", "merge_call", "receive", "reduce_scatter", "run_on_device", "send",
+    "start_all_reduce", "update", "variable",
 })  # fmt: skip

@@ -23,7 +23,8 @@ from functools import partial
 from typing import final
 
 from ..errors import ReplicaRow
-from ._meeting import Call, Generation, SyncGroup, new_generation
+from ._meeting import Call, Generation, SyncGroup, WaitedFor, new_generation
+from ._messages import SEND_BOUND, Messages, Transfer
 
 
 @final
@@ -48,11 +49,13 @@ class Mismatch:
         rows: One row per replica.
         follows_return: Whether a replica that returned is the cause. Another may be about to fail
             in the same cycle of the loop, which would explain it better.
+        is_of_messages: Whether sends and receives are the cause.
     """
 
     reason: str
     rows: tuple[ReplicaRow, ...]
     follows_return: bool = False
+    is_of_messages: bool = False
 
 
 @final
@@ -67,20 +70,14 @@ class Rendezvous:
         everyone: The group of all replicas.
         in_flight: Generations that some replica started without waiting and that are not merged,
             as the keys.
+        messages: What replicas send each other; None before the first send or receive.
+        may_act: Tells of a replica, and of how many waits it has here, whether a task or an op of
+            it does something else; asked where messages are part of a circle. None if none can.
     """
 
     __slots__ = (
-        "_blocked",
-        "_current",
-        "_devices",
-        "_failed",
-        "_gone",
-        "_groups",
-        "_handle_waits",
-        "_is_over",
-        "_states",
-        "everyone",
-        "in_flight",
+        "_blocked", "_current", "_devices", "_failed", "_gone", "_groups", "_handle_waits",
+        "_is_over", "_may_cross", "_states", "everyone", "in_flight", "may_act", "messages",
     )  # fmt: skip
 
     def __init__(self, device_names: Sequence[str], everyone: SyncGroup | None = None) -> None:
@@ -88,9 +85,12 @@ class Rendezvous:
         self._devices = device_names
         self.everyone = everyone or SyncGroup(range(size), device_names)
         self.in_flight: dict[Generation, None] = {}
+        self.messages: Messages | None = None
+        self.may_act: Callable[[int, int], bool] | None = None
         self._groups: dict[tuple[int, ...], SyncGroup] = {}
+        self._may_cross = False  # whether there are groups or messages, and so perhaps circles
         self._current: list[Generation | None] = [None] * size
-        self._handle_waits: dict[int, dict[Generation, int]] = {}  # how many tasks wait for each
+        self._handle_waits: dict[int, dict[WaitedFor, int]] = {}  # how many tasks wait for each
         self._blocked: dict[int, int] = {}  # how many of them block the replica
         self._states: dict[int, ReplicaState] = {}  # of replicas that left; the rest follow
         self._gone: list[int] = []
@@ -131,7 +131,7 @@ class Rendezvous:
         if self._gone and any(map(generation.lacks, self._gone)):
             return self._absence(generation) or generation
         # With one open generation no circle is possible, so the usual path works nothing out.
-        if waits and (self._groups or len(group.open) > 1):
+        if waits and (self._may_cross or len(group.open) > 1):
             return self._deadlock(generation) or generation
         return generation
 
@@ -139,10 +139,30 @@ class Rendezvous:
         """Record that a generation that some replica only started has been merged."""
         self.in_flight.pop(generation, None)
 
+    def open_messages(self, bound: int = SEND_BOUND) -> Messages:
+        """Return what replicas send each other, made at the first send or receive."""
+        if self.messages is None:
+            self.messages = Messages(bound)
+            self._may_cross = True
+        return self.messages
+
+    def exchange(self, transfer: Transfer) -> Transfer | Mismatch | None:
+        """Record a send or a receive; return the one that it lets go on, if there is one.
+
+        The transfer itself waits if it is not over afterwards: see `wait_for_started`.
+        """
+        messages = self.open_messages()
+        if transfer.peer in self._gone and (transfer.is_send or not messages.has_value(transfer)):
+            messages.wait(transfer)
+            return self._mismatch(
+                partial(_gone_peer, transfer), follows_return=True, is_of_messages=True
+            )
+        return messages.arrive(transfer)
+
     def wait_for_started(
-        self, replica_id: int, generation: Generation, *, blocks: bool = True
+        self, replica_id: int, generation: WaitedFor, *, blocks: bool = True
     ) -> Mismatch | None:
-        """Record that a task of the replica waits for what was started before.
+        """Record that a task of the replica waits for what was started before, or a message.
 
         It `blocks` the replica if it is the replica's own task, which can start nothing meanwhile.
         Whether a child task that waits keeps the replica from continuing cannot be known.
@@ -156,7 +176,7 @@ class Rendezvous:
         return self._deadlock(generation)
 
     def waited_for_started(
-        self, replica_id: int, generation: Generation, *, blocks: bool = True
+        self, replica_id: int, generation: WaitedFor, *, blocks: bool = True
     ) -> Mismatch | None:
         """Record that a task waits no longer; others of the replica may, and now do so alone."""
         waits = self._handle_waits.get(replica_id, {})
@@ -168,7 +188,7 @@ class Rendezvous:
                 self._blocked[replica_id] -= 1
         # What the task waited for may have been the replica's one way to continue.
         current = self._current[replica_id]
-        left = [] if current is None else [current]
+        left: list[WaitedFor] = [] if current is None else [current]
         if self._blocked.get(replica_id):
             left += waits
         for other in left:
@@ -199,7 +219,7 @@ class Rendezvous:
             for generation in self.open_generations():
                 if generation.lacks(replica_id):
                     return self._absence(generation)
-        return None
+        return None if self.messages is None else self._unmet_messages(self.messages, replica_id)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -214,6 +234,7 @@ class Rendezvous:
         if group is None:
             # In one go: ops of two replicas may ask at once, each on its own device thread.
             group = self._groups.setdefault(members, self.everyone.part(members))
+            self._may_cross = True
         return group
 
     def open_generations(self) -> list[Generation]:
@@ -237,10 +258,10 @@ class Rendezvous:
 
         They may continue all the same: a replica whose child waits can still make the missing call.
         """
-        return not self._is_over and not self._failed and bool(self._stuck(self._all_waits))
+        return not self._is_over and not self._failed and bool(self._idle(self._all_waits))
 
-    def waits(self, replica_id: int) -> list[Generation]:
-        """Return the generations that tasks of a replica wait for, complete ones included."""
+    def waits(self, replica_id: int) -> list[WaitedFor]:
+        """Return the generations and messages that tasks of a replica wait for, past ones too."""
         waits = list(self._handle_waits.get(replica_id, ()))
         current = self._current[replica_id]
         if current is not None and not current.is_merged and replica_id not in self._states:
@@ -255,6 +276,8 @@ class Rendezvous:
         """Let go of all calls, and with them of the arguments of the last merge."""
         self._current = [None] * len(self._devices)
         self.everyone.open.clear()
+        if self.messages is not None:
+            self.messages.forget()
         if self._groups or self._handle_waits or self.in_flight:
             self._handle_waits.clear()
             self._blocked.clear()
@@ -265,27 +288,45 @@ class Rendezvous:
     # ---- decisions -----------------------------------------------------------------------
 
     def _mismatch(
-        self, explain: Callable[[], str], *, follows_return: bool = False
+        self,
+        explain: Callable[[], str],
+        *,
+        follows_return: bool = False,
+        is_of_messages: bool = False,
     ) -> Mismatch | None:
         """Decide that the run is over, unless that is decided or a failure explains it better."""
         if self._failed or self._is_over:
             return None
         self._is_over = True
-        return Mismatch(explain(), self.rows(), follows_return)
+        return Mismatch(explain(), self.rows(), follows_return, is_of_messages)
 
     def _absence(self, generation: Generation) -> Mismatch | None:
         """Decide that a generation can never be complete, because a member has returned."""
         return self._mismatch(partial(self._who_is_absent, generation), follows_return=True)
 
-    def _all_waits(self, replica_id: int) -> list[Generation]:
-        """Return the incomplete generations that tasks of a replica wait for.
+    def _unmet_messages(self, messages: Messages, returned: int) -> Mismatch | None:
+        """Decide that a message never arrives, because a replica has returned."""
+        own, lost = messages.waiting_of(returned), messages.not_received(returned)
+        waiting = messages.waiting_for(returned)
+        if own:
+            explain = partial(_left_in_message, returned, own[0])
+        elif lost is not None:
+            explain = partial(_never_received, lost)
+        elif waiting is not None:
+            explain = partial(_gone_peer, waiting)
+        else:
+            return None
+        return self._mismatch(explain, follows_return=True, is_of_messages=True)
+
+    def _all_waits(self, replica_id: int) -> list[WaitedFor]:
+        """Return the incomplete generations and messages that tasks of a replica wait for.
 
         None if one that they wait for is complete: the replica can continue.
         """
         waits = self.waits(replica_id)
         return waits if all(generation.missing for generation in waits) else []
 
-    def _waits(self, replica_id: int) -> list[Generation]:
+    def _waits(self, replica_id: int) -> list[WaitedFor]:
         """Return the same, or none where only child tasks wait: then the replica may continue."""
         current = self._current[replica_id]
         is_in_call = current is not None and not current.is_merged
@@ -293,17 +334,37 @@ class Rendezvous:
             return self._all_waits(replica_id)
         return []
 
-    def _deadlock(self, joined: Generation) -> Mismatch | None:
+    def _deadlock(self, joined: WaitedFor) -> Mismatch | None:
         """Decide that some generation can never be complete, because its replicas wait elsewhere.
 
         A replica has just begun to wait in `joined`, so a circle can only lead through it.
         """
         if self._failed or self._is_over or not any(map(self._waits, joined.missing_members())):
             return None
-        stuck = self._stuck(self._waits)
-        return self._mismatch(partial(_crossed, stuck)) if stuck else None
+        stuck = self._idle(self._waits)
+        is_of_messages = _has_messages(stuck)
+        explain = partial(_crossed, stuck)
+        return self._mismatch(explain, is_of_messages=is_of_messages) if stuck else None
 
-    def _stuck(self, waits_of: Callable[[int], list[Generation]]) -> dict[int, list[Generation]]:
+    def _idle(self, waits_of: Callable[[int], list[WaitedFor]]) -> dict[int, list[WaitedFor]]:
+        """Return the replicas that can never continue; with messages, where nothing else acts.
+
+        A replica that waits in a collective makes no other call. One that waits for a message may
+        have a child task, or an op, that sends what another one waits for.
+        """
+        stuck, may_act = self._stuck(waits_of), self.may_act
+        if may_act is None or not _has_messages(stuck):
+            return stuck
+        acting = {i for i in stuck if may_act(i, self._num_waits(i))}
+        return self._stuck(lambda i: [] if i in acting else waits_of(i)) if acting else stuck
+
+    def _num_waits(self, replica_id: int) -> int:
+        """Return how many tasks and ops of a replica wait here."""
+        current = self._current[replica_id]
+        is_in_call = current is not None and not current.is_merged
+        return sum(self._handle_waits.get(replica_id, {}).values()) + is_in_call
+
+    def _stuck(self, waits_of: Callable[[int], list[WaitedFor]]) -> dict[int, list[WaitedFor]]:
         """Return the replicas that can never continue, and what they wait for.
 
         A replica can continue if it waits for nothing, or if one of the generations it waits for
@@ -332,6 +393,10 @@ class Rendezvous:
         inside = [g for g in self._handle_waits.get(replica_id, ()) if not g.is_merged]
         if current is not None and not current.is_merged:
             inside.insert(0, current)
+        sent: list[Transfer] = []
+        if self.messages is not None:
+            inside += [t for t in self.messages.waiting_of(replica_id) if t not in inside]
+            sent = self.messages.not_received_of(replica_id)
         flying = [
             generation
             for generation in self.in_flight
@@ -339,7 +404,7 @@ class Rendezvous:
             and not (generation.is_merged or generation in inside)
         ]
         if inside:
-            call: Call | None = inside[0].call_of(replica_id)
+            call: Call | Transfer | None = inside[0].call_of(replica_id)
             label = "waiting" if inside[0].missing else "merging"
         else:
             call, label = self.current_call(replica_id), "running"
@@ -348,6 +413,9 @@ class Rendezvous:
             calls = [generation.call_of(replica_id) for generation in flying]
             texts += [f"{started.describe()} in flight, from {started.site}" for started in calls]
             call = calls[0] if call is None else call
+        if sent:
+            more = f" and {len(sent) - 1} more" if len(sent) > 1 else ""
+            texts.append(f"{sent[0].describe()}{more} not received, from {sent[0].site}")
         return ReplicaRow(
             self.everyone.global_id(replica_id),
             device,
@@ -397,7 +465,35 @@ def _clash(generation: Generation) -> str:
     raise AssertionError("no two calls differ")
 
 
-def _crossed(stuck: dict[int, list[Generation]]) -> str:
+def _has_messages(stuck: dict[int, list[WaitedFor]]) -> bool:
+    return any(type(each) is Transfer for own in stuck.values() for each in own)
+
+
+def _gone_peer(transfer: Transfer) -> str:
+    """Explain that a replica waits for one that has returned."""
+    if transfer.is_send:
+        return _never_received(transfer)
+    name_of = transfer.group.global_id
+    return (
+        f"Replica {name_of(transfer.source)} returned while replica "
+        f"{name_of(transfer.destination)} waits in {transfer.describe()}"
+    )
+
+
+def _never_received(send: Transfer) -> str:
+    name_of = send.group.global_id
+    return (
+        f"Replica {name_of(send.destination)} returned without receiving what replica "
+        f"{name_of(send.source)} sent it: {send.describe()}, called at {send.site}"
+    )
+
+
+def _left_in_message(returned: int, own: Transfer) -> str:
+    number = own.group.global_id(returned)
+    return f"Replica {number} returned while a task of it waits in {own.describe()}"
+
+
+def _crossed(stuck: dict[int, list[WaitedFor]]) -> str:
     """Explain a circle of replicas that wait for each other in different calls."""
     replica_id = min(stuck)
     generation = stuck[replica_id][0]
@@ -412,7 +508,9 @@ def _left_behind(replica_id: int, generation: Generation) -> str:
     return f"Replica {number} returned while a task of it waits in {call.describe()}"
 
 
-def _elsewhere(replica_id: int, call: Call, other_id: int, other: Call) -> str:
+def _elsewhere(
+    replica_id: int, call: Call | Transfer, other_id: int, other: Call | Transfer
+) -> str:
     return (
         f"Replica {call.group.global_id(replica_id)} is in {call.describe()} but replica "
         f"{other.group.global_id(other_id)} is in "

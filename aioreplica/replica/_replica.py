@@ -10,6 +10,7 @@ from typing import Any, final
 
 from ..devices import Op
 from ._meeting import Call, SyncGroup
+from ._messages import Transfer
 
 
 @final
@@ -47,7 +48,7 @@ class Replica:
         self.cancels_before = 0
         self.sequence = 0
         self.sequences: dict[SyncGroup, int] = {}
-        self.unawaited: dict[Call, Coroutine[Any, Any, Any]] = {}
+        self.unawaited: dict[Call | Transfer, Coroutine[Any, Any, Any]] = {}
         self.started: dict[Call, None] = {}
         self.was_cancelled = False
         self.thread_id: int | None = None
@@ -89,6 +90,7 @@ class Replica:
         """Return a collective that was cancelled before its first step, if there is one."""
         for call, coroutine in self.unawaited.items():
             if call.sequence and getcoroutinestate(coroutine) == CORO_CLOSED:
+                assert isinstance(call, Call)  # others have no number before their first step
                 return call
         return None
 

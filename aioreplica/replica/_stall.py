@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from ..devices import lane_table
 from ..errors import ReplicaRow
-from ._meeting import Generation
+from ._meeting import WaitedFor
 from ._replica import Replica
 from ._table import circle_text, quiet_text, with_activities
 
@@ -76,7 +76,7 @@ class StallWatch:
 
 @final
 class StartedWaits:
-    """The waits of replicas for what they have started.
+    """The waits of replicas for what they have started, and for messages.
 
     Whether a child task that waits blocks its replica cannot be known. If replicas may wait for
     each other in a circle for a second, a warning shows the table, once.
@@ -92,9 +92,7 @@ class StartedWaits:
         self._has_warned = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(
-        self, replica: Replica, generation: Generation, *, blocks: bool
-    ) -> Callable[[], None]:
+    def begin(self, replica: Replica, generation: WaitedFor, *, blocks: bool) -> Callable[[], None]:
         """Record that something of a replica waits; return how that ends.
 
         Raises:

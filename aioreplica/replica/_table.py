@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..devices import UnfinishedOp
 from ..errors import (
@@ -14,8 +15,20 @@ from ..errors import (
     StallError,
 )
 from ._meeting import Call
+from ._messages import Transfer
+
+if TYPE_CHECKING:
+    from ._rendezvous import Mismatch
 
 MAX_ROWS = 64
+_OF_COLLECTIVES = (
+    "Every replica must make the same collective calls in the same order. Decide together "
+    "with ctx.any, ctx.all or ctx.agree before leaving a loop or skipping a call."
+)
+_OF_MESSAGES = (
+    "Every send needs a receive of the replica it is for, with the same tag, and the other way "
+    "round; and no replicas may wait for each other in a circle."
+)
 _HEAD = ReplicaRow(-1, "device", "state", "collective", "where")
 
 
@@ -57,18 +70,14 @@ def _cells(row: ReplicaRow) -> tuple[str, str, str, str, str]:
 
 
 def mismatch_error(
-    reason: str,
-    rows: tuple[ReplicaRow, ...],
-    step: int,
-    unawaited: Sequence[str],
-    history: str,
+    mismatch: Mismatch, step: int, unawaited: Sequence[str], history: str
 ) -> MergeMismatchError:
     """Build the error of a run whose replicas cannot meet."""
+    reason, rows = mismatch.reason, mismatch.rows
     forgotten = "".join(f"\nNot awaited so far: {line}." for line in unawaited)
+    advice = _OF_MESSAGES if mismatch.is_of_messages else _OF_COLLECTIVES
     return MergeMismatchError(
-        f"{reason} (step {step}).\n{format_rows(rows)}{forgotten}{history}\n"
-        "Every replica must make the same collective calls in the same order. Decide together "
-        "with ctx.any, ctx.all or ctx.agree before leaving a loop or skipping a call.",
+        f"{reason} (step {step}).\n{format_rows(rows)}{forgotten}{history}\n{advice}",
         step=step,
         reason=reason,
         rows=rows,
@@ -80,7 +89,7 @@ def stall_error(
     step: int,
     rows: tuple[ReplicaRow, ...],
     stacks: tuple[str, ...],
-    call: Call | None,
+    call: Call | Transfer | None,
     history: str,
 ) -> StallError:
     """Build the error of a run that stopped making progress, or waited too long in `call`."""

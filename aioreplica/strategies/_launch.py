@@ -10,7 +10,7 @@ from .._functions import UNFINISHED, is_async, require_no_yield, unfinished_erro
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
-from ..replica import ReplicaGroup, RunningReplica, run_device_program
+from ..replica import SEND_BOUND, ReplicaGroup, RunningReplica, run_device_program
 from ..values import regroup_results, split_per_replica
 from ._across import equalize, function_name
 from ._run_options import RunOptions
@@ -48,6 +48,8 @@ async def launch(
     all_args = split_per_replica(tuple(args), num_replicas, "args")
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
     run = Run.prepare(runtime, fn, options.seed, is_blocking=not runs_on_loop, across=across)
+    if options.send_bound != SEND_BOUND:
+        run.group.point.send_bound = options.send_bound
     lifecycle.started(run.group)
     try:
         if runs_on_loop:

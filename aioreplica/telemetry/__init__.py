@@ -4,8 +4,10 @@ from .._export import export_public
 from ._observer import KINDS as KINDS
 from ._observer import Event as Event
 from ._observer import MergeEntry as MergeEntry
+from ._observer import MessageEntry as MessageEntry
 from ._observer import ObservedCall as ObservedCall
 from ._observer import ObservedMerge as ObservedMerge
+from ._observer import ObservedMessage as ObservedMessage
 from ._observer import ObservedOp as ObservedOp
 from ._observer import ObservedRun as ObservedRun
 from ._observer import ObservedWait as ObservedWait

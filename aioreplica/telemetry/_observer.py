@@ -38,7 +38,8 @@ class Event(NamedTuple):
     Attributes:
         time_s: When, on the event loop's clock.
         kind: In `strategy.events`: "loop", "infeed", "outside" or "scalar". What sinks are given
-            has these and "run", "replica", "call", "wait", "merge", "op", "write" and "fault".
+            has these and "run", "replica", "call", "wait", "merge", "message", "op", "write" and
+            "fault".
         name: What: "begin" or "end" of a loop or a run, "exhausted", a cluster, a function, a
             collective, or what the user named. An "end" of a loop comes for failed ones too; its
             value says how many steps are complete.
@@ -69,8 +70,12 @@ MergeEntry: TypeAlias = tuple[
 """A merge as it is recorded: end, step, sequence, collective, operator, sizes, members, visits."""
 
 
+MessageEntry: TypeAlias = tuple[float, int, int, str | None, tuple[int, int], Sequence[Visit]]
+"""A value that was handed over, as it is recorded: end, step, number, tag, the two, their calls."""
+
+
 class ObservedCall(Protocol):
-    """One replica's call of a collective."""
+    """One replica's call of a collective, or its send or receive."""
 
     @property
     def replica_id(self) -> int:
@@ -127,6 +132,24 @@ class ObservedMerge(Protocol):
 
     def entry(self, time_s: float, /) -> MergeEntry:
         """Return what is recorded of it, once it has ended, at that time."""
+
+
+class ObservedMessage(Protocol):
+    """A value that one replica has sent and another one has received."""
+
+    @property
+    def step(self) -> int:
+        """Number of the run in its strategy."""
+
+    @property
+    def members(self) -> tuple[int, int]:
+        """Who sent it, and who has received it."""
+
+    def describe(self) -> str:
+        """Name the receive with its number, such as "receive #3 from replica 0"."""
+
+    def entry(self, time_s: float, /) -> MessageEntry:
+        """Return what is recorded of it, at that time."""
 
 
 class ObservedWait(Protocol):
@@ -197,11 +220,12 @@ class Observer:
         replica_ended: A replica has ended: its run, its id, and what it raised, else None.
         run_began: A run has started its replicas.
         run_ended: A run is over.
-        call_made: A replica has called a collective.
+        call_made: A replica has called a collective, or sends or receives.
         wait_began: The current task, or the current device thread, begins to wait.
         wait_ended: It waits no longer, for whatever reason.
         merge_began: All members have arrived.
         merge_ended: The result is handed out; with the error if the merge failed, else None.
+        value_received: A value that a replica sent is handed to the one that receives it.
         op_queued: An op was put on a lane, together with the lane's name.
         op_started: A lane's thread begins an op.
         op_ended: It has ended the op.
@@ -219,6 +243,7 @@ class Observer:
     wait_ended: Callable[[ObservedWait], None] | None = None
     merge_began: Callable[[ObservedMerge], None] | None = None
     merge_ended: Callable[[ObservedMerge, BaseException | None], None] | None = None
+    value_received: Callable[[ObservedMessage], None] | None = None
     op_queued: Callable[[ObservedOp, str], None] | None = None
     op_started: Callable[[ObservedOp, str], None] | None = None
     op_ended: Callable[[ObservedOp, str], None] | None = None
@@ -273,6 +298,7 @@ class Observers:
     wait_ended: Callable[[ObservedWait], None] | None
     merge_began: Callable[[ObservedMerge], None] | None
     merge_ended: Callable[[ObservedMerge, BaseException | None], None] | None
+    value_received: Callable[[ObservedMessage], None] | None
     op_queued: Callable[[ObservedOp, str], None] | None
     op_started: Callable[[ObservedOp, str], None] | None
     op_ended: Callable[[ObservedOp, str], None] | None

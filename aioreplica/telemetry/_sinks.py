@@ -20,6 +20,7 @@ from ._observer import (
     Event,
     ObservedCall,
     ObservedMerge,
+    ObservedMessage,
     ObservedOp,
     ObservedRun,
     ObservedWait,
@@ -286,6 +287,9 @@ def _functions(
         value = None if error is None else error_text(error)
         tell("merge", merge.describe(), merge.step, None, value)
 
+    def value_received(message: ObservedMessage) -> None:
+        tell("message", message.describe(), message.step, message.members[1])
+
     def op_happened(what: str, op: ObservedOp, lane: str) -> None:
         tell("op", op.fn_name, NO_STEP, op.replica_id, f"{what} on {lane}")
 
@@ -299,6 +303,7 @@ def _functions(
         "wait_ended": partial(wait_happened, "end"),
         "merge_began": merge_began,
         "merge_ended": merge_ended,
+        "value_received": value_received,
         "op_queued": partial(op_happened, "queued"),
         "op_started": partial(op_happened, "started"),
         "op_ended": partial(op_happened, "ended"),

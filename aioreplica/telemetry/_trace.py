@@ -23,7 +23,9 @@ from typing import Any, TypeAlias, final
 from ._observer import (
     Event,
     MergeEntry,
+    MessageEntry,
     ObservedMerge,
+    ObservedMessage,
     ObservedOp,
     ObservedRun,
     Observer,
@@ -46,7 +48,7 @@ class Slice:
     Attributes:
         track: Name of the track.
         name: What it was.
-        category: "run", "step", "collective", "await" or "op".
+        category: "run", "step", "collective", "message", "await" or "op".
         begin_ns: When it began, in nanoseconds since 1970.
         end_ns: When it ended.
         args: Further numbers and texts.
@@ -142,6 +144,7 @@ class TraceRecorder:
             run_began=self._run_began,
             run_ended=self._run_ended,
             merge_ended=self._merge_ended,
+            value_received=self._value_received,
             op_queued=self._op_queued,
             op_ended=self._op_ended,
             write_published=self._write_published,
@@ -173,6 +176,9 @@ class TraceRecorder:
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         self._ring.add((_Drawing.merge, (merge.entry(self._now()), error is not None)))
+
+    def _value_received(self, message: ObservedMessage) -> None:
+        self._ring.append((_Drawing.message, (message.entry(self._now()),)))
 
     def _op_queued(self, op: ObservedOp, _lane: str) -> None:
         queued = self._queued
@@ -275,6 +281,22 @@ class _Drawing:
                 args["failed"] = "yes"
             track, begin_ns = self._tracks[member], self._ns(arrived)
             self.slices.append(Slice(track, title, "collective", begin_ns, end_ns, args, flows))
+
+    def message(self, entry: MessageEntry) -> None:
+        end, step, number, tag, members, visits = entry
+        end_ns, flows = self._ns(end), (self._next_flow(),)
+        for title, member, (code, at, arrived) in zip(
+            ("send", "receive"), members, visits, strict=True
+        ):
+            args: dict[str, str | int | float] = {
+                "step": step,
+                "number": number,
+                "where": f"{code.co_filename}:{source_line(code, at)}",
+            }
+            if tag is not None:
+                args["tag"] = tag
+            track, begin_ns = self._tracks[member], self._ns(arrived)
+            self.slices.append(Slice(track, title, "message", begin_ns, end_ns, args, flows))
 
     def op(
         self,

@@ -146,8 +146,14 @@ class Calls:
         if statement.kind not in {"barrier", "any", "all", "write", "assign"}:
             giver = statement.members[0] if statement.kind == "agree" else me
             value = model.argument(self.program, statement, giver)
-            value = [value] if differs else value
+            value = [value] if differs and statement.kind != "message" else value
         match kind or statement.kind:
+            case "message":
+                source, destination = statement.members
+                tag = "another" if differs else statement.number or None
+                if me == source:
+                    return own.send(value, to=destination, tag=tag)
+                return own.receive(from_=source, tag=tag)
             case "barrier":
                 return members.barrier()
             case "any" | "all" as name:
@@ -226,6 +232,8 @@ class Calls:
     def otherwise(self, plant: Plant, statement: Statement, me: int, own: Any) -> Any:
         """Make another call than the others do, or the same with another argument."""
         plain = {"any", "all", "barrier", "write", "assign"}
+        if statement.kind == "message":
+            return self.call_on(own, statement, me, differs=True)
         if plant.kind == "other" or statement.kind in plain:
             return self.call_on(
                 own, statement, me, "any" if statement.kind == "barrier" else "barrier"

@@ -12,12 +12,19 @@ from tests.fuzz import model
 from tests.fuzz.calls import Outcome
 from tests.fuzz.model import Verdict
 from tests.fuzz.play import num_threads, play, play_beside_others
-from tests.fuzz.program import UNSEEN_WAYS, Program, may_stall, smaller
+from tests.fuzz.program import (
+    SLIDING,
+    UNSEEN_WAYS,
+    Program,
+    has_messages,
+    is_sliding,
+    may_stall,
+    smaller,
+)
 
 MAX_THREADS = 40  # lanes of 8 devices and of the host, reducing threads, what pytest brings
-SLIDING = frozenset({"skip", "never awaited", "return", "other", "differs"})
 READ_ONLY = frozenset({
-    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "finish",
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "finish", "message",
 })  # fmt: skip
 
 
@@ -134,7 +141,8 @@ def _refusal(program: Program, outcome: Outcome, verdict: Verdict) -> str | None
             if type(error) is not StallError:
                 return "it should have been a StallError"
             is_unseen = any(UNSEEN_WAYS & set(s.ways) for s in program.statements)
-            is_told = outcome.circles or is_unseen
+            # Of a child task that waits for a message nothing is said for 10 s.
+            is_told = outcome.circles or is_unseen or has_messages(program)
             return None if is_told else "a circle should have been warned of"
         case "replica cancelled":
             found = type(error) is ReplicaCancelledError
@@ -147,6 +155,7 @@ def _no_note(program: Program, error: BaseException | None) -> str | None:
     """Say so if a withdrawal that ended the run for the others is not told of."""
     notes = "".join(getattr(error, "__notes__", ()))
     is_told = len(program.plants) > 1 or "It ended the run for the others: Replica" in notes
+    is_told |= program.statement(program.plants[0].uid).kind == "message"  # then it did not
     return None if is_told else "the mismatch should be a note"
 
 
@@ -170,7 +179,7 @@ _NAMES = r"[Rr]eplicas? (\d+(?:, \d+)*(?: and \d+)?)"
 
 def _wrong_result(program: Program, outcome: Outcome) -> str | None:
     order = [s.uid for s in program.statements]
-    limits = [order.index(p.uid) for p in program.plants if p.kind in SLIDING]
+    limits = [order.index(p.uid) for p in program.plants if is_sliding(program, p)]
     sound = order[: min(limits)] if limits else order
     for statement in program.statements:
         members = expected = None

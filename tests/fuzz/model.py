@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzz.program import CALLS, MEETINGS, Plant, Program, Statement, Value, may_stall
+from tests.fuzz.program import MEETINGS, TALKS, Plant, Program, Statement, Value, may_stall
 
 LEAVES = {"leaf": 1, "pair": 2, "dict": 2, "nest": 3}
 
@@ -105,6 +105,8 @@ def expected(program: Program, statement: Statement) -> dict[int, Any]:
         return {r: [start[r] for start in starts] for r in members}
     if kind == "agree":
         return dict.fromkeys(members, argument(program, statement, members[0]))
+    if kind == "message":
+        return {members[0]: None, members[1]: argument(program, statement, members[0])}
     args = {r: argument(program, statement, r) for r in members}
     if kind == "broadcast":
         return dict.fromkeys(members, args[members[statement.number]])
@@ -217,10 +219,14 @@ def verdict_of(program: Program, plant: Plant) -> Verdict:
         case "return":
             ids = [s.uid for s in program.part_of(plant.replica)]
             rest = program.part_of(plant.replica)[ids.index(plant.uid) :]
-            awaited = [s for s in rest if s.kind in CALLS and len(s.members) > 1]
+            awaited = [s for s in rest if s.kind in TALKS and len(s.members) > 1]
             return Verdict("mismatch", me) if awaited else Verdict("ok")
         case "skip":
             return Verdict("ok") if alone else Verdict("mismatch")
+        case "other" | "differs" | "withdraw" | "withdraw on" | "cancel child" if (
+            statement.kind == "message"
+        ):
+            return Verdict("mismatch")
         case "other" | "differs":
             return Verdict("ok") if alone else Verdict("mismatch", me)
         case "withdraw" | "withdraw on" | "cancel child":

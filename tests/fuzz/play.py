@@ -18,7 +18,7 @@ import aioreplica as ar
 import aioreplica.testing as art
 from tests.fuzz import model
 from tests.fuzz.calls import UNIT_S, Calls, HostileError, Outcome, PlantedError, context
-from tests.fuzz.program import CALLS, Plant, Program, Statement, may_stall
+from tests.fuzz.program import TALKS, Plant, Program, Statement, may_stall
 
 LONG_S = 1e6
 LATE = 400  # a nap longer than all others of a program together
@@ -372,7 +372,7 @@ class World:
                 raise self.calls.boom(me, statement.uid, HostileError)
             if plant is not None and plant.kind in {"other", "differs"}:
                 self.calls.otherwise(plant, statement, me, own.blocking)
-            if plant is None and statement.kind in CALLS:
+            if plant is None and statement.kind in TALKS:
                 result = self.calls.call_blocking(statement, me, own)
                 if statement.kind == "assign":
                     result = None

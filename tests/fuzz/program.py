@@ -16,6 +16,7 @@ MEETINGS = frozenset({
     "all", "agree", "merge_call", "write", "assign",
 })  # fmt: skip
 CALLS = MEETINGS | {"start"}
+TALKS = CALLS | {"message"}
 
 Ids = tuple[int, ...]
 
@@ -35,13 +36,13 @@ class Statement:
 
     Attributes:
         uid: Its number; results and plants go by it.
-        kind: One of `CALLS`, or "finish", "give_up", "device".
-        members: Ids of the replicas.
+        kind: One of `TALKS`, or "finish", "give_up", "device".
+        members: Ids of the replicas; of a message first who sends, then who receives.
         ways: How each member waits.
         naps: What each member does before: so many loop cycles, from 10 on so many time units.
         value: What each member brings.
         op: The operator; of a merge_call, the merge function.
-        number: An axis, or the source of a broadcast.
+        number: An axis, the source of a broadcast, or the tag of a message.
         handles: The starts that a finish waits for.
         swapped: Members that make this start before the one before.
     """
@@ -236,6 +237,8 @@ def _without_last(program: Program) -> Program:
     last = program.size - 1
     kept = []
     for statement in program.statements:
+        if last in statement.members and statement.kind == "message":
+            continue
         if last in statement.members:
             statement = _without_member(statement, statement.members.index(last))  # noqa: PLW2901
         if statement.members:
@@ -314,10 +317,29 @@ def random_program(seed: int, *, real: bool = False) -> Program:
 
 def may_stall(program: Program) -> bool:
     """Tell whether replicas may wait for each other in ways that nobody can prove."""
-    return any(plant.kind in CIRCLES for plant in program.plants) and any(
-        (s.kind == "finish" and CHILD_WAYS & set(s.ways)) or (s.kind in MEETINGS and "op" in s.ways)
+    return any(is_circle(program, plant) for plant in program.plants) and any(
+        (s.kind == "finish" and CHILD_WAYS & set(s.ways))
+        or (s.kind in MEETINGS and "op" in s.ways)
+        or (has_messages(program) and {"op", "group"} | CHILD_WAYS & set(s.ways))
         for s in program.statements
     )
+
+
+def has_messages(program: Program) -> bool:
+    """Tell whether replicas send each other anything."""
+    return any(s.kind == "message" for s in program.statements)
+
+
+def is_circle(program: Program, plant: Plant) -> bool:
+    """Tell whether replicas may wait for each other because of a plant."""
+    is_message = program.statement(plant.uid).kind == "message"
+    return plant.kind in CIRCLES or (is_message and plant.kind in GIVEN_UP)
+
+
+def is_sliding(program: Program, plant: Plant) -> bool:
+    """Tell whether later calls may meet others than theirs because of a plant."""
+    is_message = program.statement(plant.uid).kind == "message"
+    return plant.kind in SLIDING or (is_message and plant.kind in GIVEN_UP)
 
 
 def _statements(rng: random.Random, size: int, flavour: str) -> list[Statement]:
@@ -328,6 +350,8 @@ def _statements(rng: random.Random, size: int, flavour: str) -> list[Statement]:
     open_handles: list[tuple[int, int]] = []  # replica and start
     for uid in range(rng.randint(1, 8)):
         kinds = [*sorted(CALLS), "start", "start", "all_reduce", "device"]
+        if size > 1 and rng.random() < 0.3:
+            statements.append(_message(rng, 200 + uid, size, flavour))
         kind = rng.choice(kinds)
         if kind == "start" and flavour == "plain":
             kind = "all_reduce"
@@ -392,6 +416,15 @@ def _statement(
     return Statement(uid, kind, members, ways, naps, value, op, number, swapped=swapped)
 
 
+def _message(rng: random.Random, uid: int, size: int, flavour: str) -> Statement:
+    """Make a value go from one replica to another, on one of two ways between the two."""
+    value = Value(rng.choice(("leaf", "dict", "nest")), rng.choice(DTYPES), rng.choice(SHAPES))
+    ways = tuple(rng.choice(WAYS) for _ in range(2)) if flavour == "async" else ()
+    pair = tuple(rng.sample(range(size), 2))
+    naps = tuple(_nap(rng) for _ in range(2))
+    return Statement(uid, "message", pair, ways, naps, value, number=rng.randrange(2))
+
+
 def _nap(rng: random.Random) -> int:
     draw = rng.random()
     if draw < 0.4:
@@ -400,7 +433,7 @@ def _nap(rng: random.Random) -> int:
 
 
 def _plants(rng: random.Random, program: Program) -> tuple[Plant, ...]:
-    calls = [s for s in program.statements if s.kind in CALLS]
+    calls = [s for s in program.statements if s.kind in TALKS]
     if not calls:
         return ()
     first = _plant(rng, program, rng.choice(calls))
@@ -418,18 +451,24 @@ def _plant(rng: random.Random, program: Program, statement: Statement) -> Plant 
     kinds = PLANTS if program.flavour == "async" else PLAIN_PLANTS
     kind = rng.choice(kinds)
     replica = rng.choice(statement.members)
+    if statement.kind == "message" and kind == "two at once":
+        return None  # it is allowed
     if kind == "merge raises":
         merges = [s for s in program.statements if s.kind == "merge_call"]
         return Plant(-1, rng.choice(merges).uid, kind) if merges else None
     if kind in NEED_LATE:
         if statement.kind == "start" or len(statement.members) < 2 or program.real:
             return None
+        if statement.kind == "message":  # a send does not wait
+            return Plant(statement.members[1], statement.uid, kind, statement.members[0])
         late = rng.choice([r for r in statement.members if r != replica])
         return Plant(replica, statement.uid, kind, late)
     return Plant(replica, statement.uid, kind)
 
 
 OWN_CANCELLATIONS = frozenset({"withdraw", "withdraw on", "cancel child", "bare cancel"})
+SLIDING = frozenset({"skip", "never awaited", "return", "other", "differs"})
+GIVEN_UP = frozenset({"withdraw", "withdraw on", "cancel child", "other", "differs"})
 CIRCLES = frozenset({"skip", "never awaited"})  # then replicas may wait for each other
 UNSEEN_WAYS = frozenset({"wait", "callback"})  # the library is not told who waits
 CHILD_WAYS = UNSEEN_WAYS | {"task", "wait_for", "gather", "group", "shield"}

@@ -103,9 +103,34 @@ def test_a_plant_ends_the_run_as_it_must(kind: str) -> None:
     assert [verdict.kind for verdict in verdicts(program)] != ["ok"]
 
 
+MESSAGE = Program(3, 2, (Statement(0, "message", (1, 0)), Statement(1, "message", (0, 1))))
+
+
+@pytest.mark.parametrize(
+    "kind", ["raise", "return", "differs", "skip", "withdraw", "withdraw on", "cancel child"]
+)
+def test_a_plant_at_a_message_ends_the_run_as_it_must(kind: str) -> None:
+    late = 1 if kind in {"withdraw", "withdraw on", "cancel child"} else -1
+    program = replace(MESSAGE, plants=(Plant(0, 0, kind, late),))
+
+    outcome = play(program)
+
+    assert problem(program, outcome) is None
+    assert outcome.error is not None
+    assert problem(replace(program, plants=()), outcome) is not None
+
+
+def test_a_wrong_message_is_seen() -> None:
+    outcome = play(MESSAGE)
+    assert problem(MESSAGE, outcome) is None
+
+    outcome.results[0][0] = outcome.results[1][1]
+    assert "message 0 gave replica 0" in str(problem(MESSAGE, outcome))
+
+
 def test_a_program_that_goes_wrong_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(program: Program) -> str | None:
-        kinds = {statement.kind for statement in program.statements}
+        kinds = {statement.kind for statement in program.statements if 0 in statement.members}
         return "broken" if {"start", "barrier"} <= kinds else None
 
     monkeypatch.setattr("tests.fuzz.judge.try_program", wrong)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
+from typing import Any
 
 from aioreplica.replica import (
     Call,
@@ -24,9 +25,11 @@ from aioreplica.replica import (
     SyncGroup,
 )
 from aioreplica.replica._meeting import new_call
+from aioreplica.replica._messages import SEND_BOUND, Transfer
 
 Members = tuple[int, ...]
-Key = tuple[Members, int]  # a group and the number of a call in it
+Key = tuple[Any, int]  # a group, or a channel's end, and the number of a call in it
+Channel = tuple[int, int, str]  # from, to, tag
 Chooser = Callable[[int, "Driver"], int]  # from how many events may come next to which one does
 
 
@@ -53,7 +56,24 @@ class Await:
     index: int
 
 
-Program = Sequence[Sequence[Meet | Start | Await]]
+@dataclass(frozen=True)
+class Send:
+    """Hand a value to another replica; waits where two of them were not received."""
+
+    to: int
+    tag: str = ""
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Wait for a value of another replica."""
+
+    source: int
+    tag: str = ""
+
+
+Step = Meet | Start | Await | Send | Receive
+Program = Sequence[Sequence[Step]]
 
 
 class Kinds(Collective):
@@ -85,18 +105,40 @@ class Log:
     arrived: dict[Key, dict[int, str]] = field(default_factory=dict)
     waits: dict[int, Key] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
+    sent: dict[Channel, int] = field(default_factory=dict)
+    received: dict[Channel, int] = field(default_factory=dict)
 
     def arrive(self, replica_id: int, key: Key, kind: str) -> None:
         self.arrived.setdefault(key, {})[replica_id] = kind
 
+    def transfer(self, replica_id: int, step: Send | Receive) -> Key:
+        """Count a send or a receive; return what the replica waits for."""
+        if isinstance(step, Send):
+            channel, counts, what = (replica_id, step.to, step.tag), self.sent, "send"
+        else:
+            channel, counts, what = (step.source, replica_id, step.tag), self.received, "receive"
+        counts[channel] = counts.get(channel, 0) + 1
+        return (what, channel), counts[channel]
+
     def missing(self, key: Key) -> set[int]:
+        if key[0][0] == "send":
+            channel, number = key[0][1], key[1]
+            return {channel[1]} if self.received.get(channel, 0) < number - SEND_BOUND else set()
+        if key[0][0] == "receive":
+            channel, number = key[0][1], key[1]
+            return {channel[0]} if self.sent.get(channel, 0) < number else set()
         return set(key[0]) - set(self.arrived.get(key, ()))
+
+    def not_received(self) -> list[Channel]:
+        return [each for each, count in self.sent.items() if self.received.get(each, 0) < count]
 
     def is_hopeless(self) -> bool:
         """Tell whether something that was called can never be complete, or disagrees."""
         clash = any(len(set(kinds.values())) > 1 for kinds in self.arrived.values())
-        absent = any(self.missing(key) & self.left for key in self.arrived)
-        return clash or absent or self.has_circle()
+        waited = [*self.arrived, *self.waits.values()]
+        absent = any(self.missing(key) & self.left for key in waited)
+        lost = any(channel[1] in self.left for channel in self.not_received())
+        return clash or absent or lost or self.has_circle()
 
     def has_circle(self) -> bool:
         """Look for replicas that wait for each other, from each one on along every path."""
@@ -130,6 +172,8 @@ def can_finish(program: Program) -> bool:
                 step = steps[positions[i]]
                 if isinstance(step, Await):
                     log.waits[i] = started[i][step.index]
+                elif isinstance(step, (Send, Receive)):
+                    log.waits[i] = log.transfer(i, step)
                 else:
                     number = counts[i, step.group] = counts.get((i, step.group), 0) + 1
                     log.arrive(i, (step.group, number), step.kind)
@@ -142,7 +186,7 @@ def can_finish(program: Program) -> bool:
     everybody_ended = not any(_is_held(log, i) for i in range(len(program)))
     complete = not any(log.missing(key) for key in log.arrived)
     agreed = all(len(set(kinds.values())) == 1 for kinds in log.arrived.values())
-    return everybody_ended and complete and agreed
+    return everybody_ended and complete and agreed and not log.not_received()
 
 
 def _is_held(log: Log, replica_id: int) -> bool:
@@ -168,7 +212,8 @@ class Driver:
         self.positions = [0] * len(program)
         self.counts: dict[tuple[int, Members], int] = {}
         self.started: list[list[tuple[Key, Generation]]] = [[] for _ in program]
-        self.inside: dict[int, tuple[Key, Generation, bool]] = {}  # the flag: it awaits a handle
+        # The flag says that it awaits a handle, or a message.
+        self.inside: dict[int, tuple[Key, Generation | Transfer, bool]] = {}
         self.complete: list[Generation] = []
         self.story: list[str] = []
 
@@ -194,7 +239,9 @@ class Driver:
         arrived = [(key, *kinds) for key, kinds in self.log.arrived.items()]
         inside = [(i, generation.is_merged) for i, (_, generation, _) in self.inside.items()]
         merged = [started[1].is_merged for own in self.started for started in own]
-        parts = (self.positions, sorted(arrived), sorted(inside), merged, sorted(self.log.left))
+        moved = sorted((*self.log.sent.items(), *self.log.received.items()))
+        left = sorted(self.log.left)
+        parts = (self.positions, sorted(arrived), sorted(inside), merged, left, moved)
         return tuple(map(tuple, parts))
 
     def _events(self) -> list[tuple[str, int, Callable[[], object]]]:
@@ -221,6 +268,8 @@ class Driver:
             self.inside[i] = key, generation, True
             self.log.waits[i] = key
             return self.rendezvous.wait_for_started(i, generation)
+        if isinstance(step, (Send, Receive)):
+            return self._transfer(i, step)
         group = self.rendezvous.group(step.group)
         number = self.counts[i, step.group] = self.counts.get((i, step.group), 0) + 1
         key = (step.group, number)
@@ -238,6 +287,24 @@ class Driver:
             if not decision.missing:
                 self.complete.append(decision)
                 assert [call is None for call in decision.calls] == [False] * len(step.group)
+        return decision
+
+    def _transfer(self, i: int, step: Send | Receive) -> object:
+        key, everyone = self.log.transfer(i, step), self.rendezvous.everyone
+        source, destination, tag = key[0][1]
+        transfer = Transfer(
+            everyone, source, destination, tag or None, key[1], _frame(),
+            is_send=isinstance(step, Send),
+        )  # fmt: skip
+        self.log.waits[i] = key
+        decision = self.rendezvous.exchange(transfer)
+        if transfer.is_over:
+            assert isinstance(step, Send) or transfer.value == key[1]  # in order
+            del self.log.waits[i]
+            return decision
+        self.inside[i] = key, transfer, True
+        if decision is None:
+            decision = self.rendezvous.wait_for_started(i, transfer)
         return decision
 
     def _merge(self, generation: Generation) -> None:
@@ -265,6 +332,10 @@ class Driver:
             merged = i in self.inside and self.inside[i][1].is_merged
             if key is None or merged:
                 assert row.state == "running", self.describe(mismatch)
+                continue
+            if isinstance(key[0][0], str):
+                assert row.state == "waiting", self.describe(mismatch)
+                assert row.collective.startswith(f"{key[0][0]} #{key[1]} "), self.describe(mismatch)
                 continue
             clash = len(set(self.log.arrived[key].values())) > 1
             waiting = bool(self.log.missing(key)) or clash
@@ -324,16 +395,23 @@ def random_schedule(program: Program, seed: int) -> Mismatch | None:
     return Driver(program, lambda count, _driver: rng.randrange(count)).play()
 
 
-def random_program(rng: random.Random, *, bend: bool) -> Program:
+def random_program(rng: random.Random, *, bend: bool, with_messages: bool = False) -> Program:
     """Make a program that can finish; with `bend`, change one replica's part of it at random."""
     count = rng.randint(2, 4)
     groups = [tuple(range(count))] + [
         tuple(sorted(rng.sample(range(count), rng.randint(1, count)))) for _ in range(2)
     ]
-    steps: list[list[Meet | Start | Await]] = [[] for _ in range(count)]
+    steps: list[list[Step]] = [[] for _ in range(count)]
     open_handles: list[list[int]] = [[] for _ in range(count)]
     num_started = [0] * count
     for _ in range(rng.randint(1, 5)):
+        if with_messages and rng.random() < 0.6:
+            source, destination = rng.sample(range(count), 2)
+            tag = rng.choice(("", "", "t"))
+            for _ in range(rng.randint(1, 3)):
+                steps[source].append(Send(destination, tag))
+                steps[destination].append(Receive(source, tag))
+            continue
         group, kind, starts = rng.choice(groups), rng.choice("AB"), rng.random() < 0.5
         for i in group:
             if open_handles[i] and rng.random() < 0.4:
@@ -350,9 +428,7 @@ def random_program(rng: random.Random, *, bend: bool) -> Program:
     return _bent(rng, steps, groups) if bend else steps
 
 
-def _bent(
-    rng: random.Random, steps: list[list[Meet | Start | Await]], groups: list[Members]
-) -> Program:
+def _bent(rng: random.Random, steps: list[list[Step]], groups: list[Members]) -> Program:
     for _ in range(rng.randint(1, 2)):
         i = rng.randrange(len(steps))
         own = steps[i]
@@ -366,17 +442,19 @@ def _bent(
         elif how == "kind" and own:
             place = rng.randrange(len(own))
             step = own[place]
-            if not isinstance(step, Await):
+            if isinstance(step, (Meet, Start)):
                 own[place] = type(step)(step.group, rng.choice("ABC"))
+            elif isinstance(step, Send):
+                own[place] = Send(step.to, rng.choice(("", "t", "u")))
         else:
             own.insert(place, Meet(rng.choice([g for g in groups if i in g])))
         steps[i] = _without_dangling(own)
     return steps
 
 
-def _without_dangling(steps: list[Meet | Start | Await]) -> list[Meet | Start | Await]:
+def _without_dangling(steps: list[Step]) -> list[Step]:
     """Drop awaits of what has not been started by then, which no program can write."""
-    kept: list[Meet | Start | Await] = []
+    kept: list[Step] = []
     num_started = 0
     for step in steps:
         if isinstance(step, Await) and step.index >= num_started:

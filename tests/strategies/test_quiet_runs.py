@@ -13,6 +13,7 @@ import pytest
 import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.cluster import LocalClosureEngine
+from aioreplica.errors import StallError
 from aioreplica.testing._devices import SimLaneTable
 from tests.conftest import mirrored
 
@@ -122,6 +123,33 @@ def test_the_warning_names_the_replica_that_holds_up_the_others(is_merging: bool
 
     assert ("The merge function holds up" in text) == is_merging
     assert ("no other replica came" in text) == (not is_merging)
+
+
+@pytest.mark.parametrize("is_circle", [False, True])
+def test_a_receive_is_warned_of_like_a_collective(is_circle: bool) -> None:
+    """In child tasks nothing is known of what their replicas do meanwhile."""
+
+    async def main() -> None:
+        async def step() -> None:
+            own = replica().replica_id_in_sync_group
+            if is_circle:
+                await asyncio.gather(replica().receive(from_=1 - own))
+            elif own == 0:
+                await replica().receive(from_=1)
+            else:
+                await asyncio.sleep(100)
+                await replica().send("late", to=0)
+
+        async with mirrored(2) as strategy:
+            try:
+                await strategy.run(step, options=ar.RunOptions(stall_timeout=200.0))
+            except StallError:
+                assert is_circle
+
+    [text] = run(main)[0]
+
+    assert "may wait for ever: for 10 s" in text
+    assert "receive #1 from replica 1" in text
 
 
 def test_a_blocked_loop_does_not_warn() -> None:

@@ -185,6 +185,9 @@ async def test_plain_steps_and_device_loops_are_refused(on_process: ar.OneDevice
         lambda ctx: ctx.all_reduce("sum", 1.0),
         lambda ctx: ctx.start_all_reduce("sum", 1.0),
         lambda ctx: ctx.run_on_device(len),
+        lambda ctx: ctx.send(1.0, to=0),
+        lambda ctx: ctx.receive(from_=0),
+        lambda ctx: ctx.blocking.send(1.0, to=0),
         lambda _ctx: ar.autodiff.all_reduce("sum", 1.0),
     ],
 )
@@ -193,6 +196,22 @@ async def test_whatever_meets_other_replicas_is_refused(
 ) -> None:
     with pytest.raises(ContextError, match=r"cpu:0, which runs in a device process"):
         await run_op(on_process, lambda: call(ar.get_replica_context()))
+
+
+@pytest.mark.asyncio
+async def test_steps_send_between_devices_of_both_kinds(devices: tuple[str, str]) -> None:
+    """The step runs in the program, and so do its sends; ops get what came as any argument."""
+
+    async def step() -> float:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        mine = ctx.replica_id_in_sync_group
+        await ctx.send(np.full(3, 1.0 + mine), to=1 - mine)
+        total: float = await ctx.run_on_device(np.sum, await ctx.receive(from_=1 - mine))
+        return float(total)
+
+    async with ar.MirroredStrategy(list(devices)) as strategy:
+        assert strategy.local_results(await strategy.run(step)) == (6.0, 3.0)
 
 
 @pytest.mark.asyncio
