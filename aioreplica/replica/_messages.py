@@ -146,7 +146,7 @@ class Transfer:
         return self.channel or self
 
     @property
-    def members(self) -> tuple[int, ...]:
+    def members(self) -> tuple[int, int]:
         """The two replicas, first the sender."""
         return self.source, self.destination
 

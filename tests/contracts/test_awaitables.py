@@ -60,6 +60,11 @@ def context() -> ar.ReplicaContext:
 ROW = ar.IndexedSlices(np.ones(1), np.array([1]), (2,))
 
 
+def other() -> int:
+    """Id of the other one of two replicas."""
+    return 1 - context().replica_id_in_sync_group
+
+
 IN_REPLICA: dict[str, Callable[[Parts], Awaitable[Any]]] = {
     "Collectives.agree": lambda p: context().agree(1),
     "Collectives.all": lambda p: context().all(True),
@@ -71,6 +76,8 @@ IN_REPLICA: dict[str, Callable[[Parts], Awaitable[Any]]] = {
     "Collectives.broadcast": lambda p: context().broadcast(1.0),
     "Collectives.merge_call": lambda p: context().merge_call(lambda strategy: 1),
     "Collectives.reduce_scatter": lambda p: context().reduce_scatter("sum", np.ones(2)),
+    "ReplicaContext.receive": lambda p: context().receive(other()),
+    "ReplicaContext.send": lambda p: context().send(1.0, other()),
     "ReplicaContext.update": lambda p: context().update(p.w, lambda w: None),
     "ReplicaContext.variable": lambda p: context().variable(1.0),
     "Extended.update": lambda p: p.strategy.extended.update(p.w, lambda w: None),
@@ -210,6 +217,7 @@ async def elsewhere(make: Callable[[], Awaitable[Any]]) -> None:
     await asyncio.to_thread(lambda: asyncio.run(main()))
 
 
+TO_ANOTHER = {"ReplicaContext.send", "ReplicaContext.receive"}  # takes two replicas
 AT_HOME_ANYWHERE = {"device_op"}  # it begins when it is awaited, on the loop that does that
 
 
@@ -217,11 +225,13 @@ AT_HOME_ANYWHERE = {"device_op"}  # it begins when it is awaited, on the loop th
 @pytest.mark.parametrize("name", sorted({*IN_REPLICA, *WARNED} - AT_HOME_ANYWHERE))
 async def test_awaitables_of_a_replica_are_refused_on_another_loop(name: str) -> None:
     """An op that has ended may be: its function has run, and its result is there."""
-    async with mirrored(1) as strategy:
+    async with mirrored(2 if name in TO_ANOTHER else 1) as strategy:
         parts = Parts(strategy)
         parts.gate.clear()
 
         async def step() -> None:
+            if context().replica_id_in_sync_group:
+                return
             made = {**IN_REPLICA, **WARNED}[name](parts)
             try:
                 await elsewhere(lambda: made)
@@ -371,10 +381,12 @@ async def test_awaitables_bound_to_a_loop_are_refused_on_another(name: str) -> N
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", [*IN_REPLICA, "Collectives.start_all_reduce"])
 async def test_a_call_of_replicas_on_a_thread_is_refused(name: str) -> None:
-    async with mirrored(1) as strategy:
+    async with mirrored(2 if name in TO_ANOTHER else 1) as strategy:
         parts = Parts(strategy)
 
         async def step() -> None:
+            if context().replica_id_in_sync_group:
+                return
             await asyncio.to_thread({**IN_REPLICA, **WARNED}[name], parts)
 
         with pytest.raises(ContextError):
