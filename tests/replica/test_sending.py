@@ -177,7 +177,7 @@ async def test_a_child_task_that_sends_later_is_no_circle(gang: ar.MirroredStrat
 
     async def step() -> Any:
         async def send_later() -> None:
-            await asyncio.sleep(0.001)
+            await idle()
             await me().run_on_device(int)
             await me().send(my_id(), to=right(size))
 
@@ -309,7 +309,7 @@ async def never_received() -> None:
 
 async def sent_to_one_that_has_gone() -> None:
     if my_id() == 1:
-        await asyncio.sleep(0.001)
+        await idle()
         await me().send(1, to=0, tag="a")
 
 
