@@ -19,6 +19,7 @@ from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
 from ._group import ReplicaGroup
 from ._meeting import Call, Collective, new_call
+from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
 from ._misuse import misuse_error
 from ._process_context import ProcessContext
@@ -26,7 +27,6 @@ from ._random import random_stream
 from ._replica import Replica
 from ._sending import receive, send
 from ._variables import create_variable, update_variable
-from ._waiter import TaskWaiter
 
 _RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called
 P = ParamSpec("P")

@@ -19,8 +19,8 @@ from ._meeting_point import MeetingPoint
 from ._messages import Transfer
 from ._misuse import blocking_misuse_error
 from ._rendezvous import Mismatch
-from ._replica import Replica
-from ._waiter import Waiter
+from ._replica import Replica, Waiter
+from ._sending import bring, exchange, tell_exchanged
 
 
 @final
@@ -89,14 +89,14 @@ class ThreadWaiter(Waiter):
         with lock:
             if point.is_aborted:
                 raise asyncio.CancelledError
-            decided = point.exchange(transfer)
+            decided = exchange(point, transfer)
             if type(decided) is Transfer:
                 woken = point.parked.pop(decided.replica_id, None)
             if not transfer.is_over:
                 point.parked[replica_id] = self._gate
                 if decided is None:
                     decided = point.rendezvous.wait_for_started(replica_id, transfer)
-        point.exchanged(transfer, decided)
+        tell_exchanged(point, transfer, decided)
         if woken is not None:  # outside the lock, which it may need
             woken.open()
         if isinstance(decided, Mismatch):
@@ -268,7 +268,7 @@ class _OpWait:
 
     def _bring(self, call: Call | Transfer) -> Generation | Transfer:
         if isinstance(call, Transfer):
-            self._point.bring(call)
+            bring(self._point, call)
             return call
         call.sequence = self._replica.next_in(call.group)
         self._point.made(call)

@@ -13,10 +13,9 @@ from ..context import PLACE, Place
 from ..devices import require_loop
 from ..errors import ContextError
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
-from ._meeting_point import MeetingPoint
+from ._meeting_point import MeetingPoint, TaskWaiter
 from ._misuse import is_loop_running, outlived_op_error
 from ._replica import Replica
-from ._waiter import TaskWaiter
 
 
 @final

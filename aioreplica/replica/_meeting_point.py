@@ -1,7 +1,7 @@
 """Meeting point of the replicas of one run: they arrive, one merge runs, all are released.
 
 The shell around the rendezvous, for tasks and device threads alike. Tasks share one future per
-generation (`_waiter.py`, the hot path), threads park at a gate each (`_device_waiters.py`). The
+generation (`TaskWaiter`, the hot path), threads park at a gate each (`_device_waiters.py`). The
 call that completes a generation merges it at once. Only a merge that awaits has a task of its own.
 
 Cancelling one waiting task cancels the future that all share; as the others can then never meet
@@ -16,25 +16,37 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from asyncio import current_task
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, final
 from weakref import proxy
 
 from ..context import PLACE
-from ..devices import Gate, is_interrupted
+from ..devices import (
+    CompletionQueue,
+    Gate,
+    Op,
+    OpTracker,
+    is_interrupted,
+    name_of_served_lane,
+    require_loop,
+)
 from ..errors import ReplicaRow
 from ..telemetry import ObservedCall, ObservedWait, Observers
 from ._failure import RunControl, add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
 from ._messages import SEND_BOUND, Transfer
+from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
-from ._replica import Replica, who_withdrew
+from ._replica import Replica, Waiter, who_withdrew
+from ._sending import exchange_in_task
 from ._stall import StartedWaits
+from ._table import two_at_once_error
 
 NO_LOCK = nullcontext()
 
@@ -126,64 +138,6 @@ class MeetingPoint:
             return call.group.open[call.sequence]
         self.run.abort_mismatch(decided)
         raise asyncio.CancelledError
-
-    # ---- messages ------------------------------------------------------------------------
-
-    def exchange(self, transfer: Transfer) -> Transfer | Mismatch | None:
-        """Bring a send or a receive to the rendezvous; where threads meet, under the lock.
-
-        Returns what ends the run, or the transfer that may go on now.
-        """
-        rendezvous = self.rendezvous
-        if rendezvous.messages is None:
-            rendezvous.open_messages(self.send_bound)
-            rendezvous.may_act = None if self.lock is not None else self.run.may_act
-        transfer.arrived_s = self.now()
-        return rendezvous.exchange(transfer)
-
-    def exchanged(self, transfer: Transfer, decided: Transfer | Mismatch | None) -> None:
-        """Tell observers of a send or a receive, and of the value that was handed over by it."""
-        self.made(transfer)
-        tell = self.observers.value_received
-        if tell is not None:
-            receive = decided if transfer.is_send else transfer
-            if isinstance(receive, Transfer) and receive.is_over:
-                tell(receive)
-
-    def bring(self, transfer: Transfer) -> None:
-        """Send or receive on the event loop; what is not over has a `waiter` afterwards.
-
-        Raises:
-            CancelledError: If the run was aborted.
-        """
-        if self.is_aborted:
-            raise asyncio.CancelledError
-        decided = self.exchange(transfer)
-        self.exchanged(transfer, decided)
-        if isinstance(decided, Mismatch):  # of a replica that returned: others may be failing
-            assert self.loop is not None  # there are several replicas
-            self.loop.call_soon(self.run.abort_mismatch, decided)
-        elif decided is not None:
-            decided.wake()
-        if transfer.is_over:
-            return
-        transfer.waiter = asyncio.Future(loop=self.loop)
-        timeout_s = transfer.group.timeout_s
-        if timeout_s is not None and self.loop is not None:
-            transfer.timer = self.loop.call_later(timeout_s, self.run.stalled, timeout_s, transfer)
-
-    def take_back(self, transfer: Transfer) -> None:
-        """Undo a send or a receive whose task was cancelled, on the event loop."""
-        messages = self.rendezvous.messages
-        if transfer.timer is not None:
-            transfer.timer.cancel()
-        if self.is_aborted or messages is None:
-            return
-        following = messages.withdraw(transfer)
-        if following is not None:
-            following.wake()
-
-    # ---- leaving -------------------------------------------------------------------------
 
     def leave(
         self, replica_id: int, state: ReplicaState, call: Call | None = None
@@ -468,3 +422,146 @@ def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
 def _tell_merge_ended(run: RunControl) -> None:
     with suppress(ReferenceError):  # the run was given up in an interrupt
         run.merge_ended()
+
+
+@final
+class TaskWaiter(Waiter):
+    """Waits as a task: every call gives an awaitable.
+
+    Args:
+        point: Where the replicas meet.
+        replica: Whose calls.
+        completions: Brings what threads do to the event loop, in order; None outside every run.
+        ops: The ops of the run that are in flight.
+    """
+
+    __slots__ = ("_completions", "_held_by", "_ops")
+
+    def __init__(
+        self,
+        point: MeetingPoint,
+        replica: Replica,
+        completions: CompletionQueue | None,
+        ops: OpTracker,
+    ) -> None:
+        self.point = point  # without super: each run makes one waiter per replica
+        self.replica = replica
+        self.home = self.place = None
+        self.thread_id = 0
+        self._completions = completions
+        self._ops = ops
+        self.unawaited = replica.unawaited
+        self._held_by: Op[Any] | None = None  # which has started collectives from its thread
+
+    @property
+    def is_here(self) -> bool:
+        """True if the calling code may make calls: the replica's own, and no op holds it."""
+        if PLACE.get() is self.place and get_ident() == self.thread_id and not self._ops.pending:
+            return True
+        return (PLACE.get() is self.place and self.is_on_loop()) or self.is_free()
+
+    async def meet(self, call: Call) -> Any:
+        """Bring a call to the rendezvous; return its part of the merge's result."""
+        replica, point = self.replica, self.point
+        if get_ident() != self.thread_id:  # made here and awaited by a loop of another thread
+            require_loop(point.loop or asyncio.get_running_loop(), call.describe())
+        del replica.unawaited[call]
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        if replica.waiting is not None:
+            raise self._two_at_once(call)
+        opened = call.group.open.get(call.sequence)
+        if opened is not None and opened.waiter is not None and opened.waiter.cancelled():
+            point.withdrew(replica, opened)  # given up by a replica that does not know it yet
+            raise asyncio.CancelledError
+        decided = point.rendezvous.arrive(replica.replica_id, call, point.now())
+        generation = decided if type(decided) is Generation else point.cannot_meet(decided, call)
+        if not call.position:
+            call.context = copy_context()
+        if not generation.missing:
+            point.merge(generation)
+            if generation.is_merged:
+                if point.is_solo:
+                    await asyncio.sleep(0)  # a loop of collectives must let others run
+                return generation.take(call.position)
+        waiter = generation.waiter or point.new_waiter(generation, call)
+        replica.waiting = task = current_task(point.loop)
+        replica.cancels_before = task.cancelling()  # type: ignore[union-attr]  # a task runs this
+        observers = point.observers
+        if observers.wait_began is not None:
+            observers.wait_began(generation)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            point.withdrew(replica, generation)
+            await generation.unread()
+            if point.loop is None:  # no run waits for the merge to end
+                await point.run.restart_outside()
+            raise
+        finally:
+            replica.waiting = None
+            if observers.wait_ended is not None:
+                observers.wait_ended(generation)
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        return generation.take(call.position)
+
+    def exchange(self, transfer: Transfer) -> Coroutine[Any, Any, Any]:
+        """Return what to await for a send or a receive."""
+        if not self.is_here:
+            raise self.misuse(transfer.name)
+        coroutine = self.replica.unawaited[transfer] = exchange_in_task(self, transfer)
+        return coroutine
+
+    def _two_at_once(self, call: Call) -> Exception:
+        held = self.point.rendezvous.current_call(self.replica.replica_id)
+        error = two_at_once_error(call, held)
+        if self.point.loop is not None:
+            self.point.run.abort(error)
+        return error
+
+    def elsewhere(self, call: Call) -> Any:
+        """Make a call where the replica has been held by an op until now; else a ContextError."""
+        if not self.is_free():
+            raise self.misuse(call.collective.name)
+        call.sequence = self.replica.next_in(call.group)
+        self.point.made(call)
+        coroutine = self.replica.unawaited[call] = self.meet(call)
+        return coroutine
+
+    def hold(self) -> tuple[Op[Any], CompletionQueue] | None:
+        """Let an op of the replica make calls from its thread until it is done.
+
+        Returns:
+            The op, and what takes the calls to the event loop, before the op's completion; None
+            if no op of the replica runs, or this is the thread of the event loop.
+        """
+        running = self._ops.running(self.replica.replica_id)
+        if self.home is None or self._completions is None or running is None or self.is_on_loop():
+            return None
+        self._held_by = running
+        self.place = None
+        return running, self._completions
+
+    def is_on_loop(self) -> bool:
+        """Tell whether the calling thread runs the event loop, and not an op."""
+        if get_ident() != self.thread_id:
+            return False
+        return not self._ops.pending or name_of_served_lane() is None  # ops may run in this thread
+
+    def is_free(self) -> bool:
+        """Tell whether calls may be made here after all: the op that started some is done."""
+        if self._held_by is None or not self._held_by.is_done:
+            return False
+        if PLACE.get() is not self.home or not self.is_on_loop():
+            return False
+        self._held_by = None
+        self.place = self.home
+        return True
+
+    def misuse(self, name: str) -> Exception:
+        """Build the error of a call made elsewhere."""
+        step = self.point.everyone.step
+        if self._held_by is not None and self.is_on_loop():
+            return held_by_op_error(name, self._held_by.fn_name)
+        return misuse_error(name, self.replica, step, self.home)

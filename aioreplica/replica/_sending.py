@@ -1,21 +1,31 @@
-"""Sends and receives as replicas call them: what is checked, and how a value is handed over."""
+"""Sends and receives as replicas call them: what is checked, handed over, told and waited for.
+
+The decisions are in `_messages.py` and `_rendezvous.py`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import operator
 from collections.abc import Hashable
+from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from array_api_compat import is_array_api_obj
 
+from ..devices import require_loop
 from ..devices.backends import untraced
 from ..tree import unflatten
 from ._meeting import SyncGroup
 from ._messages import Transfer
 from ._reductions import payload_of
-from ._waiter import Waiter
+from ._rendezvous import Mismatch
+from ._replica import Waiter
+
+if TYPE_CHECKING:
+    from ._meeting_point import MeetingPoint
 
 
 def send(
@@ -50,6 +60,94 @@ def receive(
     source = _other(from_, own, everyone, "receive", "from_")
     _require_tag(tag, "receive")
     return waiter.exchange(Transfer(everyone, source, own, tag, None, frame, is_send=False))
+
+
+async def exchange_in_task(waiter: Waiter, transfer: Transfer) -> Any:
+    """Send or receive, and wait in the calling task; return what came.
+
+    Cancellation:
+        A send that waits is not made; a receive takes nothing.
+    """
+    replica, point = waiter.replica, waiter.point
+    if get_ident() != waiter.thread_id:  # made here and awaited by a loop of another thread
+        require_loop(point.loop or asyncio.get_running_loop(), transfer.describe())
+    del replica.unawaited[transfer]
+    bring(point, transfer)
+    future = transfer.waiter
+    if future is None:
+        return transfer.result
+    blocks = asyncio.current_task(point.loop) is replica.work
+    ended = point.wait_for_started(replica, transfer, blocks=blocks)
+    try:
+        await future
+    except asyncio.CancelledError:
+        _take_back(point, transfer)
+        raise
+    finally:
+        ended()
+    if point.is_aborted:
+        raise asyncio.CancelledError
+    return transfer.result
+
+
+def bring(point: MeetingPoint, transfer: Transfer) -> None:
+    """Send or receive on the event loop; what is not over has a `waiter` afterwards.
+
+    Raises:
+        CancelledError: If the run was aborted.
+    """
+    if point.is_aborted:
+        raise asyncio.CancelledError
+    decided = exchange(point, transfer)
+    tell_exchanged(point, transfer, decided)
+    assert point.loop is not None  # there are several replicas
+    if isinstance(decided, Mismatch):  # of a replica that returned: others may be failing
+        point.loop.call_soon(point.run.abort_mismatch, decided)
+    elif decided is not None:
+        decided.wake()
+    if transfer.is_over:
+        return
+    transfer.waiter = asyncio.Future(loop=point.loop)
+    timeout_s = transfer.group.timeout_s
+    if timeout_s is not None:
+        transfer.timer = point.loop.call_later(timeout_s, point.run.stalled, timeout_s, transfer)
+
+
+def exchange(point: MeetingPoint, transfer: Transfer) -> Transfer | Mismatch | None:
+    """Bring a send or a receive to the rendezvous; where threads meet, under the lock.
+
+    Returns what ends the run, or the transfer that may go on now.
+    """
+    rendezvous = point.rendezvous
+    if rendezvous.messages is None:
+        rendezvous.open_messages(point.send_bound)
+        rendezvous.may_act = None if point.lock is not None else point.run.may_act
+    transfer.arrived_s = point.now()
+    return rendezvous.exchange(transfer)
+
+
+def tell_exchanged(
+    point: MeetingPoint, transfer: Transfer, decided: Transfer | Mismatch | None
+) -> None:
+    """Tell observers of a send or a receive, and of the value that was handed over by it."""
+    point.made(transfer)
+    tell = point.observers.value_received
+    if tell is not None:
+        receive = decided if transfer.is_send else transfer
+        if isinstance(receive, Transfer) and receive.is_over:
+            tell(receive)
+
+
+def _take_back(point: MeetingPoint, transfer: Transfer) -> None:
+    """Undo a send or a receive whose task was cancelled, on the event loop."""
+    messages = point.rendezvous.messages
+    if transfer.timer is not None:
+        transfer.timer.cancel()
+    if point.is_aborted or messages is None:
+        return
+    following = messages.withdraw(transfer)
+    if following is not None:
+        following.wake()
 
 
 def _other(given: int, own: int, everyone: SyncGroup, what: str, argument: str) -> int:
