@@ -20,7 +20,7 @@ from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
 from ._meeting import CallSite, Collective, SyncGroup, new_call
-from ._meeting_point import MeetingPoint, TaskWaiter
+from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._merge_call import MERGE_CALL
 from ._misuse import no_blocking_handle_error
 from ._reductions import (
@@ -32,7 +32,6 @@ from ._reductions import (
     payload_of,
     payload_of_numbers,
 )
-from ._replica import Waiter
 
 T = TypeVar("T")
 Op: TypeAlias = ReduceOp | OpName

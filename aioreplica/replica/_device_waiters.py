@@ -10,17 +10,18 @@ import asyncio
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from ..context import LOOP, PLACE
-from ..devices import HOST, Gate, OpTracker, lend_lane, name_of_served_lane, new_gate
+from ..devices import HOST, OpTracker, lend_lane, name_of_served_lane, new_gate
 from ._meeting import Call, Generation, WaitedFor
-from ._meeting_point import MeetingPoint
+from ._meeting_point import MeetingPoint, Waiter
 from ._messages import Transfer
 from ._misuse import blocking_misuse_error
-from ._rendezvous import Mismatch
-from ._replica import Replica, Waiter
-from ._sending import bring, exchange, tell_exchanged
+from ._replica import Replica
+
+Bring: TypeAlias = Callable[[MeetingPoint, Transfer], None]
+"""Brings a send or a receive to the rendezvous, on the event loop."""
 
 
 @final
@@ -32,11 +33,11 @@ class ThreadWaiter(Waiter):
     until it was ended: whatever it raised before would look like its own failure.
     """
 
-    __slots__ = ("_gate",)
+    __slots__ = ("gate",)
 
     def __init__(self, point: MeetingPoint, replica: Replica) -> None:
         super().__init__(point, replica)
-        self._gate = new_gate(point.loop)
+        self.gate = new_gate(point.loop)
 
     def meet(self, call: Call) -> Any:
         """Bring a call to the rendezvous; return its part of the merge's result."""
@@ -55,7 +56,7 @@ class ThreadWaiter(Waiter):
             # What crosses workers reads this array, and opens the gate when it does no more.
             must_wait = not is_complete or call.group.across is not None
             if must_wait:
-                point.parked[replica_id] = self._gate
+                point.parked[replica_id] = self.gate
         if type(decided) is not Generation:
             point.post(point.run.abort_mismatch, decided)
             self._park()
@@ -68,55 +69,27 @@ class ThreadWaiter(Waiter):
                 with lock:
                     must_wait = not decided.is_merged and not point.is_aborted
                     if must_wait:
-                        point.parked[replica_id] = self._gate
+                        point.parked[replica_id] = self.gate
             if must_wait:
-                self._wait_for(decided, None, call)
+                self.wait_for(decided, None, call)
         else:
             own = call.collective.options(call.argument)
             timeout_s = decided.group.timeout_s if own is None else own.timeout_seconds
-            self._wait_for(decided, timeout_s, call)
+            self.wait_for(decided, timeout_s, call)
         if point.is_aborted and not decided.is_merged:  # else what was written is kept: finish
             raise asyncio.CancelledError
         return decided.take(call.position)
 
-    def exchange(self, transfer: Transfer) -> Any:
-        """Send or receive; return what came."""
-        point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
-        if not self.is_here:
-            raise self._misuse(transfer.name, transfer.group.step)
-        assert lock is not None  # threads meet here
-        woken: Gate | None = None
-        with lock:
-            if point.is_aborted:
-                raise asyncio.CancelledError
-            decided = exchange(point, transfer)
-            if type(decided) is Transfer:
-                woken = point.parked.pop(decided.replica_id, None)
-            if not transfer.is_over:
-                point.parked[replica_id] = self._gate
-                if decided is None:
-                    decided = point.rendezvous.wait_for_started(replica_id, transfer)
-        tell_exchanged(point, transfer, decided)
-        if woken is not None:  # outside the lock, which it may need
-            woken.open()
-        if isinstance(decided, Mismatch):
-            point.post(point.run.abort_mismatch, decided)
-        if not transfer.is_over:
-            self._wait_for(transfer, transfer.group.timeout_s, transfer)
-            with lock:
-                point.rendezvous.waited_for_started(replica_id, transfer)
-        if not transfer.is_over:
-            raise asyncio.CancelledError
-        return transfer.result
-
     def elsewhere(self, call: Call) -> Any:
         """Raise a ContextError: only the device thread makes the calls of its replica."""
-        raise self._misuse(call.collective.name, call.group.step)
+        raise self.misuse(call.collective.name)
 
-    def _misuse(self, name: str, step: int) -> Exception:
+    def misuse(self, name: str) -> Exception:
+        """Build the error of a call made elsewhere."""
+        step = self.point.everyone.step
         return blocking_misuse_error(name, self.replica, step, self.place, is_async=False)
 
-    def _wait_for(
+    def wait_for(
         self, generation: WaitedFor, timeout_s: float | None, call: Call | Transfer
     ) -> None:
         """Park for as long as allowed, then until the run was ended."""
@@ -137,7 +110,7 @@ class ThreadWaiter(Waiter):
     def _park(self, timeout_s: float | None = None) -> bool:
         """Wait until the gate is opened; False if that took too long."""
         try:
-            return self._gate.wait(timeout_s)
+            return self.gate.wait(timeout_s)
         except asyncio.CancelledError:
             self.point.abandon()
             raise
@@ -170,12 +143,11 @@ class OpWaiter(Waiter):
         waiting = _OpWait(self.point, self.replica, call, loop, self._ops)
         return waiting.result()
 
-    def exchange(self, transfer: Transfer) -> Any:
-        """Have the event loop send or receive; wait for what comes."""
+    def exchange(self, transfer: Transfer, bring: Bring) -> Any:
+        """Have the event loop send or receive, by `bring`; wait for what comes."""
         loop = self.point.loop
-        if loop is None or not self.is_in_op():
-            raise self.misuse(transfer.name)
-        return _OpWait(self.point, self.replica, transfer, loop, self._ops).result()
+        assert loop is not None  # ops of a replica run in runs only
+        return _OpWait(self.point, self.replica, transfer, loop, self._ops, bring).result()
 
     def elsewhere(self, call: Call) -> Any:
         """Make a call in the thread of an op; a ContextError anywhere else."""
@@ -201,7 +173,9 @@ class OpWaiter(Waiter):
 class _OpWait:
     """One call, or one message, on its way from an op's thread to the event loop and back."""
 
-    __slots__ = ("_call", "_error", "_found", "_gate", "_loop", "_ops", "_point", "_replica")
+    __slots__ = (
+        "_bring", "_call", "_error", "_found", "_gate", "_loop", "_ops", "_point", "_replica",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -210,7 +184,9 @@ class _OpWait:
         call: Call | Transfer,
         loop: asyncio.AbstractEventLoop,
         ops: OpTracker,
+        bring: Bring | None = None,
     ) -> None:
+        self._bring = bring
         self._ops = ops
         self._point = point
         self._replica = replica
@@ -253,7 +229,7 @@ class _OpWait:
     def _begin(self) -> None:
         point, replica = self._point, self._replica
         try:
-            self._found = found = self._bring(self._call)
+            self._found = found = self._arrive(self._call)
             waiter = found.waiter
             if waiter is None or waiter.done():
                 self._end(None, waiter)
@@ -266,9 +242,10 @@ class _OpWait:
             return
         waiter.add_done_callback(partial(self._end, ended))
 
-    def _bring(self, call: Call | Transfer) -> Generation | Transfer:
+    def _arrive(self, call: Call | Transfer) -> Generation | Transfer:
         if isinstance(call, Transfer):
-            bring(self._point, call)
+            assert self._bring is not None  # given with it
+            self._bring(self._point, call)
             return call
         call.sequence = self._replica.next_in(call.group)
         self._point.made(call)

@@ -33,10 +33,6 @@ class RunControl(ABC):
         """End the run because replicas waited too long in a collective, or for a message."""
 
     @abstractmethod
-    def may_act(self, replica_id: int, num_waits: int) -> bool:
-        """Tell whether a replica does something besides its `num_waits` waits in the meeting."""
-
-    @abstractmethod
     def merge_ended(self) -> None:
         """Record that the task of a merge has ended."""
 

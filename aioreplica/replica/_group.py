@@ -16,9 +16,8 @@ fail in the same cycle.
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine, Sequence
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from functools import partial
 from typing import Any, final
 
@@ -393,38 +392,9 @@ class ReplicaGroup(RunControl):
     def progress(self) -> tuple[int, int, int]:
         """Return counts that change whenever something happens."""
         done = self.ops.num_done + sum(r.sequence + r.steps_done for r in self.replicas)
-        messages = self.point.rendezvous.messages
-        if messages is not None:
+        if (messages := self.point.rendezvous.messages) is not None:
             done += messages.num_moved
         return self.point.num_merges, self._num_left, done
-
-    def may_act(self, replica_id: int, num_waits: int) -> bool:
-        """Tell whether a replica does something besides its `num_waits` waits in the meeting.
-
-        A task of it may be about to call, or an op. Only looked at where a circle was found.
-        """
-        actors = sum(each.replica_id == replica_id for each in self.ops.pending)
-        # The task that awaits an op which waits here is one with it.
-        actors -= self.ops.blocks(replica_id, self.replicas[replica_id].work)
-        actors += sum(self._is_of(replica_id, task) for task in asyncio.all_tasks(self._loop))
-        return actors > num_waits
-
-    def _is_of(self, replica_id: int, task: asyncio.Task[Any]) -> bool:
-        """Tell whether a task runs as a replica: its own, or a child."""
-        for context in contexts_of(task):
-            place = context.get(PLACE)
-            if place is not None and place.replica is not None:
-                own = place.replica
-                return own.op_tracker is self.ops and own.local_replica_id == replica_id
-        return False
-
-
-def contexts_of(task: asyncio.Task[Any]) -> list[Context]:
-    """Return the context variables that a task runs with."""
-    get_context = getattr(task, "get_context", None)
-    if get_context is not None:
-        return [get_context()]
-    return [each for each in gc.get_referents(task) if isinstance(each, Context)]  # Python 3.11
 
 
 def running_ops(group: ReplicaGroup) -> list[tuple[str, str]]:

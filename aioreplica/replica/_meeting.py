@@ -54,11 +54,11 @@ class WaitedFor(Protocol):
 
     @property
     def missing(self) -> int:
-        """How many replicas have to come before the wait can end."""
+        """Number of replicas that have to come before the wait can end."""
 
     @property
     def is_merged(self) -> bool:
-        """Whether those who wait were released."""
+        """True if those who wait were released."""
 
     def describe(self) -> str:
         """Name it, with its number."""
@@ -511,6 +511,8 @@ class Generation:
 
     def give_up(self) -> None:
         """Cancel all who wait, on the event loop."""
+        if self.timer is not None:
+            self.timer.cancel()
         for future in (self.waiter, *(self.watchers or ())):
             if future is not None:
                 future.cancel()

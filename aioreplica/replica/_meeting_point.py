@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from asyncio import current_task
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
@@ -25,7 +26,7 @@ from threading import Lock, get_ident
 from typing import Any, final
 from weakref import proxy
 
-from ..context import PLACE
+from ..context import PLACE, Place
 from ..devices import (
     CompletionQueue,
     Gate,
@@ -39,12 +40,11 @@ from ..errors import ReplicaRow
 from ..telemetry import ObservedCall, ObservedWait, Observers
 from ._failure import RunControl, add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
-from ._messages import SEND_BOUND, Transfer
+from ._messages import Transfer
 from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
-from ._replica import Replica, Waiter, who_withdrew
-from ._sending import exchange_in_task
+from ._replica import Replica, who_withdrew
 from ._stall import StartedWaits
 from ._table import two_at_once_error
 
@@ -64,6 +64,7 @@ class MeetingPoint:
         run: What ends the run, see `RunControl`.
 
     Attributes:
+        replicas: As given.
         is_aborted: Set by the run when it ends early; every later await here raises
             CancelledError.
         num_merges: How many merges have ended, a sign of progress.
@@ -74,10 +75,7 @@ class MeetingPoint:
         parked: The gates of the replicas whose device threads wait.
         on_abort: What else is called when the run is aborted: on any thread, perhaps repeatedly.
         host_calls: Cancel what the event loop does for device threads, on the loop.
-        send_bound: How many values are kept between two replicas before a send waits.
     """
-
-    send_bound = SEND_BOUND  # of the class: a run sets its own if it has one
 
     def __init__(
         self,
@@ -101,7 +99,7 @@ class MeetingPoint:
         self.run: RunControl = proxy(run)  # the run holds the point: no circle
         self.lock = Lock() if everyone.is_blocking else None
         self.parked: dict[int, Gate] = {}
-        self._replicas = replicas
+        self.replicas = replicas
         self.on_abort: list[Callable[[], None]] = []
         self.host_calls: dict[Callable[[], None], None] = {}
         self._started: StartedWaits | None = None
@@ -152,7 +150,7 @@ class MeetingPoint:
         """End the run if a cancelled wait was a withdrawal; find out whose cancellation it was."""
         if self.is_aborted or generation.is_merged:
             return
-        who = [r for r in self._replicas if self.rendezvous.is_in(r.replica_id, generation)]
+        who = [r for r in self.replicas if self.rendezvous.is_in(r.replica_id, generation)]
         replica = who_withdrew(who, replica)
         mismatch = self.rendezvous.leave(replica.replica_id, ReplicaState.WITHDREW)
         if mismatch is not None:
@@ -304,9 +302,7 @@ class MeetingPoint:
     def wait_for_started(
         self, replica: Replica, generation: WaitedFor, *, blocks: bool
     ) -> Callable[[], None]:
-        """Record that something of a replica waits for what was started, or for a message.
-
-        Returns how that ends.
+        """Record a wait for what was started, or for a message; return how that ends.
 
         Raises:
             CancelledError: If the run is ended, because the replicas can never meet.
@@ -348,13 +344,8 @@ class MeetingPoint:
     def cancel(self) -> None:
         """Wake all who wait, once their arrays are not read; child tasks may be among them."""
         if self.lock is None:
-            for generation in self.rendezvous.open_generations():
-                generation.give_up()
-                if generation.timer is not None:
-                    generation.timer.cancel()
-            messages = self.rendezvous.messages
-            for transfer in () if messages is None else messages.waiting():
-                transfer.give_up()
+            for waited in self.rendezvous.open_waits():
+                waited.give_up()
         reading = None
         for generation, has_begun in list(self.merging.items()):
             pending, own = generation.pending, None
@@ -422,6 +413,55 @@ def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
 def _tell_merge_ended(run: RunControl) -> None:
     with suppress(ReferenceError):  # the run was given up in an interrupt
         run.merge_ended()
+
+
+class Waiter(ABC):
+    """Waiting of the calls of one replica.
+
+    Attributes:
+        point: Where the replicas meet.
+        replica: Whose calls.
+        home: The place of the replica's code; None before and after.
+        place: Where calls may be made: `home`, or None while an op of the replica makes them.
+        thread_id: The thread in which they may be made.
+        unawaited: Calls whose coroutine has not been started; None where results come at once.
+    """
+
+    __slots__ = ("home", "place", "point", "replica", "thread_id", "unawaited")
+
+    def __init__(self, point: MeetingPoint, replica: Replica) -> None:
+        self.point = point
+        self.replica = replica
+        self.home: Place | None = None
+        self.place: Place | None = None
+        self.thread_id = 0
+        self.unawaited: dict[Call | Transfer, Coroutine[Any, Any, Any]] | None = None
+
+    def open(self, place: Place) -> None:
+        """Allow calls where `place` is current, in the calling thread."""
+        self.thread_id = get_ident()
+        self.home = self.place = place
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self.home = self.place = None
+
+    @property
+    def is_here(self) -> bool:
+        """True if the calling code may make calls."""
+        return PLACE.get() is self.place and get_ident() == self.thread_id
+
+    @abstractmethod
+    def meet(self, call: Call) -> Any:
+        """Bring a call to the meeting point; return its result, or what to await for it."""
+
+    @abstractmethod
+    def elsewhere(self, call: Call) -> Any:
+        """Bring a call, not numbered yet, from where `is_here` is false.
+
+        Raises:
+            ContextError: If it must not be made there.
+        """
 
 
 @final
@@ -505,13 +545,6 @@ class TaskWaiter(Waiter):
         if point.is_aborted:
             raise asyncio.CancelledError
         return generation.take(call.position)
-
-    def exchange(self, transfer: Transfer) -> Coroutine[Any, Any, Any]:
-        """Return what to await for a send or a receive."""
-        if not self.is_here:
-            raise self.misuse(transfer.name)
-        coroutine = self.replica.unawaited[transfer] = exchange_in_task(self, transfer)
-        return coroutine
 
     def _two_at_once(self, call: Call) -> Exception:
         held = self.point.rendezvous.current_call(self.replica.replica_id)

@@ -21,7 +21,7 @@ from ..telemetry import MessageEntry, source_line
 from ._meeting import SyncGroup
 
 SEND_BOUND = 2
-"""How many values a channel keeps before a send waits, unless the run says otherwise."""
+"""Number of values that a channel keeps before a send waits, unless the run says otherwise."""
 
 
 @final
@@ -157,12 +157,12 @@ class Transfer:
 
     @property
     def missing(self) -> int:
-        """How many replicas have to come: the other one, until it is over."""
+        """Number of replicas that have to come: the other one, until it is over."""
         return 0 if self.is_over else 1
 
     @property
     def is_merged(self) -> bool:
-        """Whether it is over, in the words of a generation."""
+        """True if it is over, in the words of a generation."""
         return self.is_over
 
     @property

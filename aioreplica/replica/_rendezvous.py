@@ -210,7 +210,10 @@ class Rendezvous:
             self._failed = True
             return None
         if state is ReplicaState.WITHDREW:
-            return self._mismatch(partial(self._withdrawal, replica_id, call))
+            call = call or self.current_call(replica_id)
+            assert call is not None
+            number, current = self.everyone.global_id(replica_id), self._current[replica_id]
+            return self._mismatch(partial(_withdrawal, number, current, call))
         self._gone.append(replica_id)
         current = self._current[replica_id]
         if current is not None and current.missing:
@@ -219,7 +222,10 @@ class Rendezvous:
             for generation in self.open_generations():
                 if generation.lacks(replica_id):
                     return self._absence(generation)
-        return None if self.messages is None else self._unmet_messages(self.messages, replica_id)
+        explain = None if self.messages is None else _unmet(self.messages, replica_id)
+        if explain is None:
+            return None
+        return self._mismatch(explain, follows_return=True, is_of_messages=True)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -243,6 +249,11 @@ class Rendezvous:
         for group in self._groups.values():
             found += group.open.values()
         return found
+
+    def open_waits(self) -> list[Generation | Transfer]:
+        """Return what is waited for in any group, and the sends and receives that wait."""
+        transfers = () if self.messages is None else self.messages.waiting()
+        return [*self.open_generations(), *transfers]
 
     def is_in(self, replica_id: int, generation: Generation) -> bool:
         """Tell whether a generation is the newest that a replica came to wait in."""
@@ -287,36 +298,16 @@ class Rendezvous:
 
     # ---- decisions -----------------------------------------------------------------------
 
-    def _mismatch(
-        self,
-        explain: Callable[[], str],
-        *,
-        follows_return: bool = False,
-        is_of_messages: bool = False,
-    ) -> Mismatch | None:
+    def _mismatch(self, explain: Callable[[], str], **kind: bool) -> Mismatch | None:
         """Decide that the run is over, unless that is decided or a failure explains it better."""
         if self._failed or self._is_over:
             return None
         self._is_over = True
-        return Mismatch(explain(), self.rows(), follows_return, is_of_messages)
+        return Mismatch(explain(), self.rows(), **kind)
 
     def _absence(self, generation: Generation) -> Mismatch | None:
         """Decide that a generation can never be complete, because a member has returned."""
-        return self._mismatch(partial(self._who_is_absent, generation), follows_return=True)
-
-    def _unmet_messages(self, messages: Messages, returned: int) -> Mismatch | None:
-        """Decide that a message never arrives, because a replica has returned."""
-        own, lost = messages.waiting_of(returned), messages.not_received(returned)
-        waiting = messages.waiting_for(returned)
-        if own:
-            explain = partial(_left_in_message, returned, own[0])
-        elif lost is not None:
-            explain = partial(_never_received, lost)
-        elif waiting is not None:
-            explain = partial(_gone_peer, waiting)
-        else:
-            return None
-        return self._mismatch(explain, follows_return=True, is_of_messages=True)
+        return self._mismatch(partial(_who_is_absent, self._gone, generation), follows_return=True)
 
     def _all_waits(self, replica_id: int) -> list[WaitedFor]:
         """Return the incomplete generations and messages that tasks of a replica wait for.
@@ -355,14 +346,9 @@ class Rendezvous:
         stuck, may_act = self._stuck(waits_of), self.may_act
         if may_act is None or not _has_messages(stuck):
             return stuck
-        acting = {i for i in stuck if may_act(i, self._num_waits(i))}
+        waits, current = self._handle_waits, self._current
+        acting = {i for i in stuck if may_act(i, _num_waits(waits.get(i, {}), current[i]))}
         return self._stuck(lambda i: [] if i in acting else waits_of(i)) if acting else stuck
-
-    def _num_waits(self, replica_id: int) -> int:
-        """Return how many tasks and ops of a replica wait here."""
-        current = self._current[replica_id]
-        is_in_call = current is not None and not current.is_merged
-        return sum(self._handle_waits.get(replica_id, {}).values()) + is_in_call
 
     def _stuck(self, waits_of: Callable[[int], list[WaitedFor]]) -> dict[int, list[WaitedFor]]:
         """Return the replicas that can never continue, and what they wait for.
@@ -424,26 +410,24 @@ class Rendezvous:
             "-" if call is None else call.site,
         )
 
-    def _who_is_absent(self, generation: Generation) -> str:
-        name_of = generation.group.global_id
-        gone = sorted(map(name_of, filter(generation.lacks, self._gone)))
-        waiting = tuple(map(name_of, generation.present_members()))
-        return (
-            f"{_name(gone)} returned while {_name(waiting, 'replica')} "
-            f"wait{'s' if len(waiting) == 1 else ''} in {generation.first.describe()}"
-        )
 
-    def _withdrawal(self, replica_id: int, given_up: Call | None) -> str:
-        call = given_up or self.current_call(replica_id)
-        assert call is not None
-        current = self._current[replica_id]
-        is_merging = current is not None and not current.missing and not current.is_merged
-        merging = ", while its merge was running" if is_merging else ""
-        number = self.everyone.global_id(replica_id)
-        return (
-            f"Replica {number} withdrew from {call.describe()}{merging} "
-            "(a timeout or cancellation inside the replica)"
-        )
+def _who_is_absent(gone: Sequence[int], generation: Generation) -> str:
+    name_of = generation.group.global_id
+    absent = sorted(map(name_of, filter(generation.lacks, gone)))
+    waiting = tuple(map(name_of, generation.present_members()))
+    return (
+        f"{_name(absent)} returned while {_name(waiting, 'replica')} "
+        f"wait{'s' if len(waiting) == 1 else ''} in {generation.first.describe()}"
+    )
+
+
+def _withdrawal(number: int, current: Generation | None, call: Call) -> str:
+    is_merging = current is not None and not current.missing and not current.is_merged
+    merging = ", while its merge was running" if is_merging else ""
+    return (
+        f"Replica {number} withdrew from {call.describe()}{merging} "
+        "(a timeout or cancellation inside the replica)"
+    )
 
 
 def _clash(generation: Generation) -> str:
@@ -465,8 +449,24 @@ def _clash(generation: Generation) -> str:
     raise AssertionError("no two calls differ")
 
 
+def _num_waits(waits: dict[WaitedFor, int], current: Generation | None) -> int:
+    """Return how many tasks and ops of a replica wait in the meeting."""
+    return sum(waits.values()) + (current is not None and not current.is_merged)
+
+
 def _has_messages(stuck: dict[int, list[WaitedFor]]) -> bool:
     return any(type(each) is Transfer for own in stuck.values() for each in own)
+
+
+def _unmet(messages: Messages, returned: int) -> Callable[[], str] | None:
+    """Find a message that never arrives because a replica has returned; return its explanation."""
+    own, lost = messages.waiting_of(returned), messages.not_received(returned)
+    waiting = messages.waiting_for(returned)
+    if own:
+        return partial(_left_in_message, returned, own[0])
+    if lost is not None:
+        return partial(_never_received, lost)
+    return None if waiting is None else partial(_gone_peer, waiting)
 
 
 def _gone_peer(transfer: Transfer) -> str:

@@ -1,22 +1,16 @@
-"""One replica of one run: the mutable state that its group keeps of it, and how it waits."""
+"""One replica of one run: the mutable state that its group keeps of it."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from inspect import CORO_CLOSED, getcoroutinestate
-from threading import get_ident
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from ..context import PLACE, Place
 from ..devices import Op
 from ._meeting import Call, SyncGroup
 from ._messages import Transfer
-
-if TYPE_CHECKING:
-    from ._meeting_point import MeetingPoint
 
 
 @final
@@ -145,60 +139,3 @@ def warn_never_awaited(replicas: Sequence[Replica]) -> None:
             file,
             line,
         )
-
-
-class Waiter(ABC):
-    """Waiting of the calls of one replica.
-
-    Attributes:
-        point: Where the replicas meet.
-        replica: Whose calls.
-        home: The place of the replica's code; None before and after.
-        place: Where calls may be made: `home`, or None while an op of the replica makes them.
-        thread_id: The thread in which they may be made.
-        unawaited: Calls whose coroutine has not been started; None where results come at once.
-    """
-
-    __slots__ = ("home", "place", "point", "replica", "thread_id", "unawaited")
-
-    def __init__(self, point: MeetingPoint, replica: Replica) -> None:
-        self.point = point
-        self.replica = replica
-        self.home: Place | None = None
-        self.place: Place | None = None
-        self.thread_id = 0
-        self.unawaited: dict[Call | Transfer, Coroutine[Any, Any, Any]] | None = None
-
-    def open(self, place: Place) -> None:
-        """Allow calls where `place` is current, in the calling thread."""
-        self.thread_id = get_ident()
-        self.home = self.place = place
-
-    def close(self) -> None:
-        """Refuse everything from now on."""
-        self.home = self.place = None
-
-    @property
-    def is_here(self) -> bool:
-        """True if the calling code may make calls."""
-        return PLACE.get() is self.place and get_ident() == self.thread_id
-
-    @abstractmethod
-    def meet(self, call: Call) -> Any:
-        """Bring a call to the meeting point; return its result, or what to await for it."""
-
-    @abstractmethod
-    def exchange(self, transfer: Transfer) -> Any:
-        """Send or receive; return what came, or what to await for it.
-
-        Raises:
-            ContextError: If it must not be done here.
-        """
-
-    @abstractmethod
-    def elsewhere(self, call: Call) -> Any:
-        """Bring a call, not numbered yet, from where `is_here` is false.
-
-        Raises:
-            ContextError: If it must not be made there.
-        """

@@ -6,26 +6,29 @@ The decisions are in `_messages.py` and `_rendezvous.py`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
+from contextvars import Context
+from functools import partial
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from array_api_compat import is_array_api_obj
 
-from ..devices import require_loop
+from ..context import PLACE, Place
+from ..devices import Gate, OpTracker, require_loop
 from ..devices.backends import untraced
 from ..tree import unflatten
+from ._device_waiters import OpWaiter, ThreadWaiter
 from ._meeting import SyncGroup
+from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._messages import Transfer
 from ._reductions import payload_of
 from ._rendezvous import Mismatch
-from ._replica import Waiter
-
-if TYPE_CHECKING:
-    from ._meeting_point import MeetingPoint
+from ._replica import Replica
 
 
 def send(
@@ -43,7 +46,9 @@ def send(
     _require_tag(tag, "send")
     leaves, spec, _ = payload_of(value, "send", waiter.home)
     handed = unflatten(spec, [_handed_over(leaf) for leaf in leaves])
-    return waiter.exchange(Transfer(everyone, own, destination, tag, handed, frame, is_send=True))
+    return _carry_out(
+        waiter, Transfer(everyone, own, destination, tag, handed, frame, is_send=True)
+    )
 
 
 def receive(
@@ -59,10 +64,60 @@ def receive(
     own = waiter.replica.replica_id
     source = _other(from_, own, everyone, "receive", "from_")
     _require_tag(tag, "receive")
-    return waiter.exchange(Transfer(everyone, source, own, tag, None, frame, is_send=False))
+    return _carry_out(waiter, Transfer(everyone, source, own, tag, None, frame, is_send=False))
 
 
-async def exchange_in_task(waiter: Waiter, transfer: Transfer) -> Any:
+def _carry_out(waiter: Waiter, transfer: Transfer) -> Any:
+    """Send or receive; return what came, or for a task what to await for it.
+
+    Raises:
+        ContextError: If called elsewhere than in the replica.
+    """
+    if isinstance(waiter, TaskWaiter):
+        if not waiter.is_here:
+            raise waiter.misuse(transfer.name)
+        coroutine = waiter.replica.unawaited[transfer] = _in_task(waiter, transfer)
+        return coroutine
+    if isinstance(waiter, ThreadWaiter):
+        if not waiter.is_here:
+            raise waiter.misuse(transfer.name)
+        return _in_thread(waiter, transfer)
+    assert isinstance(waiter, OpWaiter)
+    if not waiter.is_in_op():
+        raise waiter.misuse(transfer.name)
+    return waiter.exchange(transfer, bring)
+
+
+def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> Any:
+    """Send or receive, and wait in the calling device thread; return what came."""
+    point, replica_id, lock = waiter.point, waiter.replica.replica_id, waiter.point.lock
+    assert lock is not None  # threads meet here
+    woken: Gate | None = None
+    with lock:
+        if point.is_aborted:
+            raise asyncio.CancelledError
+        decided = _exchange(point, transfer)
+        if isinstance(decided, Transfer):
+            woken = point.parked.pop(decided.replica_id, None)
+        if not transfer.is_over:
+            point.parked[replica_id] = waiter.gate
+            if decided is None:
+                decided = point.rendezvous.wait_for_started(replica_id, transfer)
+    _tell(point, transfer, decided)
+    if woken is not None:  # outside the lock, which it may need
+        woken.open()
+    if isinstance(decided, Mismatch):
+        point.post(point.run.abort_mismatch, decided)
+    if not transfer.is_over:
+        waiter.wait_for(transfer, transfer.group.timeout_s, transfer)
+        with lock:
+            point.rendezvous.waited_for_started(replica_id, transfer)
+    if not transfer.is_over:
+        raise asyncio.CancelledError
+    return transfer.result
+
+
+async def _in_task(waiter: TaskWaiter, transfer: Transfer) -> Any:
     """Send or receive, and wait in the calling task; return what came.
 
     Cancellation:
@@ -98,8 +153,8 @@ def bring(point: MeetingPoint, transfer: Transfer) -> None:
     """
     if point.is_aborted:
         raise asyncio.CancelledError
-    decided = exchange(point, transfer)
-    tell_exchanged(point, transfer, decided)
+    decided = _exchange(point, transfer)
+    _tell(point, transfer, decided)
     assert point.loop is not None  # there are several replicas
     if isinstance(decided, Mismatch):  # of a replica that returned: others may be failing
         point.loop.call_soon(point.run.abort_mismatch, decided)
@@ -113,22 +168,20 @@ def bring(point: MeetingPoint, transfer: Transfer) -> None:
         transfer.timer = point.loop.call_later(timeout_s, point.run.stalled, timeout_s, transfer)
 
 
-def exchange(point: MeetingPoint, transfer: Transfer) -> Transfer | Mismatch | None:
+def _exchange(point: MeetingPoint, transfer: Transfer) -> Transfer | Mismatch | None:
     """Bring a send or a receive to the rendezvous; where threads meet, under the lock.
 
     Returns what ends the run, or the transfer that may go on now.
     """
     rendezvous = point.rendezvous
-    if rendezvous.messages is None:
-        rendezvous.open_messages(point.send_bound)
-        rendezvous.may_act = None if point.lock is not None else point.run.may_act
+    running = PLACE.get().replica
+    if rendezvous.may_act is None and point.lock is None and running is not None:
+        rendezvous.may_act = partial(_may_act, point.loop, point.replicas, running.op_tracker)
     transfer.arrived_s = point.now()
     return rendezvous.exchange(transfer)
 
 
-def tell_exchanged(
-    point: MeetingPoint, transfer: Transfer, decided: Transfer | Mismatch | None
-) -> None:
+def _tell(point: MeetingPoint, transfer: Transfer, decided: Transfer | Mismatch | None) -> None:
     """Tell observers of a send or a receive, and of the value that was handed over by it."""
     point.made(transfer)
     tell = point.observers.value_received
@@ -136,6 +189,41 @@ def tell_exchanged(
         receive = decided if transfer.is_send else transfer
         if isinstance(receive, Transfer) and receive.is_over:
             tell(receive)
+
+
+def _may_act(
+    loop: asyncio.AbstractEventLoop | None,
+    replicas: Sequence[Replica],
+    ops: OpTracker,
+    replica_id: int,
+    num_waits: int,
+) -> bool:
+    """Tell whether a replica does something besides its `num_waits` waits in the meeting.
+
+    A task of it may be about to call, or an op. Only looked at where a circle was found.
+    """
+    actors = sum(each.replica_id == replica_id for each in ops.pending)
+    # The task that awaits an op which waits here is one with it.
+    actors -= ops.blocks(replica_id, replicas[replica_id].work)
+    places = [place for task in asyncio.all_tasks(loop) for place in _places_of(task)]
+    own = [each.replica for each in places if each.replica is not None]
+    actors += sum(each.op_tracker is ops and each.local_replica_id == replica_id for each in own)
+    return actors > num_waits
+
+
+def _places_of(task: asyncio.Task[Any]) -> Iterator[Place]:
+    """Yield where a task runs: in a replica for its own task and for child tasks."""
+    get_context = getattr(task, "get_context", None)
+    contexts: list[Context]
+    if get_context is not None:
+        contexts = [get_context()]
+    else:  # Python 3.11: a task does not tell, but the collector knows
+        found = [each for each in gc.get_referents(task) if isinstance(each, Context)]
+        contexts = list({id(each): each for each in found}.values())
+    for context in contexts:
+        place = context.get(PLACE)
+        if place is not None:
+            yield place
 
 
 def _take_back(point: MeetingPoint, transfer: Transfer) -> None:

@@ -49,7 +49,7 @@ async def launch(
     all_kwargs = split_per_replica(kwargs or {}, num_replicas, "kwargs")
     run = Run.prepare(runtime, fn, options.seed, is_blocking=not runs_on_loop, across=across)
     if options.send_bound != SEND_BOUND:
-        run.group.point.send_bound = options.send_bound
+        run.group.point.rendezvous.open_messages(options.send_bound)
     lifecycle.started(run.group)
     try:
         if runs_on_loop:

@@ -143,7 +143,7 @@ class ObservedMessage(Protocol):
 
     @property
     def members(self) -> tuple[int, int]:
-        """Who sent it, and who has received it."""
+        """The replica that sent it, and the one that has received it."""
 
     def describe(self) -> str:
         """Name the receive with its number, such as "receive #3 from replica 0"."""
