@@ -13,6 +13,7 @@ from typing import Any, final
 
 import aioreplica.testing as art
 from tests.testing import programs
+from tests.testing.depths import DEPTHS, TASKS, planted_bug
 from tests.testing.programs import step
 
 Program = Callable[[], Coroutine[Any, Any, Any]]
@@ -22,6 +23,7 @@ FIDELITIES = ("asyncio", "reorder")
 REPLAY_SCRIPT = """
 import sys, aioreplica.testing as art
 from tests.testing import programs
+from tests.testing.depths import DEPTHS, TASKS, planted_bug
 program = getattr(programs, sys.argv[1])
 first, count = "", 0
 for _ in range(int(sys.argv[3])):
@@ -62,6 +64,57 @@ class Found:
     most_shrink_runs: int
     longest_token: int
     exhaustive: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How bugs of one depth among a number of tasks were found, by the portfolio and at random.
+
+    Attributes:
+        depth: How many constraints the failing order meets.
+        num_tasks: How many tasks there are.
+        num_bugs: How many bugs were planted.
+        num_found: How many were found within `MAX_PLANTED` schedules, by strategy.
+        mean_schedules: Mean number of schedules, by strategy.
+    """
+
+    depth: int
+    num_tasks: int
+    num_bugs: int
+    num_found: dict[str, int]
+    mean_schedules: dict[str, float]
+
+
+MAX_PLANTED = 1000
+STRATEGIES = ("portfolio", "random")
+
+
+def compare_depths(num_bugs: int) -> list[Depth]:
+    """Look for planted bugs of every depth with the portfolio and with a random walk."""
+    return [_depth(depth, num_tasks, num_bugs) for depth in DEPTHS for num_tasks in TASKS]
+
+
+def _depth(depth: int, num_tasks: int, num_bugs: int) -> Depth:
+    reports = {
+        strategy: [
+            art.explore(
+                planted_bug(depth, num_tasks, seed),
+                schedules=MAX_PLANTED,
+                seed=seed,
+                strategy=strategy,
+            )
+            for seed in range(num_bugs)
+        ]
+        for strategy in STRATEGIES
+    }
+    return Depth(
+        depth,
+        num_tasks,
+        num_bugs,
+        {name: sum(each.failed for each in found) for name, found in reports.items()},
+        {name: mean(each.schedules_run for each in found) for name, found in reports.items()},
+    )
 
 
 def find_bugs(num_seeds: int, limit: int) -> list[Found]:

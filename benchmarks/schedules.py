@@ -17,7 +17,16 @@ from ._command import parse_options
 from ._report import format_table, summarise, write_json
 from ._schedule_costs import cost_of_a_point, memory_of_steps
 from ._schedule_rates import NUM_REPLICAS, TOOLS, find_tool, measure_rates
-from ._schedule_verdicts import Found, count_alarms, count_replays, find_bugs, time_cancellation
+from ._schedule_verdicts import (
+    STRATEGIES,
+    Depth,
+    Found,
+    compare_depths,
+    count_alarms,
+    count_replays,
+    find_bugs,
+    time_cancellation,
+)
 
 
 @final
@@ -33,6 +42,7 @@ class Plan:
         num_replays: Replays in other processes.
         limit: Schedules of an exhaustive exploration.
         num_steps: Of a long schedule, whose memory is measured.
+        num_planted: Bugs of each depth and number of tasks.
     """
 
     num_rounds: int
@@ -42,10 +52,11 @@ class Plan:
     num_replays: int
     limit: int
     num_steps: int
+    num_planted: int
 
 
-FULL = Plan(5, 3_000, 20, 1_000, 10_000, 2_000, 1_000_000)
-QUICK = Plan(3, 200, 2, 30, 30, 150, 20_000)
+FULL = Plan(5, 3_000, 20, 1_000, 10_000, 2_000, 1_000_000, 20)
+QUICK = Plan(3, 200, 2, 30, 30, 150, 20_000, 1)
 HASH_SEEDS = ("0", "1", "77", "4242")
 MARKS = {True: "ok", False: "MISSED"}
 
@@ -66,6 +77,8 @@ def main(arguments: Sequence[str]) -> None:
 
     found = find_bugs(plan.num_seeds, plan.limit)
     print(format_found(found))
+    depths = compare_depths(plan.num_planted)
+    print(format_depths(depths))
     alarms, num_correct = count_alarms(plan.num_alarm_seeds)
     same, num_replays = count_replays(plan.num_replays, HASH_SEEDS)
     seconds, num_cancelled = time_cancellation()
@@ -91,7 +104,8 @@ def main(arguments: Sequence[str]) -> None:
         "grown_mib": grown,
     }
     write_json(options.output, "schedules", rows, is_quick=options.is_quick,
-               counts={**counts, "found": [asdict(each) for each in found]})  # fmt: skip
+               counts={**counts, "found": [asdict(each) for each in found],
+                       "depths": [asdict(each) for each in depths]})  # fmt: skip
     print(f"Written to {options.output}.")
     wrong = [
         name
@@ -120,6 +134,33 @@ def format_found(found: Sequence[Found]) -> str:
         )
         for each in found
     ]
+    return _columns(lines)
+
+
+def format_depths(depths: Sequence[Depth]) -> str:
+    """Lay out what was found of the bugs of each depth, a line each, and in all."""
+    lines = [("depth", "tasks", *(f"{name}: found, mean" for name in STRATEGIES))]
+    lines += [
+        (
+            str(each.depth),
+            str(each.num_tasks),
+            *(
+                f"{each.num_found[name]}/{each.num_bugs}  {each.mean_schedules[name]:.0f}"
+                for name in STRATEGIES
+            ),
+        )
+        for each in depths
+    ]
+    total = sum(each.num_bugs for each in depths)
+    sums = [
+        f"{sum(each.num_found[name] for each in depths)}/{total}  "
+        f"{sum(each.mean_schedules[name] for each in depths) / len(depths):.0f}"
+        for name in STRATEGIES
+    ]
+    return _columns([*lines, ("all", "", *sums)])
+
+
+def _columns(lines: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
     return "\n".join(

@@ -13,6 +13,24 @@ from ._errors import RealIOError
 _PACKAGE = __file__.rpartition("/testing/")[0] + "/"
 _STANDARD = tuple({sys.base_prefix + "/lib/", sys.prefix + "/lib/", "<frozen"})
 
+_WAITS_IN_C = frozenset({
+    "select.select", "poll.poll", "epoll.poll", "_signal.sigwait", "_signal.sigwaitinfo",
+    "_signal.sigtimedwait", "RustNotify.watch",
+})  # fmt: skip
+
+
+def wait_in_c(called: Any) -> str:
+    """Return a note on a function that waits in C for what no schedule decides about; else ""."""
+    name = getattr(called, "__qualname__", "")
+    if "." not in name:
+        name = f"{getattr(called, '__module__', '')}.{name}"
+    if name not in _WAITS_IN_C:
+        return ""
+    return (
+        f"The program calls {name}, which waits in C for what is real: no schedule decides when it "
+        "goes on, and nothing else does meanwhile. Put a stub in its place."
+    )
+
 
 def is_foreign(file: str) -> bool:
     """Tell whether a file is this package's, the standard library's or anyio's."""

@@ -24,6 +24,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._errors import RealIOError
+from ._forbidden import wait_in_c
 from ._participants import JITTER_S, MAX_ENDED
 from ._threads import NeedsThreads, OpRun, OpThreads
 
@@ -295,12 +296,18 @@ class PoolOp:
             self._go_on(run)
 
 
-def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
-    """Return the name of what a call calls, inside `partial` and contexts of its own."""
+def called_by(fn: Any, args: tuple[Any, ...]) -> Any:
+    """Return what a call calls, inside `partial` and contexts of its own."""
     if isinstance(fn, partial):
         fn, args = fn.func, (*fn.args, *args)
     if args and isinstance(getattr(fn, "__self__", None), Context):
-        fn = args[0]  # what runs in a context of its own, as in asyncio.to_thread
+        return args[0]  # what runs in a context of its own, as in asyncio.to_thread
+    return fn
+
+
+def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
+    """Return the name of what a call calls."""
+    fn = called_by(fn, args)
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 
 
@@ -351,6 +358,8 @@ class SimPool:
     def put(self, op: PoolOp) -> None:
         """Enqueue a call."""
         self.table.note(op)
+        if self.loop.observer is not None and (told := wait_in_c(called_by(op.fn, op.args))):
+            self.loop.notes[told] = None  # C that calls C is seen by no profiler
         self.queue.append(op)
         if self.offered is None:
             self.offer()

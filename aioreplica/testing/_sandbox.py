@@ -33,7 +33,7 @@ from ..context import REGISTRY
 from . import _faults
 from ._doors import socket_patches
 from ._executors import executor_patches
-from ._forbidden import is_foreign, is_importing, refuse
+from ._forbidden import is_foreign, is_importing, refuse, wait_in_c
 from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
@@ -456,6 +456,8 @@ def _noting_clocks(
         if name is not None:
             if simulation.is_here() and not is_foreign(frame.f_code.co_filename):
                 simulation.notes[KEPT_CLOCK.format(name, name)] = None
+        elif (waits := wait_in_c(called)) and simulation.is_here():
+            simulation.notes[waits] = None
         elif is_datetime_real and getattr(called, "__name__", "") in ("now", "utcnow"):
             cls = called.__self__
             if (

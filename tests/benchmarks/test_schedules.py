@@ -11,6 +11,7 @@ import pytest
 from benchmarks import _schedule_verdicts, schedules
 from benchmarks._schedule_verdicts import count_alarms, find_bugs, time_cancellation
 from tests.testing import programs
+from tests.testing.depths import DEPTHS, TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +53,9 @@ def test_every_verdict_is_right(quick: tuple[str, dict[str, Any]]) -> None:
     for name in ("num_missed", "num_called_clean", "num_alarms", "num_replays_differ"):
         assert written[name] == 0
     assert written["num_replays"] >= 30
+    assert [(each["depth"], each["num_tasks"]) for each in written["depths"]] == [
+        (depth, tasks) for depth in DEPTHS for tasks in TASKS
+    ]
     assert "correct programs: 0 alarms in " in printed
 
 

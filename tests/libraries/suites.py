@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only packages with these names")
     given = parser.parse_args()
     folder = given.folder.resolve()
-    python = _environment(folder)
+    releases = [suite.release for suite in SUITES]
+    python = environment(folder / "environment", [*NEEDED, *releases])
     worse = []
     print("| release | schedules | explored | refused | failed | confirmed |")
     print("|---|---|---|---|---|---|")
@@ -83,13 +85,13 @@ def main() -> int:
     return 1 if worse else 0
 
 
-def _environment(folder: Path) -> Path:
-    home = folder / "environment"
-    python = home / "bin" / "python"
-    if not python.exists():
-        venv.create(home, with_pip=True)
-        releases = [suite.release for suite in SUITES]
-        _call([python, "-m", "pip", "install", "-q", *NEEDED, *releases])
+def environment(home: Path, releases: Sequence[str]) -> Path:
+    """Make an environment with some releases, unless it is there; return its interpreter."""
+    python, marker = home / "bin" / "python", home / "complete"
+    if not marker.exists():
+        venv.create(home, with_pip=True, clear=True)
+        _call([python, "-m", "pip", "install", "-q", *releases])
+        marker.touch()
     return python
 
 

@@ -1,6 +1,7 @@
 """Warnings of a report on what was not simulated."""
 
 import asyncio
+import select
 import sys
 import threading
 import time
@@ -96,6 +97,15 @@ def test_a_loop_of_uvloop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "event loop of uvloop" in warning
     assert stub.new_event_loop() == "a loop"
+
+
+def test_what_waits_in_c_for_something_real_is_named() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(select.select, [], [], [], 0)
+
+    [warning] = art.explore(main, schedules=3).warnings
+
+    assert warning.startswith("The program calls select.select, which waits in C for what is real")
 
 
 class Case(unittest.IsolatedAsyncioTestCase):
