@@ -27,9 +27,8 @@ FORMAT = "aioreplica.checkpoint"
 VERSION = 2
 """Since version 2 a step has a claim, from before it was saved."""
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+MAX_MANIFEST_BYTES = 512 * 1024 * 1024
 MAX_DIMENSIONS = 32
-MAX_TENSORS = 100_000
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as that package takes it
 
 STEP_FOLDER = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})")
@@ -42,14 +41,26 @@ _NUM_DIGITS = 8
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 """Called for one entry after the other: a call keeps all other threads waiting."""
+PIECE_ITEMS = 1024
+_CONTAINERS = frozenset({list, dict})
 
 DTYPES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16",
     "float16": "F16", "float32": "F32", "float64": "F64",
     "complex64": "F32", "complex128": "F64",  # with one more axis, of length 2
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""What safetensors calls the dtypes that a checkpoint can hold."""
+"""What safetensors calls the dtypes of arrays."""
+
+STORED_AS = {
+    **DTYPES, "float8_e3m4": "U8", "float8_e4m3": "U8", "float8_e4m3b11fnuz": "U8"
+}  # fmt: skip
+"""What data files call the dtypes that a checkpoint can hold: safetensors has none for some."""
+
+CHUNK_BYTES = 1024 * 1024
+"""A part of a tensor is read, and checked, in pieces of so many bytes."""
 
 
 class DamagedError(Exception):
@@ -67,12 +78,14 @@ class TensorRecord(NamedTuple):
         offset: Where its bytes begin in the file.
         bytes: How many there are.
         crc32: Their checksum.
+        marks: That of the first CHUNK_BYTES, of twice as many and so on, below all.
     """
 
     file: int
     offset: int
     bytes: int
     crc32: int
+    marks: tuple[int, ...] = ()
 
 
 @final
@@ -165,10 +178,10 @@ def dtype_name(dtype: np.dtype[Any], key: str) -> str:
         TypeError: If it cannot.
     """
     name = _name_of(dtype)
-    if name not in DTYPES:
+    if name not in STORED_AS:
         raise TypeError(
             f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
-            f"{', '.join(DTYPES)}."
+            f"{', '.join(STORED_AS)}."
         )
     return name
 
@@ -185,19 +198,31 @@ def dtype_of(name: str) -> np.dtype[Any]:
         DamagedError: If a checkpoint cannot hold it.
         CheckpointError: If the package that defines it is missing.
     """
-    if name not in DTYPES:
+    if name not in STORED_AS:
         raise DamagedError(f"dtype {name!r} is unknown")
-    if name == "bfloat16":
+    if name == "bfloat16" or name.startswith("float8"):
         try:
             import ml_dtypes
         except ModuleNotFoundError as missing:
             raise CheckpointError(
-                "The checkpoint holds bfloat16, which needs the ml_dtypes package. Run: "
+                f"The checkpoint holds {name}, which needs the ml_dtypes package. Run: "
                 "pip install ml-dtypes"
             ) from missing
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+        if not hasattr(ml_dtypes, name):
+            raise CheckpointError(
+                f"The checkpoint holds {name}, which ml_dtypes {ml_dtypes.__version__} has not. "
+                "Run: pip install -U ml-dtypes"
+            )
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
     return np.dtype(name)
+
+
+def item_bytes(name: str) -> int:
+    """Return the bytes of one element of a dtype, also without the package that defines it."""
+    if name.startswith("float8"):
+        return 1
+    return 2 if name == "bfloat16" else np.dtype(name).itemsize
 
 
 def label_of(key: str, index: int) -> str:
@@ -253,12 +278,29 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "next_steps": manifest.next_steps,
         "files": [asdict(file) for file in manifest.files],
     }
-    entries = [
-        f"{_JSON.encode(key)}:{_JSON.encode(_lean(entry))}"
-        for key, entry in manifest.entries.items()
-    ]
+    entries = [f"{_JSON.encode(key)}:{_dumped(entry)}" for key, entry in manifest.entries.items()]
     body = f'{_JSON.encode(head)[:-1]},"entries":{{{",".join(entries)}}}}}'.encode()
     return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
+
+
+def _dumped(entry: EntryRecord) -> str:
+    if not isinstance(entry.value, (list, dict)):
+        return _JSON.encode(_lean(entry))
+    text = _JSON.encode(_lean(entry, with_value=False))
+    return f'{text[:-1]},"value":{_in_pieces(entry.value)}}}'
+
+
+def _in_pieces(tree: Any) -> str:
+    """Return JSON, made in short calls: each keeps all other threads waiting."""
+    if type(tree) is dict and len(tree) > 0:
+        members = [f"{_JSON.encode(name)}:{_in_pieces(child)}" for name, child in tree.items()]
+        return f"{{{','.join(members)}}}"
+    if type(tree) is not list:
+        return _JSON.encode(tree)
+    if not _CONTAINERS.isdisjoint(map(type, tree)):
+        return f"[{','.join(map(_in_pieces, tree))}]"
+    parts = [tree[start : start + PIECE_ITEMS] for start in range(0, len(tree), PIECE_ITEMS)]
+    return f"[{','.join([_JSON.encode(part)[1:-1] for part in parts])}]"
 
 
 def dump_entries(entries: Mapping[str, EntryRecord]) -> bytes:
@@ -271,14 +313,14 @@ def parse_entries(data: bytes) -> dict[str, EntryRecord]:
     return {key: _entry(each) for key, each in json.loads(data).items()}
 
 
-def _lean(entry: EntryRecord) -> dict[str, Any]:
-    """Return the fields that do not have their defaults, but always a value."""
+def _lean(entry: EntryRecord, *, with_value: bool = True) -> dict[str, Any]:
+    """Return the fields that do not have their defaults, and always a value."""
     found: dict[str, Any] = {"kind": entry.kind}
     for name in _OPTIONAL:
         field = getattr(entry, name)
         if field:
             found[name] = field
-    if entry.kind == "value":
+    if entry.kind == "value" and with_value:
         found["value"] = entry.value
     return found
 
@@ -305,9 +347,6 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
                 f"but this release reads up to version {VERSION}. Read it with the release that "
                 "wrote it."
             )
-        num_tensors = sum(1 + len(each.get("tensors", ())) for each in found["entries"].values())
-        if num_tensors > MAX_TENSORS:
-            raise DamagedError(f"{MANIFEST} has {num_tensors} tensors, more than {MAX_TENSORS}")
         manifest = Manifest(
             step=_natural(found["step"]),
             sequence=_natural(found["sequence"]),
@@ -342,8 +381,16 @@ def _file_record(found: Mapping[str, Any]) -> FileRecord:
     return FileRecord(name, *map(_natural, numbers))
 
 
+def _tensor_record(found: Any) -> TensorRecord:
+    file, offset, size, crc32, *rest = found
+    marks = tuple(map(_natural, rest[0])) if rest else ()
+    if marks and len(marks) != max(0, -(-size // CHUNK_BYTES) - 1):
+        raise ValueError(f"a tensor of {size} bytes has {len(marks)} marks")
+    return TensorRecord(_natural(file), _natural(offset), _natural(size), _natural(crc32), marks)
+
+
 def _form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in DTYPES:
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in STORED_AS:
         raise ValueError(f"an array cannot have shape {shape!r} and dtype {dtype!r}")
     return tuple(map(_natural, shape)), dtype
 
@@ -359,7 +406,7 @@ def _entry(found: Mapping[str, Any]) -> EntryRecord:
         raise ValueError(f"names must be text, got {texts!r}")
     owner, of, part, synchronization, aggregation = texts
     shape, dtype = ((), "") if kind == "value" else _form(found.get("shape", []), found["dtype"])
-    tensors = tuple(TensorRecord(*map(_natural, each)) for each in found.get("tensors", ()))
+    tensors = tuple(map(_tensor_record, found.get("tensors", ())))
     forms = tuple(_form(*each) for each in found.get("forms", ()))
     if (len(forms) != len(tensors)) if kind == "value" else not tensors:
         raise ValueError(f"an entry has {len(tensors)} tensors")
@@ -378,7 +425,7 @@ def _check_layout(manifest: Manifest) -> None:
     for key, entry in manifest.entries.items():
         for index, tensor in enumerate(entry.tensors):
             shape, dtype = entry.form_of(index)
-            size = math.prod(shape) * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+            size = math.prod(shape) * item_bytes(dtype)
             file = manifest.files[tensor.file] if tensor.file < len(manifest.files) else None
             if (
                 file is None

@@ -27,6 +27,7 @@ from ._claims import read_listing
 from ._description import StepDescription, description_of
 from ._fsspec import FsspecStorage
 from ._lane import Stop, run_all
+from ._parts import read_entry
 from ._preemption import run_and_save
 from ._reading import (
     find_steps,
@@ -325,6 +326,34 @@ class CheckpointManager:
     def restored(self) -> Restored | None:
         """Result of the last `restore`, with all that did not match; None before the first one."""
         return self._restored
+
+    async def read(self, step: int, key: str, slice: Any = None) -> Any:  # noqa: A002
+        """Read one entry of a step, or a part of a tensor, without the rest.
+
+        Args:
+            step: Which step.
+            key: Of the entry, as `describe` lists them: `model/0`.
+            slice: The part: integers, slices and `...` as NumPy takes them, such as
+                `np.s_[100:200, :, 0]`; None reads all. About 1 MiB more than the part is read, and
+                every byte of it is checked.
+
+        Returns:
+            A new array; what a reader outside the replicas saw of an on-read variable; or the plain
+            data.
+
+        Raises:
+            CheckpointError: If there is no such step or entry, it is damaged or cannot be read, or
+                it is larger than the memory of this machine.
+            IndexError: If an index is out of bounds.
+            TypeError: If `slice` is something else, or the entry is plain data and has no parts.
+
+        Cancellation:
+            Waits until the thread has stopped.
+        """
+        stop, number = Stop(), _checked_step(step)
+        read = bound(read_entry, self._storage, number, key, slice, stop)
+        [found] = await run_all([read], stop)
+        return found
 
     # ---- looking -------------------------------------------------------------------------
 

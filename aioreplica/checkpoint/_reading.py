@@ -7,6 +7,7 @@ read is a CheckpointError: it may be whole, so nothing older may take its place.
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,7 +132,7 @@ def with_sizes(storage: Storage, found: FoundStep) -> FoundStep:
     """
     try:
         for file in () if found.manifest is None else found.manifest.files:
-            with _opened_data(storage, found.step, file):
+            with opened_data(storage, found.step, file):
                 pass
     except DamagedError as error:
         return replace(found, damage=str(error))
@@ -286,7 +287,7 @@ async def read_tensors(
 
     Raises:
         DamagedError: If one is not what was written.
-        CheckpointError: If one cannot be read.
+        CheckpointError: If one cannot be read, or they are more than this machine has memory.
 
     Cancellation:
         Waits until the threads have stopped.
@@ -301,6 +302,9 @@ async def read_tensors(
         count = math.ceil(NUM_THREADS / len(wanted))
         size = math.ceil(len(tensors) / count)
         jobs += [(number, tensors[start : start + size]) for start in range(0, len(tensors), size)]
+    require_memory(
+        storage, manifest, sum(e.tensors[i].bytes for each in wanted.values() for (_, i), e in each)
+    )
     stop = Stop()
     read = await run_all([partial(_read_some, storage, manifest, *job, stop) for job in jobs], stop)
     arrays = {tensor: array for part in read for tensor, array in part.items()}
@@ -308,6 +312,23 @@ async def read_tensors(
         key: [arrays[key, index] for index in range(len(manifest.entries[key].tensors))]
         for key in keys
     }
+
+
+def require_memory(storage: Storage, manifest: Manifest, num_bytes: int) -> None:
+    """Check that so many bytes can be read at all: files with holes may claim any number.
+
+    Raises:
+        CheckpointError: If this machine has less memory.
+    """
+    try:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    if num_bytes > limit > 0:
+        raise CheckpointError(
+            f"Step {manifest.step} in {storage} has {num_bytes:,} bytes of tensors to be read, but "
+            f"this machine has {limit:,} bytes of memory. Read parts of them (`manager.read`)."
+        )
 
 
 def _read_some(
@@ -319,14 +340,13 @@ def _read_some(
 ) -> dict[Tensor, Array]:
     file = manifest.files[number]
     arrays = {}
-    with _opened_data(storage, manifest.step, file) as source:
-        _check_header(source, file)
+    with opened_data(storage, manifest.step, file) as source:
+        check_header(source, file)
         for (key, index), entry in wanted:
             shape, name = entry.form_of(index)
             record = entry.tensors[index]
             array = np.empty(shape, dtype_of(name).newbyteorder("<"))
-            if _fill(source, file, record, array, stop) != record.crc32:
-                raise DamagedError(f"{key!r} in {file.name} fails its checksum")
+            read_tensor(source, file, record, key, array, stop)
             if not np.little_endian:
                 array = array.astype(array.dtype.newbyteorder("="))
             array.flags.writeable = False
@@ -352,7 +372,7 @@ def _reading_file(storage: Storage, step: int, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
+def opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
     """Open a file of tensors for a block."""
     path = f"{folder_of(step)}/{file.name}"
     with _reading_file(storage, step, file.name), opened(storage, path) as source:
@@ -361,14 +381,26 @@ def _opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Sour
         yield source
 
 
-def _check_header(source: Source, file: FileRecord) -> None:
+def check_header(source: Source, file: FileRecord) -> None:
+    """Check what comes before the tensors of a file; blocks.
+
+    Raises:
+        DamagedError: If it is not what was written.
+    """
     header = bytearray(file.header_bytes)
     source.read_into(0, memoryview(header))
     if zlib.crc32(header) != file.header_crc32:
         raise DamagedError(f"the header of {file.name} fails its checksum")
 
 
-def _fill(source: Source, file: FileRecord, record: TensorRecord, array: Array, stop: Stop) -> int:
+def read_tensor(
+    source: Source, file: FileRecord, record: TensorRecord, key: str, array: Array, stop: Stop
+) -> None:
+    """Fill an array with a tensor, and check it; blocks.
+
+    Raises:
+        DamagedError: If it is not what was written.
+    """
     data: Any = array.reshape(-1).view(np.uint8)
     buffer = memoryview(data)
     crc = 0
@@ -378,6 +410,29 @@ def _fill(source: Source, file: FileRecord, record: TensorRecord, array: Array, 
         if source.read_into(record.offset + start, part) != len(part):
             raise DamagedError(f"{file.name} ends too early")
         crc = zlib.crc32(part, crc)
+    if crc != record.crc32:
+        raise DamagedError(f"{key!r} in {file.name} fails its checksum")
+
+
+def check_tensor(
+    source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
+) -> None:
+    """Read a tensor and check it, without memory for all of it; blocks.
+
+    Raises:
+        DamagedError: If it is not what was written.
+    """
+    if _crc_of(source, record.offset, record.bytes, stop) != record.crc32:
+        raise DamagedError(f"{key!r} in {file.name} fails its checksum")
+
+
+def _crc_of(source: Source, offset: int, size: int, stop: Stop) -> int:
+    buffer, crc = bytearray(BLOCK_BYTES), 0
+    for start in range(0, size, BLOCK_BYTES):
+        stop.check()
+        part = memoryview(buffer)[: min(BLOCK_BYTES, size - start)]
+        count = source.read_into(offset + start, part)
+        crc = zlib.crc32(part[:count], crc)
     return crc
 
 
@@ -417,25 +472,20 @@ def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) 
     file = manifest.files[number]
     problems = []
     try:
-        with _opened_data(storage, manifest.step, file) as source:
-            buffer, crc = bytearray(BLOCK_BYTES), 0
-            for start in range(0, file.bytes, BLOCK_BYTES):
-                stop.check()
-                part = memoryview(buffer)[: min(BLOCK_BYTES, file.bytes - start)]
-                source.read_into(start, part)
-                crc = zlib.crc32(part, crc)
-            if crc == file.crc32:
+        with opened_data(storage, manifest.step, file) as source:
+            if _crc_of(source, 0, file.bytes, stop) == file.crc32:
                 return []
             try:
-                _check_header(source, file)
+                check_header(source, file)
             except DamagedError as error:
                 problems.append(str(error))
             for key, entry in manifest.entries.items():
                 for index, record in enumerate(entry.tensors):
                     if record.file == number:
-                        array = np.empty(record.bytes, np.uint8)
-                        if _fill(source, file, record, array, stop) != record.crc32:
-                            problems.append(f"{key!r}#{index} in {file.name} fails its checksum")
+                        try:
+                            check_tensor(source, file, record, f"{key}#{index}", stop)
+                        except DamagedError as error:
+                            problems.append(str(error))
             return problems or [f"{file.name} fails its checksum"]
     except DamagedError as error:
         return [str(error)]

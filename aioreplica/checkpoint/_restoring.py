@@ -231,15 +231,16 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     workers = workers_of(variable)
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
-        return (_aggregate(record, saved),) * here
+        return (aggregated(record, saved),) * here
     if len(saved) == count and record.synchronization == variable.synchronization.value:
         first = 0 if workers is None else workers.first_replica
         return tuple(saved[first : first + here])
-    shares = variable._shares("assign", _aggregate(record, saved))
+    shares = variable._shares("assign", aggregated(record, saved))
     return tuple(map(_read_only, shares))
 
 
-def _aggregate(record: EntryRecord, saved: Sequence[Array]) -> Array:
+def aggregated(record: EntryRecord, saved: Sequence[Array]) -> Array:
+    """Return what a reader outside the replicas saw of the components of a variable."""
     if len(saved) == 1 or record.aggregation in {
         VariableAggregation.NONE.value, VariableAggregation.ONLY_FIRST_REPLICA.value
     }:  # fmt: skip
@@ -332,7 +333,7 @@ def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
             return decode(record.value, [np.array(array) for array in saved])
         except Exception as error:
             raise DamagedError(f"{key!r} is not plain data: {error!r}") from error
-    return _aggregate(record, saved) if record.kind == "variable" else np.array(saved[0])
+    return aggregated(record, saved) if record.kind == "variable" else np.array(saved[0])
 
 
 def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:

@@ -18,10 +18,20 @@ from ..errors import ContextError
 from ..input import Stateful
 from ..tree import encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import MAX_TENSORS, EntryRecord, TensorRecord, dtype_name
+from ._format import EntryRecord, TensorRecord, dtype_name
 
 Array = npt.NDArray[Any]
-PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
+MAX_VALUES = 250_000
+"""All plain data of a state have at most so many values: copying them holds the loop for 10 ms."""
+CONTAINER_VALUES = 8
+"""A list or dict counts as so many values beside those in it: it takes as long."""
+TEXT_CHARS = 64
+"""So many characters or bytes count as a value: they are encoded, not copied."""
+
+NUMBERS = frozenset({int, float, bool, type(None)})
+TEXTS = frozenset({str, bytes})
+PLAIN = NUMBERS | TEXTS
+_NAMES = frozenset({str, int})
 
 
 @runtime_checkable
@@ -284,9 +294,9 @@ def is_variable(node: Any) -> TypeGuard[Variable]:
 def is_plain(node: Any) -> bool:
     """Tell whether it is plain data through and through: one value of a state, which may grow."""
     if type(node) in {list, tuple}:
-        return all(map(is_plain, node))
+        return PLAIN.issuperset(map(type, node)) or all(map(is_plain, node))
     if type(node) is dict:
-        return all(type(name) in {str, int} and is_plain(child) for name, child in node.items())
+        return _NAMES.issuperset(map(type, node)) and is_plain([*node.values()])
     return type(node) in PLAIN
 
 
@@ -309,7 +319,7 @@ class Cut:
         entries: What it was made of.
         arrays: The tensors of each entry. The writer takes each out when it is written, so that
             its memory is free.
-        values: Plain data, encoded, of the entries that are neither variables nor arrays.
+        values: Copies of plain data, of the entries that are neither variables nor arrays.
     """
 
     next_steps: tuple[int, ...]
@@ -322,14 +332,7 @@ class Cut:
 
         Raises:
             TypeError: If an array has another dtype than those.
-            ValueError: If there are too many.
         """
-        num_tensors = len(self.arrays) + sum(map(len, self.arrays.values()))
-        if num_tensors > MAX_TENSORS:
-            raise ValueError(
-                f"The state has {num_tensors} entries and tensors, but a checkpoint holds at most "
-                f"{MAX_TENSORS}. Join small arrays into larger ones."
-            )
         known: set[Any] = set()
         for key, arrays in self.arrays.items():
             for array in arrays:
@@ -345,7 +348,7 @@ class Cut:
         columns: Any = zip(*stored, strict=True) if tensors else ((), ())  # Any: mypy loses them
         records, forms = columns
         if key in self.values:
-            value = self.values[key]
+            value = encoded(self.values[key])
             return EntryRecord("value", *names, value=value, tensors=records, forms=forms)
         (shape, dtype), thing = forms[0], entry.thing
         if not isinstance(thing, Variable):
@@ -385,7 +388,7 @@ async def take_cut(state: Any) -> Cut:
 
     Raises:
         TypeError: If something in it cannot be saved.
-        ValueError: As `read_state`, or if there are too many tensors.
+        ValueError: As `read_state`, or if there are too much plain data.
 
     Cancellation:
         Lets the steps go on.
@@ -427,6 +430,7 @@ def look(found: State) -> Cut:
         taken.update(take_snapshot(variables[0].store, variables).components)
     arrays: dict[str, list[Array]] = {}
     values: dict[str, Any] = {}
+    copies = PlainCopies()
     for key, entry in found.entries.items():
         if key in found.variables:
             components = taken[entry.thing]
@@ -435,9 +439,90 @@ def look(found: State) -> Cut:
             arrays[key] = [frozen(entry.thing)]
         else:
             arrays[key] = []
-            values[key] = encoded(_plain_state(entry.thing), key, arrays[key])
+            values[key] = copies.take(_plain_state(entry.thing), key, arrays[key])
     next_steps = tuple([gate.next_step for gate in found.gates])
     return Cut(next_steps, found.entries, arrays, values)
+
+
+def _plain_state(thing: Any) -> Any:
+    if isinstance(thing, np.random.Generator):
+        return thing.bit_generator.state
+    return thing.state_dict() if isinstance(thing, Stateful) else thing
+
+
+# ---- plain data: copied at the cut at a bounded cost, encoded on the writer's thread -----------
+
+
+class _Stored(NamedTuple):
+    """Place of an array in plain data."""
+
+    number: int
+    is_scalar: bool
+
+
+@final
+class PlainCopies:
+    """Copies of plain data, of bounded size together."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left = MAX_VALUES
+
+    def take(self, value: Any, key: str, arrays: list[Array]) -> Any:
+        """Copy plain data; arrays go to `arrays` and leave their number.
+
+        Raises:
+            TypeError: If something is not plain data.
+            ValueError: If all together are too many.
+        """
+        kind = type(value)
+        if kind in NUMBERS:
+            self._spend(1, key)
+            return value
+        if kind in TEXTS:
+            self._spend(1 + len(value) // TEXT_CHARS, key)
+            return value
+        if kind is list or kind is tuple:
+            self._spend(CONTAINER_VALUES, key)
+            if NUMBERS.issuperset(map(type, value)):
+                self._spend(len(value), key)
+                return kind(value)
+            return kind([self.take(child, key, arrays) for child in value])
+        if kind is dict:
+            self._spend(CONTAINER_VALUES, key)
+            if NUMBERS.issuperset(map(type, value.values())) and _NAMES.issuperset(
+                map(type, value)
+            ):
+                self._spend(2 * len(value), key)
+                return value.copy()
+            return {
+                self.take(name, key, arrays): self.take(child, key, arrays)
+                for name, child in value.items()
+            }
+        return self._take_other(value, key, arrays)
+
+    def _take_other(self, value: Any, key: str, arrays: list[Array]) -> Any:
+        if isinstance(value, (np.ndarray, np.generic)):
+            arrays.append(frozen(value))
+            return _Stored(len(arrays) - 1, isinstance(value, np.generic))
+        for kind, plain in _KINDS.items():  # what `state_dict` gives may be an OrderedDict
+            if isinstance(value, kind):
+                return self.take(plain(value), key, arrays)
+        raise TypeError(
+            f"{key!r} in the state holds {value!r} ({type(value).__name__}), which is not plain "
+            "data: numbers, text, bytes, arrays, and lists, tuples and dicts of these."
+        )
+
+    def _spend(self, count: int, key: str) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError(
+                f"The plain data of the state are more than {MAX_VALUES:,} values, with those of "
+                f"{key!r}: copying and encoding them would hold the event loop up at every save. "
+                "Put long lists of numbers into arrays (`np.array(history)`), long texts into "
+                "arrays of bytes."
+            )
 
 
 def frozen(array: Any) -> Array:
@@ -447,34 +532,15 @@ def frozen(array: Any) -> Array:
     return np.array(array)
 
 
-def _plain_state(thing: Any) -> Any:
-    if isinstance(thing, np.random.Generator):
-        return thing.bit_generator.state
-    return thing.state_dict() if isinstance(thing, Stateful) else thing
-
-
-def encoded(value: Any, key: str, arrays: list[Array]) -> Any:
-    """Return plain data as JSON has it; arrays go to `arrays` and leave their number.
-
-    Raises:
-        TypeError: If something is not plain data.
-    """
-
-    def leaf(each: Any) -> Any:
-        if isinstance(each, (np.ndarray, np.generic)):
-            arrays.append(frozen(each))
-            return {"$scalar" if isinstance(each, np.generic) else "$tensor": len(arrays) - 1}
-        for kind, plain in _KINDS.items():  # what `state_dict` gives may be an OrderedDict
-            if isinstance(each, kind):
-                return encode(plain(each), leaf)
-        raise TypeError(
-            f"{key!r} in the state holds {each!r} ({type(each).__name__}), which is not plain "
-            "data: numbers, text, bytes, arrays, and lists, tuples and dicts of these."
-        )
-
-    return encode(value, leaf)
-
-
 _KINDS: dict[type[Any], Callable[[Any], Any]] = {
     bytes: bytes, list: list, tuple: tuple, Mapping: dict
 }  # fmt: skip
+
+
+def encoded(copied: Any) -> Any:
+    """Return a copy of plain data as JSON has it."""
+    return encode(copied, _encoded_array)
+
+
+def _encoded_array(stored: _Stored) -> Any:
+    return {"$scalar" if stored.is_scalar else "$tensor": stored.number}

@@ -80,7 +80,12 @@ class Writer:
             self._claims.discard(claim)
             raise
         try:
-            listing = self._listing_without_others(self._fence)
+            listing = read_listing(self._storage)
+            for other in listing.claims:
+                if other.sequence > self._fence and other not in self._claims:
+                    raise another_writer(self._storage, other)
+            if len(self._claims) > MANY_CLAIMS:
+                self._claims.intersection_update(listing.claims)
             strange = listing.folders - {*known.steps, step} - known.unsaved
             if strange:  # put there by hand
                 known = read_known(self._storage)
@@ -103,15 +108,6 @@ class Writer:
             self._has_cleaned = False
             self._storage.make_folder("")
             self._lock = self._storage.lock(), os.getpid()
-
-    def _listing_without_others(self, fence: int) -> Listing:
-        listing = read_listing(self._storage)
-        for other in listing.claims:
-            if other.sequence > fence and other not in self._claims:
-                raise another_writer(self._storage, other)
-        if len(self._claims) > MANY_CLAIMS:
-            self._claims.intersection_update(listing.claims)
-        return listing
 
     def end(self, saving: Saving, stop: Stop) -> list[str]:
         """Remove what is not to be kept beside a step that is saved, until told to stop.

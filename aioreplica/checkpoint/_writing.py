@@ -20,11 +20,13 @@ import numpy.typing as npt
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ._claims import Claim, pin_name, read_listing
 from ._format import (
+    CHUNK_BYTES,
     DATA_FILE,
-    DTYPES,
     FORMAT,
     MANIFEST,
+    MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
+    STORED_AS,
     VERSION,
     FileRecord,
     Manifest,
@@ -38,7 +40,7 @@ from ._format import (
 )
 from ._lane import NUM_THREADS, Stop, run_all
 from ._state import Cut, StoredTensor
-from ._storage import BLOCK_BYTES, Storage, read_all
+from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
@@ -48,6 +50,10 @@ Tensor = tuple[str, int]
 
 FILE_BYTES = 32 * 1024 * 1024
 """A file for each so many bytes, as many as there are threads at most."""
+FILE_TENSORS = 100_000
+"""A file for each so many tensors: the header of each fits the safetensors package."""
+NAME_BYTES = 128
+"""About so many bytes of a header are those of one tensor."""
 
 
 def folder_of(step: int) -> str:
@@ -158,7 +164,7 @@ class _StepWriter:
             (
                 label_of(key, index),
                 (*shape, 2) if dtype.startswith("complex") else shape,
-                DTYPES[dtype],
+                STORED_AS[dtype],
                 arrays[key][index].nbytes,
             )
             for (key, index), (shape, dtype) in zip(tensors, forms, strict=True)
@@ -167,17 +173,22 @@ class _StepWriter:
         header_crc = crc = zlib.crc32(header)
         size = len(header)
         path = f"{self._folder}/{name}"
+        if size > MAX_HEADER_BYTES:
+            raise OSError(errno.EFBIG, _LONG_NAMES.format(size, MAX_HEADER_BYTES), path)
         sink = self._storage.create(path)
         try:
             sink.write(memoryview(header))
             for (key, index), form in zip(tensors, forms, strict=True):
                 array = arrays[key][index]
-                tensor_crc = 0
-                for block in blocks(array):
-                    self._stop.check()
-                    tensor_crc = zlib.crc32(block, tensor_crc)
-                    sink.write(block)
-                record = TensorRecord(number, size, array.nbytes, tensor_crc)
+                if array.nbytes > CHUNK_BYTES:
+                    tensor_crc, marks = self._write_large(sink, array)
+                else:
+                    tensor_crc, marks = 0, ()
+                    for block in blocks(array):
+                        self._stop.check()
+                        tensor_crc = zlib.crc32(block, tensor_crc)
+                        sink.write(block)
+                record = TensorRecord(number, size, array.nbytes, tensor_crc, marks)
                 self._stored[key][index] = StoredTensor(record, form)
                 crc = combine_crc32(crc, tensor_crc, array.nbytes)
                 size += array.nbytes
@@ -195,6 +206,21 @@ class _StepWriter:
         if found != size:
             raise OSError(errno.EIO, f"{found} bytes instead of {size}", path)
         return FileRecord(name, size, crc, len(header), header_crc)
+
+    def _write_large(self, sink: Sink, array: Array) -> tuple[int, tuple[int, ...]]:
+        """Write a tensor; return its checksum, and those of its beginnings."""
+        crc, room, marks = 0, CHUNK_BYTES, []
+        for block in blocks(array):
+            self._stop.check()
+            rest = block
+            while len(rest) >= room:
+                crc = zlib.crc32(rest[:room], crc)
+                marks.append(crc)
+                rest, room = rest[room:], CHUNK_BYTES
+            crc = zlib.crc32(rest, crc)
+            room -= len(rest)
+            sink.write(block)
+        return crc, tuple(marks[: (array.nbytes - 1) // CHUNK_BYTES])
 
     def commit(self, files: Sequence[FileRecord]) -> None:
         """Give the manifest its name, then make that durable, then remove what it replaced.
@@ -274,6 +300,7 @@ class _StepWriter:
 
 
 _NOTHING: Array = np.empty(0)
+_LONG_NAMES = "The names of its tensors have {} bytes, and the limit of the format is {}"
 _TOO_LONG = (
     "The manifest has {} bytes, and the limit is {}; put long lists of numbers into arrays, which "
     "are stored in files of their own"
@@ -302,12 +329,13 @@ def _in_files(cut: Cut) -> list[list[Tensor]]:
     }
     total = sum(sizes.values())
     count = max(1, min(NUM_THREADS, total // FILE_BYTES)) if sizes else 0
+    count = max(count, -(-len(sizes) // FILE_TENSORS))
     groups: list[list[Tensor]] = [[] for _ in range(count)]
     filled = [0] * count
     for tensor, size in sizes.items():
         smallest = filled.index(min(filled))
         groups[smallest].append(tensor)
-        filled[smallest] += size
+        filled[smallest] += size + NAME_BYTES
     return groups
 
 

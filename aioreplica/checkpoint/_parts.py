@@ -1,0 +1,230 @@
+"""Reading one entry of a step, or a part of a tensor, without the rest."""
+
+from __future__ import annotations
+
+import math
+import operator
+import zlib
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CheckpointError
+from ._format import (
+    CHUNK_BYTES,
+    DamagedError,
+    EntryRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    dtype_of,
+)
+from ._lane import Stop
+from ._reading import (
+    check_header,
+    check_tensor,
+    look_at,
+    no_step_error,
+    opened_data,
+    require_memory,
+)
+from ._restoring import aggregated, value_of
+from ._storage import Source, Storage
+
+Array = npt.NDArray[Any]
+
+NUM_LISTED = 8
+
+
+def read_entry(storage: Storage, step: int, key: str, index: Any, stop: Stop) -> Any:
+    """Return an entry of a step, or a part of it; blocks.
+
+    Args:
+        storage: Where from.
+        step: Its number.
+        key: Of the entry.
+        index: The part: what NumPy takes as basic index; None for all.
+        stop: Ends it early.
+
+    Raises:
+        CheckpointError: If there is no such step or entry, or it is damaged or cannot be read.
+        IndexError: If an index is out of bounds.
+        TypeError: If `index` is none, or the entry is plain data.
+    """
+    found = look_at(storage, step)
+    if not found.is_saved:
+        raise no_step_error(storage, step)
+    if found.manifest is None:
+        raise CheckpointError(f"Step {step} in {storage} is damaged: {found.damage}.")
+    entry = found.manifest.entries.get(key)
+    if entry is None:
+        raise _no_entry(storage, found.manifest, key)
+    if entry.kind == "value" and index is not None:
+        raise TypeError(f"{key!r} is plain data, which has no parts. Leave `slice` out.")
+    try:
+        return _read(storage, found.manifest, key, entry, index, stop)
+    except DamagedError as error:
+        raise CheckpointError(f"Step {step} in {storage} is damaged: {error}.") from error
+
+
+def _no_entry(storage: Storage, manifest: Manifest, key: str) -> CheckpointError:
+    known = [*manifest.entries]
+    more = f" and {len(known) - NUM_LISTED} more" if len(known) > NUM_LISTED else ""
+    listed = ", ".join(map(repr, known[:NUM_LISTED])) or "nothing"
+    return CheckpointError(
+        f"Step {manifest.step} in {storage} has no entry {key!r}. It has {listed}{more}."
+    )
+
+
+def _read(
+    storage: Storage, manifest: Manifest, key: str, entry: EntryRecord, index: Any, stop: Stop
+) -> Any:
+    ranges, kept = parts_of(entry.shape, index)
+    arrays = []
+    for number, record in enumerate(entry.tensors):
+        shape, name = entry.form_of(number)
+        if entry.kind == "value":
+            ranges, kept = parts_of(shape, None)
+        dtype = dtype_of(name).newbyteorder("<")
+        size = math.prod(map(len, ranges)) * dtype.itemsize
+        require_memory(storage, manifest, size * len(entry.tensors))
+        file = manifest.files[record.file]
+        with opened_data(storage, manifest.step, file) as source:
+            check_header(source, file)
+            array: Array = np.empty([*map(len, ranges)], dtype)
+            if array.size:
+                tensor = _Tensor(source, file, record, f"{key}#{number}", stop)
+                _fill(tensor, array, 0, shape, ranges)
+        arrays.append(array.reshape(kept).astype(dtype.newbyteorder("="), copy=False))
+    if entry.kind == "value":
+        return value_of(key, entry, arrays)
+    return np.array(aggregated(entry, arrays)) if len(arrays) > 1 else arrays[0]
+
+
+def parts_of(shape: tuple[int, ...], index: Any) -> tuple[list[range], tuple[int, ...]]:
+    """Return the indices to be read along each axis, and the shape of the result.
+
+    Raises:
+        IndexError: If one is out of bounds, or there are more than axes.
+        TypeError: If something is neither an integer nor a slice nor an ellipsis.
+
+    Example:
+        >>> parts_of((5, 4), (slice(1, 3), 2))
+        ([range(1, 3), range(2, 3)], (2,))
+    """
+    items = [*index] if isinstance(index, tuple) else [] if index is None else [index]
+    ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
+    if len(items) - len(ellipses) > len(shape) or len(ellipses) > 1:
+        raise IndexError(f"{index!r} has more indices than the shape {shape} has axes.")
+    place = ellipses[0] if ellipses else len(items)
+    rest = items[place + 1 :]
+    whole = [slice(None)] * (len(shape) - place - len(rest))
+    ranges, kept = [], []
+    for item, size in zip([*items[:place], *whole, *rest], shape, strict=True):
+        if isinstance(item, slice):
+            ranges.append(range(*item.indices(size)))
+            kept.append(len(ranges[-1]))
+            continue
+        number = _integer(item)
+        if not -size <= number < size:
+            raise IndexError(f"Index {number} is out of bounds for an axis of size {size}.")
+        ranges.append(range(number % size, number % size + 1))
+    return ranges, tuple(kept)
+
+
+def _integer(item: Any) -> int:
+    try:
+        if not isinstance(item, (bool, np.bool_)):
+            return operator.index(item)
+    except TypeError:
+        pass
+    raise TypeError(
+        f"A part of a tensor is named by integers, slices and `...`, got {item!r}. Read a part "
+        "that holds it, and index that."
+    )
+
+
+@final
+class _Tensor:
+    """A stored tensor, whose bytes are checked before they are given."""
+
+    def __init__(
+        self, source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
+    ) -> None:
+        self._source = source
+        self._file = file
+        self._record = record
+        self._key = key
+        self._stop = stop
+        self._chunk = bytearray()  # the one that was read last
+        self._number = -1
+        self._is_checked = False
+        if (
+            record.bytes > CHUNK_BYTES and not record.marks
+        ):  # of version 1: it is checked as a whole
+            check_tensor(source, file, record, key, stop)
+            self._is_checked = True
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer from a byte of the tensor on."""
+        done = 0
+        while done < len(buffer):
+            number, within = divmod(start + done, CHUNK_BYTES)
+            part = self._read_chunk(number)[within : within + len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+
+    def _read_chunk(self, number: int) -> memoryview:
+        if number != self._number:
+            self._stop.check()
+            record, first = self._record, number * CHUNK_BYTES
+            chunk = bytearray(min(CHUNK_BYTES, record.bytes - first))
+            if self._source.read_into(record.offset + first, memoryview(chunk)) != len(chunk):
+                raise DamagedError(f"{self._file.name} ends too early")
+            sums = (0, *record.marks, record.crc32)  # of what is before each chunk
+            if not self._is_checked and zlib.crc32(chunk, sums[number]) != sums[number + 1]:
+                raise DamagedError(
+                    f"bytes {first} to {first + len(chunk)} of {self._key!r} in {self._file.name} "
+                    "fail their checksum"
+                )
+            self._chunk, self._number = chunk, number
+        return memoryview(self._chunk)
+
+
+def _fill(
+    tensor: _Tensor, out: Array, offset: int, shape: Sequence[int], ranges: Sequence[range]
+) -> None:
+    """Fill an array with what ranges name of a tensor of a shape, which begins at an offset."""
+    if not shape:
+        tensor.read(offset, _bytes_of(out))
+        return
+    rows, row_bytes = ranges[0], math.prod(shape[1:]) * out.itemsize
+    has_all = all(r == range(n) for r, n in zip(ranges[1:], shape[1:], strict=True))
+    if has_all and (rows.step == 1 or len(rows) == 1):
+        tensor.read(offset + rows[0] * row_bytes, _bytes_of(out))
+        return
+    if row_bytes > CHUNK_BYTES:
+        for each, row in zip(out, rows, strict=True):
+            _fill(tensor, each, offset + row * row_bytes, shape[1:], ranges[1:])
+        return
+    count = max(1, CHUNK_BYTES // (row_bytes * abs(rows.step)))
+    inner = tuple(map(_as_slice, ranges[1:]))
+    for start in range(0, len(rows), count):
+        group = rows[start : start + count]
+        first, last = min(group[0], group[-1]), max(group[0], group[-1])
+        read: Array = np.empty((last - first + 1, *shape[1:]), out.dtype)
+        tensor.read(offset + first * row_bytes, _bytes_of(read))
+        own = _as_slice(range(group.start - first, group.stop - first, group.step))
+        out[start : start + count] = read[own, *inner]
+
+
+def _as_slice(indices: range) -> slice:
+    stop = indices.stop if indices.stop >= 0 else None
+    return slice(indices.start, stop, indices.step)
+
+
+def _bytes_of(array: Array) -> memoryview:
+    data: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(data)
