@@ -22,6 +22,7 @@ try:
     import uvicorn
 
     from .jobs import Jobs
+    from .programs import MEMORY_MIB
     from .store import Store
     from .web import make_app
 except ModuleNotFoundError as missing:
@@ -53,6 +54,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             num_running=options.num_running,
             grace_s=options.grace,
             step_limit_s=options.step_limit,
+            job_memory_mib=options.job_memory,
         )
         app = make_app(jobs, hosts=["127.0.0.1", "localhost", options.host, *options.name])
         server = Server(
@@ -101,6 +103,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-running", type=between(1, 100), default=4, help="at a time")
     parser.add_argument("--grace", type=between(0, 3600), default=10, help="of a step at the end")
     parser.add_argument("--step-limit", type=between(1, 86400), default=300, help="in seconds")
+    parser.add_argument("--job-memory", type=between(1, 10**6), default=MEMORY_MIB, help="in MiB")
     return parser.parse_args(arguments)
 
 

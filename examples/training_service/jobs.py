@@ -16,10 +16,10 @@ import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Storage
 
 from .faults import RefusedError, describe, is_no_room, is_passing
-from .programs import PROGRAMS, read_submission
+from .programs import MEMORY_MIB, MIB, PROGRAMS, read_submission, stride_of
 from .sharing import DeviceSharing, Share
 from .store import Store
-from .training import Training, stride_of, train
+from .training import Training, train
 
 UNFINISHED = ("queued", "running")
 MAX_ATTEMPTS = 5
@@ -91,6 +91,7 @@ class Jobs:
         max_unfinished: How many may be waiting and training.
         grace_s: How long the step under way of a job may take when it is told to end.
         step_limit_s: How long a step may take; what takes longer hangs, and its job fails.
+        job_memory_mib: How much memory a job may take, as far as that can be told before.
         longest_pause_s: What goes wrong for a while is tried again after pauses that double from
             one second to this.
         storage: Makes the storage of a folder of checkpoints.
@@ -106,6 +107,7 @@ class Jobs:
         max_unfinished: int = 100,
         grace_s: float = 10.0,
         step_limit_s: float = 300.0,
+        job_memory_mib: int = MEMORY_MIB,
         longest_pause_s: float = 30.0,
         storage: Callable[[Path], Storage] = LocalStorage,
     ) -> None:
@@ -116,6 +118,7 @@ class Jobs:
         self._max_unfinished = max_unfinished
         self._grace_s = grace_s
         self._step_limit_s = step_limit_s
+        self._max_bytes = job_memory_mib * MIB
         self._longest_pause_s = longest_pause_s
         self._storage = storage
         self._sharing = DeviceSharing([str(device) for device in ar.list_devices("cpu")])
@@ -159,7 +162,9 @@ class Jobs:
             RejectedError: If it is not one; says why.
             RefusedError: If none is taken now.
         """
-        name, settings = read_submission(body, num_devices=len(self._sharing.devices))
+        name, settings = read_submission(
+            body, num_devices=len(self._sharing.devices), max_bytes=self._max_bytes
+        )
         if refusal := self.refusal():
             raise refusal
         try:

@@ -57,10 +57,18 @@ def make_spirals(settings: Any) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Program:
-    """A kind of job: what may be set, and where its examples come from."""
+    """A kind of job: what may be set, and where its examples come from.
+
+    Attributes:
+        settings: What may be set.
+        load: Returns the examples and their labels. It blocks: called on a thread of the host.
+        sizes: Tells from the settings how many examples there are, of how many numbers each, and
+            how many labels.
+    """
 
     settings: type[Settings]
-    load: Callable[[Any], tuple[Array, Array]]  # blocks: called on a thread of the host
+    load: Callable[[Any], tuple[Array, Array]]
+    sizes: Callable[[Any], tuple[int, int, int]]
 
     @property
     def summary(self) -> str:
@@ -68,9 +76,34 @@ class Program:
 
 
 PROGRAMS = {
-    "digits": Program(Settings, load_digits),
-    "spirals": Program(SpiralSettings, make_spirals),
+    "digits": Program(Settings, load_digits, lambda _: (1797, 64, 10)),
+    "spirals": Program(SpiralSettings, make_spirals, lambda s: (s.arms * s.points, 2, s.arms)),
 }
+
+MAX_POINTS = 100_000
+"""So many values a curve has at most: all of it is copied at each checkpoint."""
+MEMORY_MIB = 128
+"""So much memory a job may take, unless the service is told otherwise."""
+MIB = 2**20
+
+
+def stride_of(num_steps: int) -> int:
+    """Return of how many steps a value of the curve is the mean."""
+    return max(1, -(-num_steps // MAX_POINTS))
+
+
+def memory_of(program: Program, settings: Any) -> dict[str, int]:
+    """Return about how many bytes a job takes while it trains, by what takes them."""
+    num_examples, width, num_labels = program.sizes(settings)
+    batch = min(settings.batch_size, num_examples)
+    num_steps = settings.epochs * -(-num_examples // batch)
+    weights = (width + num_labels + 1) * settings.hidden + num_labels
+    return {
+        "examples": 8 * num_examples * (width + 2),  # with labels and their order
+        "model": 8 * weights * (6 + 2 * settings.replicas),  # slots, gradients, a checkpoint
+        "step": 8 * batch * (8 * settings.hidden + 4 * num_labels + width),  # forward and back
+        "curve": 8 * 3 * min(num_steps, MAX_POINTS),  # a checkpoint, the table
+    }
 
 
 class Submission(BaseModel):
@@ -90,7 +123,9 @@ class RejectedError(ValueError):
         self.reasons = reasons
 
 
-def read_submission(body: bytes, *, num_devices: int) -> tuple[str, dict[str, Any]]:
+def read_submission(
+    body: bytes, *, num_devices: int, max_bytes: int = MEMORY_MIB * MIB
+) -> tuple[str, dict[str, Any]]:
     """Return the name of a program and all of its settings.
 
     Raises:
@@ -117,4 +152,12 @@ def read_submission(body: bytes, *, num_devices: int) -> tuple[str, dict[str, An
     if settings.replicas > num_devices:
         what = f"There are {num_devices} devices, got {settings.replicas}"
         raise RejectedError(("settings.replicas", what))
+    taken = memory_of(program, settings)
+    if sum(taken.values()) > max_bytes:
+        parts = ", ".join(f"{name} {-(-size // MIB)} MiB" for name, size in taken.items())
+        what = (
+            f"Such a job takes about {-(-sum(taken.values()) // MIB)} MiB ({parts}), and may take "
+            f"{max_bytes // MIB} MiB. Ask for a smaller batch_size, hidden or points"
+        )
+        raise RejectedError(("settings", what))
     return asked.program, settings.model_dump()

@@ -14,18 +14,9 @@ from aioreplica.checkpoint import Storage
 from aioreplica.errors import CheckpointError
 
 from .faults import is_passing
-from .programs import Program
+from .programs import Program, stride_of
 
 Array = NDArray[Any]
-
-
-MAX_POINTS = 100_000
-"""So many values a curve has at most: all of it is copied at each checkpoint."""
-
-
-def stride_of(num_steps: int) -> int:
-    """Return of how many steps a value of the curve is the mean."""
-    return max(1, -(-num_steps // MAX_POINTS))
 
 
 class Training:

@@ -23,8 +23,7 @@ import aioreplica as ar
 
 from .faults import RefusedError
 from .jobs import Job, Jobs
-from .programs import PROGRAMS, RejectedError
-from .training import stride_of
+from .programs import PROGRAMS, RejectedError, stride_of
 
 MAX_BODY_BYTES = 64 * 1024
 KEEP_ALIVE_S = 15.0

@@ -20,7 +20,7 @@ import pytest
 from aioreplica.checkpoint import LocalStorage, _preemption
 from aioreplica.errors import CheckpointError
 from examples.training_service import jobs as jobs_module
-from examples.training_service import training as training_module
+from examples.training_service import programs as programs_module
 from examples.training_service.faults import RefusedError, describe, is_no_room, is_passing
 from examples.training_service.jobs import MAX_ATTEMPTS, MAX_STARTS, Job, Jobs
 from examples.training_service.programs import PROGRAMS, Program
@@ -309,7 +309,7 @@ async def test_a_job_whose_data_hang_is_left_behind(
             hang()
         return spirals.load(settings)
 
-    monkeypatch.setitem(PROGRAMS, "spirals", Program(spirals.settings, load))
+    monkeypatch.setitem(PROGRAMS, "spirals", Program(spirals.settings, load, spirals.sizes))
     async with service(tmp_path, grace_s=0.0, num_running=1) as steady:
         job = await steady.jobs.submit(HANGING)
         await asyncio.to_thread(hang.started.wait)
@@ -432,7 +432,7 @@ async def test_a_long_curve_has_means_and_the_same_job(
     async with service(tmp_path / "full") as full:
         job = await ended(await full.jobs.submit(BODY))
         losses = (await full.jobs.losses(job)).tolist()
-    monkeypatch.setattr(training_module, "MAX_POINTS", 3)
+    monkeypatch.setattr(programs_module, "MAX_POINTS", 3)
 
     async with service(tmp_path / "thin") as thin:
         job = await ended(await thin.jobs.submit(BODY))

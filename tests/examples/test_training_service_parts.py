@@ -1,6 +1,7 @@
 """The parts of the training service: who gets the devices, what is a job, what is missing."""
 
 import asyncio
+import json
 import runpy
 import socket
 import sqlite3
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from examples.training_service.__main__ import main
-from examples.training_service.programs import RejectedError, read_submission
+from examples.training_service.programs import (
+    MIB,
+    PROGRAMS,
+    RejectedError,
+    SpiralSettings,
+    memory_of,
+    read_submission,
+)
 from examples.training_service.sharing import DeviceSharing
 from examples.training_service.store import Store
 
@@ -145,6 +153,29 @@ def test_settings_have_defaults() -> None:
     assert settings["noise"] == 0.0
     assert settings["arms"] == 5
     assert settings["epochs"] == 10
+
+
+def test_a_job_that_takes_too_much_memory_is_refused_with_its_parts() -> None:
+    settings = {"hidden": 1024, "batch_size": 4096, "points": 10_000, "arms": 10}
+    body = json.dumps({"program": "spirals", "settings": settings}).encode()
+    with pytest.raises(RejectedError, match=r"about \d+ MiB \(examples 4 MiB, .*may take 128 MiB"):
+        read_submission(body, num_devices=2)
+    assert read_submission(body, num_devices=2, max_bytes=2**30)[1]["hidden"] == 1024
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_sizes_of_a_program_are_those_of_its_examples(name: str) -> None:
+    program = PROGRAMS[name]
+    settings = program.settings()
+    examples, labels = program.load(settings)
+    assert program.sizes(settings) == (*examples.shape, int(labels.max()) + 1)
+
+
+def test_the_largest_job_within_all_bounds_keeps_a_bounded_curve() -> None:
+    settings = SpiralSettings(epochs=1000, batch_size=1, points=10_000, arms=10)
+    taken = memory_of(PROGRAMS["spirals"], settings)
+    assert taken["curve"] == 8 * 3 * 100_000
+    assert sum(taken.values()) < 16 * MIB
 
 
 @pytest.mark.asyncio
