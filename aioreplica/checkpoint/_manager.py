@@ -6,7 +6,8 @@ import asyncio
 import operator
 import os
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
@@ -38,6 +39,7 @@ from ._reading import (
     with_sizes,
 )
 from ._restoring import Restored, restore_step
+from ._retry import RetriedStorage, Retry, new_stop
 from ._state import Cut, require_outside_steps
 from ._storage import LocalStorage, Storage
 from ._writer import Saving, Writer
@@ -54,10 +56,12 @@ class CheckpointStatistics:
     Attributes:
         num_saved: Steps it has saved.
         is_saving: Whether a save is going on.
+        num_retried: Calls of the storage that failed and were made again.
     """
 
     num_saved: int
     is_saving: bool
+    num_retried: int = 0
 
 
 def _warn_of_failure(manager: Any) -> None:
@@ -93,10 +97,14 @@ class CheckpointManager:
         directory: A folder, made at the first save; a URL that fsspec knows; or a `Storage`.
         max_to_keep: How many of the newest steps are kept; None keeps all.
         keep_every: Steps that this number divides are kept for good.
+        retry: Which failed calls of the storage are made again, and how long: for stores at the
+            other end of a network. None makes none again; `steps`, `latest`, `pinned` and
+            `describe`, which block, never do.
 
     Raises:
         ValueError: If a number is below 1.
-        TypeError: If one is not an int, or `directory` is neither a path nor a storage.
+        TypeError: If one is not an int, `directory` is neither a path nor a storage, or `retry` no
+            Retry.
 
     Example:
         >>> import asyncio, tempfile
@@ -120,8 +128,13 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = 3,
         keep_every: int | None = None,
+        retry: Retry | None = None,
     ) -> None:
         self._storage = _storage_of(directory)
+        if retry is not None and not isinstance(retry, Retry):
+            raise TypeError(f"retry must be a Retry or None, got {retry!r}.")
+        self._retry = retry
+        self._num_retried = 0
         self._writer = Writer(
             self._storage,
             _checked_count("max_to_keep", max_to_keep),
@@ -256,10 +269,11 @@ class CheckpointManager:
 
     async def _write(self, step: int, cut: Cut) -> None:
         begun: list[Saving] = []
+        storage = self._retried()
 
         def begin() -> int:
             try:
-                begun.append(self._writer.begin(step))
+                begun.append(self._writer.begin(step, storage))
             except (OSError, MemoryError) as error:
                 raise not_committed(self._storage, step, error) from error
             return begun[0].claim.sequence
@@ -267,10 +281,29 @@ class CheckpointManager:
         def end(stop: Stop) -> list[str]:
             return self._writer.end(begun[0], stop)
 
-        left = await write_cut(self._storage, step, cut, begin, end)
+        with self._telling_of_retries(storage, "save"):
+            left = await write_cut(storage, step, cut, begin, end)
         self._num_saved += 1
         for text in left:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _retried(self) -> Storage:
+        return self._storage if self._retry is None else RetriedStorage(self._storage, self._retry)
+
+    @contextmanager
+    def _telling_of_retries(self, storage: Storage, done: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if isinstance(storage, RetriedStorage):
+                self._num_retried += storage.num_retried
+        if isinstance(storage, RetriedStorage) and storage.num_retried:
+            warnings.warn(
+                f"{storage.num_retried} failed calls of {storage} were made again in a {done}. The "
+                f"last error: {storage.last}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
@@ -309,7 +342,9 @@ class CheckpointManager:
         require_outside_steps("CheckpointManager.restore")
         await self.wait()
         workers = workers_of_state(state)  # what cannot be restored is said first
-        self._restored = await restore_step(self._storage, state, number, partial=partial)
+        storage = self._retried()
+        with self._telling_of_retries(storage, "restore"):
+            self._restored = await restore_step(storage, state, number, partial=partial)
         await agree_on_restored(workers, self._restored.step)
         damaged = self._restored.damaged
         if damaged:
@@ -350,9 +385,10 @@ class CheckpointManager:
         Cancellation:
             Waits until the thread has stopped.
         """
-        stop, number = Stop(), _checked_step(step)
-        read = bound(read_entry, self._storage, number, key, slice, stop)
-        [found] = await run_all([read], stop)
+        storage, number = self._retried(), _checked_step(step)
+        stop = new_stop(storage)
+        with self._telling_of_retries(storage, "read"):
+            [found] = await run_all([bound(read_entry, storage, number, key, slice, stop)], stop)
         return found
 
     # ---- looking -------------------------------------------------------------------------
@@ -389,7 +425,7 @@ class CheckpointManager:
         Cancellation:
             The step is pinned or not.
         """
-        await self._at_rest(bound(pin_step, self._storage, _checked_step(step)))
+        await self._at_rest(pin_step, _checked_step(step))
 
     async def unpin(self, step: int) -> None:
         """Let a step go: the next save may remove it. No error if it is not pinned.
@@ -400,12 +436,14 @@ class CheckpointManager:
         Cancellation:
             The step is pinned or not.
         """
-        await self._at_rest(bound(unpin_step, self._storage, _checked_step(step)))
+        await self._at_rest(unpin_step, _checked_step(step))
 
-    async def _at_rest(self, change: Callable[[], None]) -> None:
+    async def _at_rest(self, change: Callable[[Storage, int], None], step: int) -> None:
         _end_cut_off(self)
+        storage = self._retried()
         async with self._turn:
-            await run_all([change], Stop())
+            with self._telling_of_retries(storage, "change of pins"):
+                await run_all([bound(change, storage, step)], new_stop(storage))
 
     def pinned(self) -> tuple[int, ...]:
         """Return the steps that are pinned, ascending; reads the directory.
@@ -425,7 +463,9 @@ class CheckpointManager:
         Cancellation:
             Changes nothing.
         """
-        await verify_step(self._storage, _checked_step(step))
+        storage, number = self._retried(), _checked_step(step)
+        with self._telling_of_retries(storage, "read"):
+            await verify_step(storage, number)
 
     def describe(self, step: int) -> StepDescription:
         """Return what a step holds; reads its manifest, and the lengths of its files.
@@ -443,7 +483,7 @@ class CheckpointManager:
 
     def statistics(self) -> CheckpointStatistics:
         """Return what the manager has done."""
-        return CheckpointStatistics(self._num_saved, self._turn.locked())
+        return CheckpointStatistics(self._num_saved, self._turn.locked(), self._num_retried)
 
     def __repr__(self) -> str:
         state = "saving" if self._turn.locked() else "idle"

@@ -33,6 +33,7 @@ from ._format import (
     parse_manifest,
 )
 from ._lane import NUM_THREADS, Stop, run_all
+from ._retry import new_stop
 from ._storage import BLOCK_BYTES, Source, Storage, opened, read_all
 from ._writing import Tensor, folder_of, reason
 
@@ -305,7 +306,7 @@ async def read_tensors(
     require_memory(
         storage, manifest, sum(e.tensors[i].bytes for each in wanted.values() for (_, i), e in each)
     )
-    stop = Stop()
+    stop = new_stop(storage)
     read = await run_all([partial(_read_some, storage, manifest, *job, stop) for job in jobs], stop)
     arrays = {tensor: array for part in read for tensor, array in part.items()}
     return {
@@ -443,7 +444,7 @@ async def verify_step(storage: Storage, step: int) -> None:
         CheckpointError: If there is no such step, it cannot be read, or is of another version of
             the format; or naming all that is damaged.
     """
-    stop = Stop()
+    stop = new_stop(storage)
     [[found]] = await run_all([partial(_look_at_one, storage, step)], stop)
     problems = [found.damage] if found.damage else []
     if found.manifest is not None:

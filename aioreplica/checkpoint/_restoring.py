@@ -18,7 +18,7 @@ from ..tree import decode
 from ..typing import VariableAggregation
 from ..values import Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest, dtype_name
-from ._lane import Stop, run_all
+from ._lane import run_all
 from ._reading import (
     NUM_LOOKS,
     FoundStep,
@@ -27,6 +27,7 @@ from ._reading import (
     no_step_error,
     read_tensors,
 )
+from ._retry import new_stop
 from ._state import Deferring, Entry, State, read_state
 from ._storage import Storage
 
@@ -70,7 +71,7 @@ async def restore_step(
     while num_lost < NUM_LOOKS:
         before = damaged
         look = bound(newest_whole, storage, before, step)
-        [(found, damaged)] = await run_all([look], Stop())
+        [(found, damaged)] = await run_all([look], new_stop(storage))
         num_lost += any(damaged.get(one) is not each for one, each in before.items())
         if found is None:
             raise _nothing_left(storage, step, _saved(damaged))

@@ -17,8 +17,8 @@ from ._retention import steps_to_remove
 from ._storage import Storage
 from ._writing import folder_of, reason, remove_leftover, remove_step
 
-MANY_CLAIMS = 10_000
-"""Beyond so many, those that are gone are forgotten; not before, as one may be about to come."""
+RECENT = 2
+"""So many claims are remembered although they are gone: one may be about to come."""
 
 
 @final
@@ -59,55 +59,59 @@ class Writer:
         self._claims: set[Claim] = set()  # that it has made since
         self._has_cleaned = False
 
-    def begin(self, step: int) -> Saving:
+    def begin(self, step: int, storage: Storage) -> Saving:
         """Take the directory, unless it is taken; make a claim, and look for another writer.
+
+        Args:
+            step: The step to be saved.
+            storage: The directory; its failed calls may be made again.
 
         Raises:
             CheckpointError: If another writer is there.
             OSError: If something cannot be read or made.
         """
-        self._take()
+        self._take(storage)
         if self._fence is None:
-            self._known = read_known(self._storage)
+            self._known = read_known(storage)
             self._fence = self._known.newest
-        known = self._known or read_known(self._storage)
+        known = self._known or read_known(storage)
         self._known = None  # until the save is known to be there
         claim = Claim(1 + max(known.newest, self._fence), step)
         self._claims.add(claim)  # before: it may be made although that fails
         try:
-            make_claim(self._storage, claim)
+            make_claim(storage, claim)
         except CheckpointError:
             self._claims.discard(claim)
             raise
         try:
-            listing = read_listing(self._storage)
+            listing = read_listing(storage)
             for other in listing.claims:
                 if other.sequence > self._fence and other not in self._claims:
-                    raise another_writer(self._storage, other)
-            if len(self._claims) > MANY_CLAIMS:
-                self._claims.intersection_update(listing.claims)
+                    raise another_writer(storage, other)
+            recent = {own for own in self._claims if own.sequence >= claim.sequence - RECENT}
+            self._claims = recent.union(self._claims.intersection(listing.claims))
             strange = listing.folders - {*known.steps, step} - known.unsaved
             if strange:  # put there by hand
-                known = read_known(self._storage)
+                known = read_known(storage)
                 if known.newest > claim.sequence:
                     raise CheckpointError(
                         f"the steps {sorted(strange)} were put there meanwhile. Save again"
                     )
         except BaseException:
             with suppress(Exception):
-                self._storage.remove(claim.name)
+                storage.remove(claim.name)
             raise
         others = [each for each in known.steps if each in listing.folders and each != step]
         unsaved = (known.unsaved & listing.folders) - {step}
         return Saving(claim, listing, Known((step, *others), unsaved, claim.sequence))
 
-    def _take(self) -> None:
+    def _take(self, storage: Storage) -> None:
         if self._lock is None or self._lock[1] != os.getpid():  # or in the child of a fork
             self._known = self._fence = None  # another manager may have saved
             self._claims.clear()
             self._has_cleaned = False
-            self._storage.make_folder("")
-            self._lock = self._storage.lock(), os.getpid()
+            storage.make_folder("")
+            self._lock = storage.lock(), os.getpid()
 
     def end(self, saving: Saving, stop: Stop) -> list[str]:
         """Remove what is not to be kept beside a step that is saved, until told to stop.

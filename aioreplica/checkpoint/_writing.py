@@ -39,6 +39,7 @@ from ._format import (
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
+from ._retry import RetriedStorage, new_stop
 from ._state import Cut, StoredTensor
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
@@ -94,7 +95,7 @@ async def write_cut(
     Cancellation:
         Before the manifest takes its name nothing is saved, and files are removed again.
     """
-    stop = Stop()
+    stop = new_stop(storage)
     write = _StepWriter(storage, step, cut, stop)
     results: list[T] = []
 
@@ -129,6 +130,8 @@ class _StepWriter:
 
     def __init__(self, storage: Storage, step: int, cut: Cut, stop: Stop) -> None:
         self._storage = storage
+        self._retried = storage if isinstance(storage, RetriedStorage) else None
+        self._bare = storage if self._retried is None else self._retried.bare
         self._step = step
         self._sequence = -1  # until it has begun: before, nothing in the folder is its own
         self._cut = cut
@@ -151,7 +154,24 @@ class _StepWriter:
         attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
         count = len(self._groups)
         self._names = [f"data-{attempt:04d}-{i:03d}.safetensors" for i in range(count)]
-        return [partial(self._write_file, *each) for each in enumerate(self._names)]
+        write = self._write_file if self._retried is None else self._retry_file
+        return [partial(write, *each) for each in enumerate(self._names)]
+
+    def _retry_file(self, number: int, name: str) -> FileRecord:
+        """Write a file, and all of it again if that fails; its tensors are kept meanwhile."""
+        assert self._retried is not None
+        kept = [self._cut.arrays[key][index] for key, index in self._groups[number]]
+
+        def once() -> FileRecord:
+            for (key, index), array in zip(self._groups[number], kept, strict=True):
+                self._cut.arrays[key][index] = array
+            try:
+                return self._write_file(number, name)
+            except OSError:
+                self._bare.remove(f"{self._folder}/{name}")
+                raise
+
+        return self._retried.again(once)
 
     def _write_file(self, number: int, name: str) -> FileRecord:
         """Write one file of tensors and make it durable."""
@@ -175,7 +195,7 @@ class _StepWriter:
         path = f"{self._folder}/{name}"
         if size > MAX_HEADER_BYTES:
             raise OSError(errno.EFBIG, _LONG_NAMES.format(size, MAX_HEADER_BYTES), path)
-        sink = self._storage.create(path)
+        sink = self._bare.create(path)
         try:
             sink.write(memoryview(header))
             for (key, index), form in zip(tensors, forms, strict=True):
@@ -198,7 +218,7 @@ class _StepWriter:
         finally:
             sink.discard()
         # A storage that loses a write is found before the step is removed that this one replaces.
-        source = self._storage.open(path)
+        source = self._bare.open(path)
         try:
             found = source.size
         finally:
@@ -267,13 +287,13 @@ class _StepWriter:
         if self._sequence < 0 or self._may_be_saved:
             return
         with suppress(Exception):
-            self._storage.remove(Claim(self._sequence, self._step).name)
+            self._bare.remove(Claim(self._sequence, self._step).name)
         for name in self._names:
             with suppress(Exception):  # what stopped the save is raised, and nothing else
-                self._storage.remove(f"{self._folder}/{name}")
+                self._bare.remove(f"{self._folder}/{name}")
         with suppress(Exception):
-            if not self._storage.list(self._folder):
-                self._storage.remove_folder(self._folder)
+            if not self._bare.list(self._folder):
+                self._bare.remove_folder(self._folder)
 
     def _require_in_place(self, path: str, data: bytes, failure: Exception | None) -> None:
         """Read the manifest back, and find out whether the step is saved.

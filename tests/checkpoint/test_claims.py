@@ -121,7 +121,7 @@ async def test_of_two_saves_at_the_same_time_at_most_one_is_saved(steps: tuple[i
         files = SimulatedFiles()
         managers = [ar.CheckpointManager(SimulatedStorage(files)) for _ in range(2)]
         for manager in managers:
-            manager._writer._take()
+            manager._writer._take(manager._storage)
             manager._writer._known = read_known(manager._storage)
             manager._writer._fence = 0
         results = await asyncio.gather(

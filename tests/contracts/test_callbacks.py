@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import fields
 from tempfile import TemporaryDirectory
@@ -102,6 +103,18 @@ async def in_program(use: Callable[[ar.ReplicaContext], object]) -> None:
 
     async with mirrored(2) as strategy:
         await strategy.run(step)
+
+
+async def retried(fn: Any) -> None:
+    retry = ar.checkpoint.Retry(is_worth=fn)
+    with tempfile.TemporaryDirectory() as folder:
+        storage = ar.checkpoint.LocalStorage(folder)
+
+        def refuse(path: str) -> Any:
+            raise TimeoutError(path)
+
+        storage.list = refuse  # type: ignore[method-assign]
+        await ar.CheckpointManager(storage, retry=retry).save(1, {"a": 1})
 
 
 async def with_strategy(use: Callable[[Any, ar.Variable], Any]) -> None:
@@ -254,6 +267,7 @@ ROWS: dict[str, Row] = {
         lambda c: used_resource(c, fn)
     ),
     "CheckpointManager.save_on_cancel(step)": saved,
+    "Retry.__init__(is_worth)": retried,
     "Optimizer.minimize(loss)": lambda fn: optimizing(lambda o, v: o.minimize(fn, [v])),
     "Optimizer.compute_gradients(loss)": lambda fn: optimizing(
         lambda o, v: o.compute_gradients(fn, [v])
