@@ -7,7 +7,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial as bound
 from types import TracebackType
@@ -269,7 +269,7 @@ class CheckpointManager:
 
     async def _write(self, step: int, cut: Cut) -> None:
         begun: list[Saving] = []
-        storage = self._retried()
+        storage = self._storage if self._retry is None else self._retried()
 
         def begin() -> int:
             try:
@@ -281,7 +281,7 @@ class CheckpointManager:
         def end(stop: Stop) -> list[str]:
             return self._writer.end(begun[0], stop)
 
-        with self._telling_of_retries(storage, "save"):
+        with nullcontext() if self._retry is None else self._telling_of_retries(storage, "save"):
             left = await write_cut(storage, step, cut, begin, end)
         self._num_saved += 1
         for text in left:

@@ -70,7 +70,8 @@ class Writer:
             CheckpointError: If another writer is there.
             OSError: If something cannot be read or made.
         """
-        self._take(storage)
+        if self._lock is None or self._lock[1] != os.getpid():  # or in the child of a fork
+            self._take(storage)
         if self._fence is None:
             self._known = read_known(storage)
             self._fence = self._known.newest
@@ -106,12 +107,11 @@ class Writer:
         return Saving(claim, listing, Known((step, *others), unsaved, claim.sequence))
 
     def _take(self, storage: Storage) -> None:
-        if self._lock is None or self._lock[1] != os.getpid():  # or in the child of a fork
-            self._known = self._fence = None  # another manager may have saved
-            self._claims.clear()
-            self._has_cleaned = False
-            storage.make_folder("")
-            self._lock = storage.lock(), os.getpid()
+        self._known = self._fence = None  # another manager may have saved
+        self._claims.clear()
+        self._has_cleaned = False
+        storage.make_folder("")
+        self._lock = storage.lock(), os.getpid()
 
     def end(self, saving: Saving, stop: Stop) -> list[str]:
         """Remove what is not to be kept beside a step that is saved, until told to stop.

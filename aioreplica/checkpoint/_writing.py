@@ -39,7 +39,7 @@ from ._format import (
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
-from ._retry import RetriedStorage, new_stop
+from ._retry import RetriedStorage
 from ._state import Cut, StoredTensor
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
@@ -95,7 +95,9 @@ async def write_cut(
     Cancellation:
         Before the manifest takes its name nothing is saved, and files are removed again.
     """
-    stop = new_stop(storage)
+    stop = Stop()
+    if isinstance(storage, RetriedStorage):
+        storage.stop = stop
     write = _StepWriter(storage, step, cut, stop)
     results: list[T] = []
 
