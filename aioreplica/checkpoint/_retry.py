@@ -48,7 +48,7 @@ def may_pass(error: OSError) -> bool:
 @final
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Which failed calls of a storage are made again, and how long.
+    """Rule for failed calls of a storage: which are made again, and how long.
 
     Before the second try of a call there is a pause of at most `first_s`, then of twice as much,
     and so on up to `longest_s`; each is shortened by a random part of its half, so that many
