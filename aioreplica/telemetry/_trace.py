@@ -178,7 +178,7 @@ class TraceRecorder:
         self._ring.add((_Drawing.merge, (merge.entry(self._now()), error is not None)))
 
     def _value_received(self, message: ObservedMessage) -> None:
-        self._ring.append((_Drawing.message, (message.entry(self._now()),)))
+        self._ring.add((_Drawing.message, (message.entry(self._now()),)))
 
     def _op_queued(self, op: ObservedOp, _lane: str) -> None:
         queued = self._queued
