@@ -247,6 +247,7 @@ def _batched(source: Source, size: int, *, drop_remainder: bool) -> Source:
         offset_after=offset_after,
         aclose=source.aclose,
         check_start=source.check_start,
+        differs=source.differs,
     )
 
 

@@ -15,7 +15,7 @@ from ._distributed_dataset import DistributedDataset, DistributedIterator
 from ._epoch import GoOn, OpenLoops
 from ._iterables import iterable_source
 from ._options import InputContext, InputOptions
-from ._sharding import Files, describe, local_replicas
+from ._sharding import Files, chosen_sharding, describe, local_replicas
 from ._source import Source
 
 LOGGER = logging.getLogger("aioreplica.input")
@@ -61,13 +61,13 @@ def distribute_dataset(
             "distribute_dataset splits one dataset over the replicas, but the options ask for one "
             "dataset per replica (PER_REPLICA). Use distribute_datasets_from_function."
         )
-    source = _sharded(dataset, options, target.context_now())
+    source, sharding = _sharded(dataset, options, target.context_now())
     joiner = _joiner(target, options)
 
     def sharing_now() -> Sharing:
         context = target.context_now()
         total, local = local_replicas(
-            options.sharding,
+            sharding,
             context.num_input_pipelines,
             context.input_pipeline_id,
             len(target.device_names),
@@ -96,7 +96,7 @@ def distribute_from_function(
             f"dataset_fn returns a dataset, but {dataset_fn!r} is a coroutine function. Make it a "
             "plain function; what has to be awaited goes into an async generator that it returns."
         )
-    if options.sharding != "off":
+    if options.sharding not in ("auto", "off"):
         raise ValueError(
             f"sharding={options.sharding!r} is for distribute_dataset. In dataset_fn, read what "
             "context.input_pipeline_id says."
@@ -134,20 +134,22 @@ def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> S
     return find_source(made)
 
 
-def _sharded(dataset: Any, options: InputOptions, context: InputContext) -> Source:
-    """Return a source of what this worker reads."""
+def _sharded(dataset: Any, options: InputOptions, context: InputContext) -> tuple[Source, str]:
+    """Return a source of what this worker reads, and how it is shared out."""
     num_pipelines, pipeline_id = context.num_input_pipelines, context.input_pipeline_id
-    if options.sharding == "file":
+    source = find_source(dataset)
+    sharding = chosen_sharding(options.sharding, dataset, source, num_pipelines)
+    if sharding == "file":
         if not isinstance(dataset, Files):
             raise ValueError(
-                f"sharding='file' shares out files, but {find_source(dataset).label} is not made "
-                "of any. Use ar.input.Files(paths, read), or sharding='data'."
+                f"sharding='file' shares out files, but {source.label} is not made of any. Use "
+                "ar.input.Files(paths, read), or sharding='data'."
             )
-        dataset = dataset.shard(num_pipelines, pipeline_id)
-    source = find_source(dataset)
-    if options.sharding != "off" or num_pipelines > 1:
-        LOGGER.info(describe(options.sharding, source.label, num_pipelines, pipeline_id))
-    return source
+        source = find_source(dataset.shard(num_pipelines, pipeline_id))
+    if sharding != "off" or num_pipelines > 1:
+        is_auto = options.sharding == "auto"
+        LOGGER.info(describe(sharding, source.label, num_pipelines, pipeline_id, is_auto=is_auto))
+    return source, sharding
 
 
 def _distributed(

@@ -171,6 +171,9 @@ def iterable_source(
         num_items=lambda: _length_of(dataset),
         aclose=lambda: _close_unused(unused),
         check_start=check_start,
+        differs="is an iterator, of which each worker has its own"
+        if is_one_shot
+        else (difference_of_loader(dataset)),
     )
 
 
@@ -363,6 +366,21 @@ def warn_if_shuffled(dataset: Any) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def difference_of_loader(dataset: Any) -> str:
+    """Say why a DataLoader may give other workers other batches; empty if it does not."""
+    torch = sys.modules.get("torch.utils.data")
+    if torch is None or not isinstance(dataset, torch.DataLoader):
+        return ""
+    sampler = dataset.sampler
+    name = type(sampler).__name__
+    if isinstance(sampler, torch.distributed.DistributedSampler):
+        return f"has a {name}, which shares out the examples already"
+    is_random = isinstance(sampler, (torch.RandomSampler, torch.WeightedRandomSampler))
+    if is_random and dataset.generator is None and sampler.generator is None:
+        return f"draws its order on each worker anew ({name} without a generator)"
+    return ""
 
 
 def shut_down_workers(iterator: Any) -> None:

@@ -7,7 +7,7 @@ from enum import Enum, unique
 from operator import index
 from typing import Any, Literal, final
 
-SHARDINGS = ("off", "data", "file")
+SHARDINGS = ("auto", "off", "data", "file")
 REMAINDERS = ("weight", "drop", "error")
 
 
@@ -64,8 +64,9 @@ class InputOptions:
         remainder: What becomes of a batch that cannot be shared out evenly. "weight": parts of
             different sizes, empty ones too, in which every example counts once. "drop": equal
             parts, the examples left over are left out. "error": a ValueError.
-        sharding: What each of several workers reads: all ("off"), all but only its replicas'
-            parts ("data"), or its own files ("file").
+        sharding: What each of several workers reads: its own files ("file"), all but only its
+            replicas' parts ("data"), or all ("off"). "auto" takes "file" for `ar.input.Files` with
+            a file for each worker, else "data".
 
     Raises:
         ValueError: If a value is not legal, or two do not go together.
@@ -80,7 +81,7 @@ class InputOptions:
     place_on_device: bool = False
     per_replica_buffer_size: int = 1
     remainder: Literal["weight", "drop", "error"] = "weight"
-    sharding: Literal["off", "data", "file"] = "off"
+    sharding: Literal["auto", "off", "data", "file"] = "auto"
 
     def __post_init__(self) -> None:
         mode = InputReplicationMode.parse(self.replication_mode)

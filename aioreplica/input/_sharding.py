@@ -1,4 +1,4 @@
-"""Sharding of input over the workers of one sync group: off, by data, or by files."""
+"""Sharding of input over the workers of one sync group: by files, by data, or off."""
 
 from __future__ import annotations
 
@@ -100,6 +100,27 @@ def shard_items(items: Sequence[T], num_input_pipelines: int, input_pipeline_id:
     return list(items[input_pipeline_id::num_input_pipelines])
 
 
+def chosen_sharding(sharding: str, dataset: Any, source: Source, num_workers: int) -> str:
+    """Return how a dataset is shared out over workers: what was asked for, or fits.
+
+    Raises:
+        ValueError: If it was left open, and nothing fits.
+    """
+    if sharding != "auto":
+        return sharding
+    if num_workers == 1:
+        return "off"
+    if isinstance(dataset, Files) and len(dataset.paths) >= num_workers:
+        return "file"
+    if source.differs:
+        raise ValueError(
+            f"{source.label} {source.differs}, so it can be shared out over {num_workers} workers "
+            "neither by file nor by example. Pass InputOptions(sharding='off') to let each worker "
+            "use all that it reads, or sharding='data' if all of them read the same batches."
+        )
+    return "data"
+
+
 def local_replicas(
     mode: str, num_input_pipelines: int, input_pipeline_id: int, num_local: int, num_in_sync: int
 ) -> tuple[int, range]:
@@ -120,12 +141,15 @@ def local_replicas(
     return num_local, range(num_local)
 
 
-def describe(mode: str, label: str, num_input_pipelines: int, input_pipeline_id: int) -> str:
+def describe(
+    mode: str, label: str, num_input_pipelines: int, input_pipeline_id: int, *, is_auto: bool
+) -> str:
     """Return a line that says what a worker reads."""
+    by = " (chosen by 'auto')" if is_auto else ""
     who = f"worker {input_pipeline_id} of {num_input_pipelines}"
     what = {
         "off": "reads all of it, and splits each batch over its own replicas",
         "data": "reads all of it, and takes its own replicas' parts of each global batch",
         "file": "reads its own share of the files",
     }[mode]
-    return f"{label}: sharding {mode!r}, {who} {what}."
+    return f"{label}: sharding {mode!r}{by}, {who} {what}."

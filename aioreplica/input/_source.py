@@ -82,6 +82,7 @@ class Source:
         counts_examples: Whether offsets count examples; if not, they count items.
         check_start: Raises or warns if a pass cannot begin there rightly; called where a state is
             loaded.
+        differs: Says why workers may be given different items by it; empty if they are not.
     """
 
     label: str
@@ -95,3 +96,4 @@ class Source:
     is_kept: bool = False
     counts_examples: bool = False
     check_start: Callable[[Start], None] = lambda start: None
+    differs: str = ""

@@ -21,7 +21,7 @@ def test_the_defaults() -> None:
         "place_on_device": False,
         "per_replica_buffer_size": 1,
         "remainder": "weight",
-        "sharding": "off",
+        "sharding": "auto",
     }
     assert not options.is_per_replica
     assert pickle.loads(pickle.dumps(options)) == options
@@ -55,7 +55,7 @@ def test_modes_by_name(name: Any) -> None:
         ({"per_replica_buffer_size": 1.0}, ValueError, r"got 1\.0"),
         ({"per_replica_buffer_size": True}, ValueError, "got True"),
         ({"remainder": "keep"}, ValueError, "weight, drop, error, got 'keep'"),
-        ({"sharding": "auto"}, ValueError, "off, data, file, got 'auto'"),
+        ({"sharding": "even"}, ValueError, "auto, off, data, file, got 'even'"),
     ],
 )
 def test_invalid_options_are_refused(

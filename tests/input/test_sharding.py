@@ -76,9 +76,9 @@ async def test_data_splits_the_global_batch_over_all_workers() -> None:
 
 @pytest.mark.asyncio
 async def test_off_leaves_every_worker_its_own_batches() -> None:
+    off = ar.InputOptions(sharding="off")
     seen = [
-        await parts(ar.ArrayDataset(np.arange(4), 4), ar.InputOptions(), target(2, worker))
-        for worker in range(2)
+        await parts(ar.ArrayDataset(np.arange(4), 4), off, target(2, worker)) for worker in range(2)
     ]
 
     assert seen == [[[[0, 1], [2, 3]]]] * 2
@@ -123,6 +123,87 @@ async def test_sharding_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         "<list of 1>: sharding 'data', worker 0 of 1 reads all of it, and takes its own replicas' "
         "parts of each global batch."
     )
+
+
+# ---- auto ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+async def test_by_default_every_example_is_read_by_one_worker(num_workers: int) -> None:
+    def batches() -> Iterator[Any]:
+        yield from (np.arange(6), np.arange(6, 10))
+
+    files = ar.input.Files(["0", "1", "2"], lambda path: [np.full(2, int(path))])
+    every = list(range(10))
+    for dataset, examples in [
+        (ar.ArrayDataset(np.arange(10), 4, shuffle=True), every),
+        ([np.arange(6), np.arange(6, 10)], every),
+        (batches, every),
+        (ar.Dataset(range(10)).batch(4), every),
+        (files, [0, 0, 1, 1, 2, 2]),
+    ]:
+        seen = [
+            await parts(dataset, ar.InputOptions(), target(num_workers, worker))
+            for worker in range(num_workers)
+        ]
+        found = [x for of_worker in seen for step in of_worker for part in step for x in part]
+        assert sorted(found) == examples, dataset
+
+
+@pytest.mark.asyncio
+async def test_files_are_dealt_by_default_if_there_are_enough(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    files = ar.input.Files(["0", "1"], lambda path: [np.full(6, int(path))])
+    with caplog.at_level(logging.INFO, logger="aioreplica.input"):
+        dealt = await parts(files, ar.InputOptions(), target(2, 1))
+        split = await parts(files, ar.InputOptions(), target(3, 1))
+
+    assert dealt == [[[1, 1, 1], [1, 1, 1]]]
+    assert split == [[[0], [0]], [[1], [1]]]
+    assert [record.getMessage() for record in caplog.records] == [
+        (
+            "<Files | 1 from 1>: sharding 'file' (chosen by 'auto'), worker 1 of 2 reads its own share "
+            "of the files."
+        ),
+        (
+            "<Files | 2 from 0>: sharding 'data' (chosen by 'auto'), worker 1 of 3 reads all of it, "
+            "and takes its own replicas' parts of each global batch."
+        ),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_what_can_be_shared_out_in_no_way_needs_a_word() -> None:
+    made = [iter([np.ones(2)]), ar.Dataset(iter([1.0, 2.0])).map(np.sqrt).batch(2)]
+    for dataset in made:
+        with pytest.raises(ValueError, match=r"neither by file nor by example.*sharding='off'"):
+            distribute_dataset(target(2, 0), dataset, None)
+        off = ar.InputOptions(sharding="off")
+        assert len(await parts(dataset, off, target(2, 0))) == 1
+
+
+def test_a_loader_that_draws_its_own_order_needs_a_word() -> None:
+    torch = pytest.importorskip("torch")
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+
+    examples = TensorDataset(torch.arange(8))
+    dealt = DistributedSampler(examples, num_replicas=2, rank=0)
+    for loader, why in [
+        (DataLoader(examples, 4, shuffle=True), "RandomSampler without a generator"),
+        (DataLoader(examples, 4, sampler=dealt), "shares out the examples already"),
+    ]:
+        with pytest.raises(ValueError, match=f"{why}.*sharding='off'"):
+            distribute_dataset(target(2, 0), loader, None)
+        distribute_dataset(target(1, 0), loader, None)
+    seeded = torch.Generator().manual_seed(0)
+    for loader in (
+        DataLoader(examples, 4),
+        DataLoader(examples, 4, shuffle=True, generator=seeded),
+    ):
+        distribute_dataset(target(2, 0), loader, None)
 
 
 def test_only_files_can_be_shared_out() -> None:

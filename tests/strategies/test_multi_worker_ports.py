@@ -204,9 +204,12 @@ async def test_two_replicas_per_worker_get_theirs() -> None:
 
 
 async def test_without_sharding_every_worker_reads_all() -> None:
-    results = await on_workers(2, 2, lambda s: read(s, ar.ArrayDataset(np.arange(4), 4)))
+    data = ar.ArrayDataset(np.arange(4), 4)
 
-    assert results == [[[[0, 1], [2, 3]]]] * 2
+    assert (
+        await on_workers(2, 2, lambda s: read(s, data, sharding="off")) == [[[[0, 1], [2, 3]]]] * 2
+    )
+    assert await on_workers(2, 2, lambda s: read(s, data)) == [[[[0], [1]]], [[[2], [3]]]]
 
 
 async def test_files_are_dealt_to_workers() -> None:
