@@ -16,7 +16,6 @@ from ._preemption import EXIT_CODE as EXIT_CODE
 from ._reading import find_leftovers as find_leftovers
 from ._reading import newest_whole as newest_whole
 from ._restoring import Restored as Restored
-from ._retry import Retry as Retry
 from ._savepoint import Savepoint as Savepoint
 from ._savepoint import model_variables as model_variables
 from ._state import DescribedState as DescribedState
@@ -35,7 +34,6 @@ __all__ = [
     "FsspecStorage",
     "LocalStorage",
     "Restored",
-    "Retry",
     "Savepoint",
     "Sink",
     "Source",

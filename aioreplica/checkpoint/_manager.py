@@ -39,7 +39,7 @@ from ._reading import (
     with_sizes,
 )
 from ._restoring import Restored, restore_step
-from ._retry import RetriedStorage, Retry, new_stop
+from ._retry import RetriedStorage, as_retry, new_stop
 from ._state import Cut, require_outside_steps
 from ._storage import LocalStorage, Storage
 from ._writer import Saving, Writer
@@ -97,14 +97,15 @@ class CheckpointManager:
         directory: A folder, made at the first save; a URL that fsspec knows; or a `Storage`.
         max_to_keep: How many of the newest steps are kept; None keeps all.
         keep_every: Steps that this number divides are kept for good.
-        retry: Which failed calls of the storage are made again, and how long: for stores at the
-            other end of a network. None makes none again; `steps`, `latest`, `pinned` and
-            `describe`, which block, never do.
+        retry: For so many seconds a failed call of the storage is made again, unless its error is
+            an answer; or a function that is told the error, the number of tries and the seconds
+            since the first, and returns a pause in seconds, or None to give up. None makes none
+            again; `steps`, `latest`, `pinned` and `describe`, which block, never do.
 
     Raises:
-        ValueError: If a number is below 1.
-        TypeError: If one is not an int, `directory` is neither a path nor a storage, or `retry` no
-            Retry.
+        ValueError: If a number is below 1, or one of seconds not above 0.
+        TypeError: If one is not an int, `directory` is neither a path nor a storage, or `retry`
+            neither a number nor a plain function.
 
     Example:
         >>> import asyncio, tempfile
@@ -128,12 +129,10 @@ class CheckpointManager:
         *,
         max_to_keep: int | None = 3,
         keep_every: int | None = None,
-        retry: Retry | None = None,
+        retry: float | Callable[[OSError, int, float], float | None] | None = None,
     ) -> None:
         self._storage = _storage_of(directory)
-        if retry is not None and not isinstance(retry, Retry):
-            raise TypeError(f"retry must be a Retry or None, got {retry!r}.")
-        self._retry = retry
+        self._retry = as_retry(retry)
         self._num_retried = 0
         self._writer = Writer(
             self._storage,

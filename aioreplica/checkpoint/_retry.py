@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from random import Random
 from time import monotonic, sleep
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 from .._functions import is_async, require_no_yield
 from ..errors import CheckpointError
@@ -18,6 +17,8 @@ from ._storage import Sink, Source, Storage
 
 T = TypeVar("T")
 
+FIRST_S, LONGEST_S = 0.1, 10.0
+"""The first pause, and the longest one."""
 TICK_S = 0.05
 """A pause is given up so soon after its save or restore was cancelled."""
 
@@ -45,48 +46,39 @@ def may_pass(error: OSError) -> bool:
     return not isinstance(error, answers) and error.errno not in _FINAL
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Rule for failed calls of a storage: which are made again, and how long.
+Retry: TypeAlias = Callable[[OSError, int, float], float | None]
+"""Told an error, how often the call was tried, and for how many seconds; returns the next pause."""
 
-    Before the second try of a call there is a pause of at most `first_s`, then of twice as much,
-    and so on up to `longest_s`; each is shortened by a random part of its half, so that many
-    processes do not come back at the same moment. A data file is written again as a whole, and its
-    tensors are kept until it is.
 
-    Attributes:
-        for_s: So many seconds after its first failure a call is not made again.
-        first_s: The first pause.
-        longest_s: The longest one.
-        is_worth: Tells of an OSError whether another try may help; None takes all but answers:
-            that a file is missing or there already, permissions, a full disk, a name or an argument
-            that is wrong.
+def as_retry(given: Any) -> Retry | None:
+    """Return the rule that a manager is given; of a number of seconds, the usual one.
 
     Raises:
-        ValueError: If a number of seconds is not above 0.
-        TypeError: If one is not a number, or `is_worth` is not a plain function.
+        TypeError: If it is neither a number nor a plain function.
+        ValueError: If the number is not above 0.
     """
+    if given is None:
+        return None
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        if not given > 0:
+            raise ValueError(f"retry must be a number of seconds above 0, got {given!r}.")
+        return partial(_usual, Random(os.getpid()), float(given))
+    if not callable(given) or is_async(given):
+        raise TypeError(f"retry must be a number of seconds or a plain function, got {given!r}.")
+    require_no_yield(given, "CheckpointManager(retry=)", "Return a number of seconds or None.")
+    function: Retry = given
+    return function
 
-    for_s: float = 60.0
-    first_s: float = 0.1
-    longest_s: float = 10.0
-    is_worth: Callable[[OSError], bool] | None = None
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("for_s", "first_s", "longest_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} of a Retry must be a number of seconds, got {value!r}.")
-            if not value > 0:
-                raise ValueError(f"{name} of a Retry must be above 0, got {value!r}.")
-        if self.is_worth is not None:
-            if not callable(self.is_worth) or is_async(self.is_worth):
-                raise TypeError(
-                    f"is_worth of a Retry must be a plain function, got {self.is_worth!r}."
-                )
-            require_no_yield(self.is_worth, "is_worth of a Retry", "Return True or False.")
+def _usual(
+    random: Random, limit_s: float, error: OSError, num_tries: int, seconds: float
+) -> float | None:
+    """Return a pause that doubles, shortened by chance; None for answers, and behind the limit.
+
+    By chance, so that many processes do not come back at the same moment.
+    """
+    pause_s = min(FIRST_S * 2.0 ** min(num_tries - 1, 30), LONGEST_S) * (1 - random.random() / 2)
+    return pause_s if may_pass(error) and seconds + pause_s <= limit_s else None
 
 
 @final
@@ -106,7 +98,6 @@ class RetriedStorage:
         self.num_retried = 0
         self.last = ""
         self._retry = retry
-        self._random = Random(os.getpid())
 
     def again(self, call: Callable[[], T]) -> T:
         """Make a call, and make it again while that is worth it; blocks.
@@ -115,31 +106,26 @@ class RetriedStorage:
             OSError: What it raised last.
             StoppedError: If its result is not wanted any more.
         """
-        retry, started, num_tries = self._retry, None, 0
+        started, num_tries = None, 0
         while True:
             try:
                 return call()
             except OSError as error:
                 now, num_tries = monotonic(), num_tries + 1
                 started = now if started is None else started
-                pause_s = min(retry.first_s * 2.0 ** min(num_tries - 1, 30), retry.longest_s)
-                pause_s *= 1.0 - self._random.random() / 2
-                if not self._is_worth(error) or now + pause_s - started > retry.for_s:
+                pause_s = self._retry(error, num_tries, now - started)
+                if pause_s is None:
                     if num_tries > 1:
                         tried = f"It was tried {num_tries} times in {now - started:.1f} s."
                         error.add_note(tried)
                     raise
+                if isinstance(pause_s, bool) or not isinstance(pause_s, (int, float)):
+                    raise TypeError(
+                        f"retry must return a number of seconds or None, got {pause_s!r}."
+                    ) from error
                 self.num_retried += 1
                 self.last = str(error) or type(error).__name__
             self._pause(pause_s)
-
-    def _is_worth(self, error: OSError) -> bool:
-        if self._retry.is_worth is None:
-            return may_pass(error)
-        answer = self._retry.is_worth(error)
-        if not isinstance(answer, bool):
-            raise TypeError(f"is_worth of a Retry must return True or False, got {answer!r}.")
-        return answer
 
     def _pause(self, seconds: float) -> None:
         end = monotonic() + seconds

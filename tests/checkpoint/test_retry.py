@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import Retry, _retry
+from aioreplica.checkpoint import _retry
 from aioreplica.errors import CheckpointError, CheckpointNotCommittedError
 
 from .simulated_files import SIMPLE, FaultyStorage, SimulatedFiles, SimulatedStorage
@@ -91,7 +91,7 @@ async def test_every_call_that_fails_twice_is_made_until_it_succeeds(
     files = SimulatedFiles()
     storage = Flaky(files, timed_out, 2)
     storage.is_late = is_late
-    manager = ar.CheckpointManager(storage, max_to_keep=5, retry=Retry(for_s=1e6))
+    manager = ar.CheckpointManager(storage, max_to_keep=5, retry=1e6)
     state = new_state(1.0) | {"more": [ar.Variable(np.full(30, float(i))) for i in range(3)]}
     with pytest.warns(RuntimeWarning, match=r"failed calls of .* were made again in a save"):
         await manager.save(1, state)
@@ -112,10 +112,14 @@ async def test_every_call_that_fails_twice_is_made_until_it_succeeds(
     assert {*SIMPLE} - {"remove_folder"} <= {*storage.calls}
 
 
-async def test_pauses_double_up_to_the_longest_and_are_shortened_by_chance(clock: Clock) -> None:
+async def test_pauses_double_up_to_the_longest_and_are_shortened_by_chance(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_retry, "FIRST_S", 1.0)
+    monkeypatch.setattr(_retry, "LONGEST_S", 20.0)
     files = SimulatedFiles()
     storage = Flaky(files, timed_out, 9)
-    manager = ar.CheckpointManager(storage, retry=Retry(for_s=1e9, first_s=1.0, longest_s=20.0))
+    manager = ar.CheckpointManager(storage, retry=1e9)
     with pytest.warns(RuntimeWarning):
         await manager.save(1, {"x": 1})
     first = clock.pauses[:9]
@@ -126,7 +130,7 @@ async def test_pauses_double_up_to_the_longest_and_are_shortened_by_chance(clock
 
 async def test_a_call_that_fails_for_too_long_ends_the_save(clock: Clock) -> None:
     storage = Flaky(SimulatedFiles(), timed_out, 10**9)
-    manager = ar.CheckpointManager(storage, retry=Retry(for_s=60.0))
+    manager = ar.CheckpointManager(storage, retry=60.0)
     with pytest.raises(CheckpointNotCommittedError, match="imed out") as caught:
         await manager.save(1, {"x": 1})
     assert 30.0 < clock.now <= 60.0
@@ -144,7 +148,7 @@ async def test_answers_are_not_asked_for_again(name: str, clock: Clock) -> None:
     error = {"memory": MemoryError, "in use": lambda: CheckpointError("It is in use.")}.get(
         name, error
     )
-    manager = ar.CheckpointManager(Flaky(SimulatedFiles(), error, 10**9), retry=Retry())
+    manager = ar.CheckpointManager(Flaky(SimulatedFiles(), error, 10**9), retry=60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(CheckpointNotCommittedError):
@@ -152,18 +156,31 @@ async def test_answers_are_not_asked_for_again(name: str, clock: Clock) -> None:
     assert clock.pauses == []
 
 
-async def test_who_asks_says_what_is_worth_it(clock: Clock) -> None:
-    told: list[OSError] = []
+async def test_a_function_decides_how_long_and_for_which_errors(clock: Clock) -> None:
+    told: list[tuple[str, int, float]] = []
 
-    def is_worth(error: OSError) -> bool:
-        told.append(error)
-        return len(told) < 3
+    def retry(error: OSError, num_tries: int, seconds: float) -> float | None:
+        told.append((str(error), num_tries, seconds))
+        return None if num_tries == 3 else 5.0
 
     storage = Flaky(SimulatedFiles(), lambda: PermissionError("token expired"), 10**9)
-    manager = ar.CheckpointManager(storage, retry=Retry(is_worth=is_worth))
+    manager = ar.CheckpointManager(storage, retry=retry)
     with pytest.raises(CheckpointNotCommittedError, match="expired"):
         await manager.save(1, {"x": 1})
-    assert (len(told), len(clock.pauses)) == (3, 2)
+    assert told == [
+        ("token expired", 1, 0.0),
+        ("token expired", 2, 5.0),
+        ("token expired", 3, 10.0),
+    ]
+
+
+async def test_a_pause_that_is_no_number_is_an_error(clock: Clock) -> None:
+    manager = ar.CheckpointManager(
+        Flaky(SimulatedFiles(), timed_out, 1),
+        retry=lambda *_: True,
+    )
+    with pytest.raises(TypeError, match="retry must return a number of seconds or None, got True"):
+        await manager.save(1, {"x": 1})
 
 
 async def test_a_pause_ends_when_its_save_is_cancelled(
@@ -172,9 +189,7 @@ async def test_a_pause_ends_when_its_save_is_cancelled(
     monkeypatch.setattr(_retry, "TICK_S", 0.05)
     files = SimulatedFiles()
     loop = asyncio.get_running_loop()
-    manager = ar.CheckpointManager(
-        Flaky(files, timed_out, 10**9), retry=Retry(for_s=1e9, first_s=1e6, longest_s=1e6)
-    )
+    manager = ar.CheckpointManager(Flaky(files, timed_out, 10**9), retry=lambda *_: 1e6)
     saving = asyncio.create_task(manager.save(1, {"x": 1}))
     is_cancelled = asyncio.Event()
 
@@ -201,17 +216,9 @@ async def test_without_retry_nothing_is_made_again(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"for_s": 0}, ValueError),
-        ({"first_s": float("nan")}, ValueError),
-        ({"longest_s": "3"}, TypeError),
-        ({"for_s": True}, TypeError),
-        ({"is_worth": 3}, TypeError),
-    ],
+    ("retry", "error"),
+    [(0, ValueError), (float("nan"), ValueError), ("3", TypeError), (True, TypeError)],
 )
-async def test_wrong_settings(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{next(iter(options))} of a Retry"):
-        Retry(**options)
-    with pytest.raises(TypeError, match="retry must be a Retry or None, got 5"):
-        ar.CheckpointManager("somewhere", retry=5)  # type: ignore[arg-type]
+async def test_a_wrong_retry(retry: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="retry must be a number of seconds"):
+        ar.CheckpointManager("somewhere", retry=retry)

@@ -106,7 +106,6 @@ async def in_program(use: Callable[[ar.ReplicaContext], object]) -> None:
 
 
 async def retried(fn: Any) -> None:
-    retry = ar.checkpoint.Retry(is_worth=fn)
     with tempfile.TemporaryDirectory() as folder:
         storage = ar.checkpoint.LocalStorage(folder)
 
@@ -114,7 +113,7 @@ async def retried(fn: Any) -> None:
             raise TimeoutError(path)
 
         storage.list = refuse  # type: ignore[method-assign]
-        await ar.CheckpointManager(storage, retry=retry).save(1, {"a": 1})
+        await ar.CheckpointManager(storage, retry=fn).save(1, {"a": 1})
 
 
 async def with_strategy(use: Callable[[Any, ar.Variable], Any]) -> None:
@@ -267,7 +266,7 @@ ROWS: dict[str, Row] = {
         lambda c: used_resource(c, fn)
     ),
     "CheckpointManager.save_on_cancel(step)": saved,
-    "Retry.__init__(is_worth)": retried,
+    "CheckpointManager.__init__(retry)": retried,
     "Optimizer.minimize(loss)": lambda fn: optimizing(lambda o, v: o.minimize(fn, [v])),
     "Optimizer.compute_gradients(loss)": lambda fn: optimizing(
         lambda o, v: o.compute_gradients(fn, [v])
