@@ -7,6 +7,7 @@ import pytest
 _ADAPTERS = {
     "aioreplica/autodiff/_jax*.py": "jax",
     "aioreplica/autodiff/_torch*.py": "torch",
+    "aioreplica/device_loop/_compiled": "jax",
     "tests/autodiff/ports": "torch",
     "tests/autodiff/prepared": "torch",
 }

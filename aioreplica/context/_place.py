@@ -267,7 +267,7 @@ CLOSURE: ContextVar[Any] = ContextVar("aioreplica_closure", default=None)
 
 
 TRACE: ContextVar[Any] = ContextVar("aioreplica_trace", default=None)
-"""The step that is recorded here to be compiled (see device_loop.compiled)."""
+"""The step that is recorded here to be compiled (see device_loop._compiled)."""
 
 
 def in_cross_replica_context() -> bool:

@@ -30,7 +30,7 @@ from ._run_options import RunOptions
 from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:
-    from ..device_loop.compiled import CompiledSteps
+    from ..device_loop._compiled import CompiledSteps
 
 
 @final
@@ -207,7 +207,7 @@ def _programs(
             (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
             for replica, context, step in zip(run.replicas, contexts, steps, strict=True)
         ]
-    from ..device_loop.compiled import CompiledLoop, Gang  # it needs jax
+    from ..device_loop._compiled import CompiledLoop, Gang  # it needs jax
 
     assert runtime.compiled is not None  # it was loaded
     gang = Gang(len(contexts), asyncio.get_running_loop())
@@ -220,7 +220,7 @@ def _programs(
 
 def _load_compiler(runtime: Runtime) -> CompiledSteps:
     """Import jax and find its devices, which takes a second."""
-    from ..device_loop.compiled import CompiledSteps
+    from ..device_loop._compiled import CompiledSteps
 
     return CompiledSteps(runtime)
 

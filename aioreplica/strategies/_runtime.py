@@ -22,7 +22,7 @@ from ._lifecycle import Lifecycle
 if TYPE_CHECKING:
     from ..cluster import Workers
     from ..device_loop import KeptIterators, Topology
-    from ..device_loop.compiled import CompiledSteps
+    from ..device_loop._compiled import CompiledSteps
 
 S = TypeVar("S")
 

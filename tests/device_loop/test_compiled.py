@@ -18,8 +18,8 @@ from tests.replica.gated import me
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop.compiled import CompiledSteps  # noqa: E402
-from aioreplica.device_loop.compiled._program import Trial  # noqa: E402
+from aioreplica.device_loop._compiled import CompiledSteps  # noqa: E402
+from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
 Step = Callable[..., None]

@@ -40,8 +40,10 @@ def nodes() -> Iterator[tuple[Path, ast.AST]]:
 
 
 def packages() -> list[str]:
+    """Packages that users may import: an inner one may need a library that is not installed."""
     inits = (path.parent for path in SOURCES if path.name == "__init__.py")
-    return [".".join(folder.relative_to(ROOT).parts) for folder in inits]
+    names = [".".join(folder.relative_to(ROOT).parts) for folder in inits]
+    return [name for name in names if "._" not in name]
 
 
 def public_objects(module: ModuleType) -> Iterator[tuple[str, object]]:
