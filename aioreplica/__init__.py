@@ -10,7 +10,12 @@ __getattr__, __dir__, __all__ = export_lazily(
         "checkpoint": ("CheckpointManager",),
         "collectives": ("CommunicationOptions",),
         "context": ("get_update_replica_id", "in_cross_replica_context"),
-        "device_loop": ("MultiStepContext", "TPUClusterResolver", "outside_compilation"),
+        "device_loop": (
+            "DeviceAssignment",
+            "MultiStepContext",
+            "TPUClusterResolver",
+            "outside_compilation",
+        ),
         "devices": (
             "Device",
             "DeviceSpec",

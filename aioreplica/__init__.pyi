@@ -14,6 +14,7 @@ from .checkpoint import CheckpointManager as CheckpointManager
 from .collectives import CommunicationOptions as CommunicationOptions
 from .context import get_update_replica_id as get_update_replica_id
 from .context import in_cross_replica_context as in_cross_replica_context
+from .device_loop import DeviceAssignment as DeviceAssignment
 from .device_loop import MultiStepContext as MultiStepContext
 from .device_loop import TPUClusterResolver as TPUClusterResolver
 from .device_loop import outside_compilation as outside_compilation

@@ -12,13 +12,14 @@ from ._program import MultiStepContext as MultiStepContext
 from ._program import combine_outputs as combine_outputs
 from ._program import run_loop as run_loop
 from ._static_shapes import StaticShapes as StaticShapes
+from ._topology import DeviceAssignment as DeviceAssignment
 from ._topology import HasTopology as HasTopology
 from ._topology import Topology as Topology
 from ._topology import TPUClusterResolver as TPUClusterResolver
 from ._topology import find_topology as find_topology
 
 __all__ = [
-    "HasTopology",
+    "DeviceAssignment",
     "MultiStepContext",
     "TPUClusterResolver",
     "Topology",

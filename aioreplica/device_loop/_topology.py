@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any, Protocol, final
 
 
@@ -51,12 +53,51 @@ class TPUClusterResolver:
 
 @final
 @dataclass(frozen=True, slots=True)
+class DeviceAssignment:
+    """Cores of a topology that replicas run on, one each, so that strategies can share its hosts.
+
+    Attributes:
+        cores: Numbers of the cores, ascending: those of the first host, then of the second.
+
+    Raises:
+        TypeError: If they are not ints.
+        ValueError: If there is none, one is negative, or they do not ascend.
+
+    Example:
+        >>> DeviceAssignment((0, 1))
+        DeviceAssignment(cores=(0, 1))
+        >>> DeviceAssignment(range(2, 4)).cores
+        (2, 3)
+
+    Source:
+        tf.tpu.experimental.DeviceAssignment.
+    """
+
+    cores: Sequence[int]
+
+    def __post_init__(self) -> None:
+        try:
+            cores = tuple(operator.index(core) for core in self.cores)
+        except TypeError:
+            raise TypeError(
+                f"DeviceAssignment needs a sequence of core numbers, got {self.cores!r}."
+            ) from None
+        if not cores or cores[0] < 0 or any(a >= b for a, b in pairwise(cores)):
+            raise ValueError(
+                f"DeviceAssignment needs core numbers from 0 that ascend, got {list(cores)}."
+            )
+        object.__setattr__(self, "cores", cores)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Assignment of replicas to hosts: core after core, host after host.
 
     Attributes:
         num_cores: How many cores are used, one replica on each.
         cores_per_host: How many cores a host has; the last one in use may use fewer.
+        cores: The core of each replica, ascending; empty for the first ones.
 
     Example:
         >>> topology = Topology(num_cores=6, cores_per_host=4)
@@ -68,16 +109,20 @@ class Topology:
 
     num_cores: int
     cores_per_host: int
+    cores: tuple[int, ...] = ()
 
     @property
     def num_hosts(self) -> int:
         """Number of hosts in use."""
-        return -(-self.num_cores // self.cores_per_host)
+        return len(self.host_replicas) if self.cores else -(-self.num_cores // self.cores_per_host)
 
     @property
     def host_replicas(self) -> tuple[tuple[int, ...], ...]:
         """The replica ids of each host."""
         size, count = self.cores_per_host, self.num_cores
+        if self.cores:
+            hosts = groupby(range(count), lambda replica_id: self.cores[replica_id] // size)
+            return tuple(tuple(replicas) for _, replicas in hosts)
         return tuple(tuple(range(i, min(i + size, count))) for i in range(0, count, size))
 
     def host_of(self, replica_id: int) -> int:
@@ -90,7 +135,24 @@ class Topology:
             raise ValueError(
                 f"There is no replica {replica_id!r}: ids are 0 to {self.num_cores - 1}."
             )
-        return replica_id // self.cores_per_host
+        return self.core_of(replica_id) // self.cores_per_host
+
+    def core_of(self, replica_id: int) -> int:
+        """Return the core of a replica, among those of all hosts."""
+        return self.cores[replica_id] if self.cores else replica_id
+
+    def assigned(self, assignment: DeviceAssignment) -> Topology:
+        """Return the topology of some of the cores.
+
+        Raises:
+            ValueError: If there is no such core.
+        """
+        cores = tuple(assignment.cores)
+        if cores[-1] >= self.num_cores:
+            raise ValueError(
+                f"{assignment!r} has core {cores[-1]}, but cores are 0 to {self.num_cores - 1}."
+            )
+        return Topology(len(cores), self.cores_per_host, cores)
 
 
 def find_topology(

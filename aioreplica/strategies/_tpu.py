@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, final
 
-from ..device_loop import HasTopology, Topology, find_topology
+from ..device_loop import DeviceAssignment, HasTopology, Topology, find_topology
 from ..devices import Device, DeviceSpec, list_devices
 from ..errors import DeviceError
 from ..values import Done
@@ -29,10 +29,12 @@ class TPUStrategy(Strategy):
             `num_hosts` and `cores_per_host`. None is one host with all devices.
         steps_per_run: How many steps `run_steps` runs unless a call says otherwise.
         num_cores: Uses only so many cores.
+        device_assignment: Uses these cores, one replica on each; in place of `num_cores`.
 
     Raises:
         DeviceError: If there are more cores than devices.
-        ValueError: If a number is below 1, or `num_cores` more than the resolver has.
+        ValueError: If a number is below 1, `num_cores` more than the resolver has, the assignment
+            has a core that there is not, or both are given.
         TypeError: If `resolver` says nothing of hosts and cores, or a number is not an int.
 
     Example:
@@ -50,15 +52,24 @@ class TPUStrategy(Strategy):
         *,
         steps_per_run: int = 1,
         num_cores: int | None = None,
+        device_assignment: DeviceAssignment | None = None,
     ) -> None:
         steps = checked_count("steps_per_run", steps_per_run)
+        if num_cores is not None and device_assignment is not None:
+            raise ValueError(
+                f"TPUStrategy got num_cores={num_cores} and {device_assignment!r}, which both say "
+                "how many cores there are. Give one of them."
+            )
         available = list_devices("tpu") or list_devices("cpu")
         topology = find_topology(resolver, num_cores, len(available))
         if topology.num_cores > len(available):
             raise _too_many_cores(topology, available)
+        if device_assignment is not None:
+            topology = topology.assigned(device_assignment)
         self._num_cores = num_cores
+        self._assignment = device_assignment
         super().__init__(
-            available[: topology.num_cores],
+            tuple(available[topology.core_of(i)] for i in range(topology.num_cores)),
             new_mirrored,
             topology=topology,
             steps_per_run=steps,
@@ -99,7 +110,7 @@ class TPUStrategy(Strategy):
                     replica=0,
                     task=self.host_of(i),
                     device_type=device.kind.upper(),
-                    device_index=i % self.topology.cores_per_host,
+                    device_index=self.topology.core_of(i) % self.topology.cores_per_host,
                 )
             )
             for i, device in enumerate(self.extended.worker_devices)
@@ -122,13 +133,18 @@ class TPUStrategy(Strategy):
         await self.aclose()
 
     def __deepcopy__(self, memo: dict[int, object]) -> TPUStrategy:
-        return TPUStrategy(
-            self.cluster_resolver, steps_per_run=self.steps_per_run, num_cores=self._num_cores
-        )
+        return self._maker()(self.cluster_resolver)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        make = partial(TPUStrategy, steps_per_run=self.steps_per_run, num_cores=self._num_cores)
-        return make, (self.cluster_resolver,)
+        return self._maker(), (self.cluster_resolver,)
+
+    def _maker(self) -> partial[TPUStrategy]:
+        return partial(
+            TPUStrategy,
+            steps_per_run=self.steps_per_run,
+            num_cores=self._num_cores,
+            device_assignment=self._assignment,
+        )
 
 
 def _too_many_cores(topology: Topology, available: tuple[Device, ...]) -> DeviceError:

@@ -1,5 +1,6 @@
 """TPUStrategy: cores of hosts, steps per run, one infeed per host."""
 
+import asyncio
 import copy
 import pickle
 from typing import Any
@@ -16,6 +17,10 @@ pytestmark = pytest.mark.usefixtures("no_task_left")
 
 def resolver(hosts: int = 2, cores: int | None = 2) -> ar.TPUClusterResolver:
     return ar.TPUClusterResolver(hosts, cores)
+
+
+def assigned(cores: tuple[int, ...], **options: Any) -> ar.TPUStrategy:
+    return ar.TPUStrategy(resolver(), device_assignment=ar.DeviceAssignment(cores), **options)
 
 
 def test_cores_are_counted_host_after_host() -> None:
@@ -50,6 +55,44 @@ def test_num_cores_overrides_the_resolver() -> None:
     assert strategy.num_hosts == 2
 
 
+def test_two_strategies_split_the_cores_of_a_host() -> None:
+    assignments = [ar.DeviceAssignment((0, 1)), ar.DeviceAssignment(range(2, 4))]
+    ours, theirs = (ar.TPUStrategy(resolver(1, 4), device_assignment=a) for a in assignments)
+
+    assert list(map(str, ours.extended.worker_devices)) == ["cpu:0", "cpu:1"]
+    assert list(map(str, theirs.extended.worker_devices)) == ["cpu:2", "cpu:3"]
+    assert (theirs.num_hosts, theirs.num_replicas_in_sync) == (1, 2)
+    assert theirs.replica_names[1] == "/job:tpu_worker/replica:0/task:0/device:CPU:3"
+
+
+def test_an_assignment_may_leave_out_cores_and_hosts() -> None:
+    strategy = ar.TPUStrategy(
+        resolver(4, 2), steps_per_run=3, device_assignment=ar.DeviceAssignment((1, 4, 5))
+    )
+
+    for made in (strategy, copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert list(map(str, made.extended.worker_devices)) == ["cpu:1", "cpu:4", "cpu:5"]
+        assert made._runtime.host_replicas == ((0,), (1, 2))
+        assert (made.num_hosts, made.steps_per_run) == (2, 3)
+        assert [made.host_of(i) for i in range(3)] == [0, 2, 2]
+        assert made.replica_names[2] == "/job:tpu_worker/replica:0/task:2/device:CPU:1"
+
+
+@pytest.mark.asyncio
+async def test_both_halves_run_at_once() -> None:
+    halves = [ar.DeviceAssignment((0, 1)), ar.DeviceAssignment((2, 3))]
+    strategies = [ar.TPUStrategy(resolver(1, 4), device_assignment=half) for half in halves]
+
+    def step(loop: ar.MultiStepContext, x: float) -> None:
+        loop.set_last_step_output("sum", x, ar.ReduceOp.SUM)
+
+    async with strategies[0], strategies[1]:
+        ended = [strategy.run_steps(step, iter([1.0, 2.0]), 2) for strategy in strategies]
+        found = await asyncio.gather(*ended)
+
+    assert [each.last_step_outputs["sum"] for each in found] == [4.0, 4.0]
+
+
 def test_devices_are_shared_out_over_hosts() -> None:
     assert ar.TPUStrategy(resolver(4, None))._runtime.host_replicas == (
         (0, 1),
@@ -71,10 +114,16 @@ def test_devices_are_shared_out_over_hosts() -> None:
         (lambda: ar.TPUStrategy(steps_per_run=0), ValueError, "steps_per_run must be at least 1"),
         (lambda: ar.TPUStrategy(steps_per_run=1.5), TypeError, "steps_per_run must be an int"),
         (lambda: ar.TPUStrategy("grpc://tpu"), TypeError, "num_hosts and cores_per_host"),
+        (lambda: assigned((0, 4)), ValueError, "has core 4, but cores are 0 to 3"),
+        (lambda: assigned((0,), num_cores=1), ValueError, r"num_cores=1 and DeviceAssignment"),
+        (lambda: ar.DeviceAssignment((1, 1)), ValueError, r"ascend, got \[1, 1\]"),
+        (lambda: ar.DeviceAssignment(()), ValueError, r"got \[\]"),
+        (lambda: ar.DeviceAssignment((-1,)), ValueError, r"got \[-1\]"),
+        (lambda: ar.DeviceAssignment("ab"), TypeError, "sequence of core numbers, got 'ab'"),
         (lambda: resolver(0), ValueError, "num_hosts must be at least 1"),
         (lambda: resolver(1, True), TypeError, "cores_per_host must be an int"),
     ],
-    ids=range(9),
+    ids=range(15),
 )
 def test_bad_numbers_are_refused(make: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
