@@ -29,6 +29,8 @@ COUNTERS = (
     ("num_commits", "commits", "Transactions of the journal that took examples."),
     ("commit_s", "commit_seconds", "Seconds spent in these."),
     ("num_checkpoints", "checkpoints", "Checkpoints saved."),
+    ("num_judged", "judged", "Examples predicted before they were learned."),
+    ("num_drifts", "drifts", "Drifts found in the errors of predictions."),
     ("num_retries", "retries", "Steps that failed and are tried again."),
 )
 GAUGES = (
@@ -47,6 +49,7 @@ FLAGS = (
     ("checkpoint_error", "checkpoint_failing", "1 after a checkpoint that failed."),
     ("publish_error", "publish_failing", "1 while snapshots do not reach other processes."),
     ("failure", "failed", "1 once the learner has given up."),
+    ("figures_error", "figures_failing", "1 while the figures of predictions cannot be made."),
     ("held", "held", "1 while the newest version is held back by its gate."),
     ("is_pinned", "pinned", "1 while one version is served, whatever is learned."),
     ("retry_error", "retrying", "1 while the last step is tried again."),
@@ -157,6 +160,9 @@ def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str,
             yield GaugeMetricFamily, name, text, value
     for field, name, text in FLAGS:
         yield GaugeMetricFamily, name, text, bool(getattr(now, field))
+    for name, value in now.figures.items():
+        text = "A figure of the newest predictions, made before their examples were learned."
+        yield GaugeMetricFamily, f"figure_{name}", text, value
 
 
 def _of_reader(reader: SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:

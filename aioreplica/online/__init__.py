@@ -4,6 +4,7 @@ from .._export import export_public
 from ._example import ExampleSpec as ExampleSpec
 from ._journal import Journal as Journal
 from ._learner import OnlineLearner as OnlineLearner
+from ._prequential import Prequential as Prequential
 from ._published import PublishedSnapshot as PublishedSnapshot
 from ._published import SnapshotReader as SnapshotReader
 from ._published import publish_snapshot as publish_snapshot
@@ -23,7 +24,7 @@ __all__ = [
     "Journal",
     "LearnerStatistics",
     "OnlineLearner",
-    "PublishedSnapshot",
+    "Prequential",
     "RecordStream",
     "SnapshotReader",
     "StepLimits",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from ._example import unpack_example
 from ._failures import Backoff, FailuresInARow, blame_of_step, described, has_any
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
+from ._prequential import Judged
 from ._publishing import Publishing
 from ._records import StepRecord
 from ._rollback import RollbackRequest, answer_request, refuse_all
@@ -61,6 +62,7 @@ class Engine:
         self.streams: Living[RecordStream] = Living()
         self.dead = DeadLetters(self.journal)
         self.failures = FailuresInARow(settings.max_failures_in_a_row)
+        self.prequential = settings.prequential
         self.serving = serving = Serving(settings.step_check, settings.publish_if)
         self.publishing = Publishing(settings.publish_to, lambda: serving.served, self.changed)
         self.requests: deque[RollbackRequest] = deque()
@@ -95,12 +97,14 @@ class Engine:
             await self.saving.restore()
             model = model_variables(self._state)
             self.learned_number, self._version = self.saving.learned, self.saving.version
-            self.serving.open(model, self._version, self.saving.served)
+            self.serving.open(model, self._version, self.saving.about("served"))
             before, self._before = self._before, None  # what it learned is not learned twice
             if before is not None and _still_holds(self, before):
                 self.learned_number, self._version = before.learned_number, before.version
                 self.dead.take_over(before.dead)
                 self.serving.take_over(before.serving)
+            elif self.prequential is not None:
+                self.prequential.load(self.saving.about("judged"))
             last = 0 if self.journal is None else self.journal.facts.last_number
             self.backlog_end = max(last, self.learned_number)
             if self.journal is not None and (self.has_backlog or self.saving.has_gone_back):
@@ -126,30 +130,8 @@ class Engine:
     async def aclose(self) -> None:
         """See `OnlineLearner.aclose`."""
         main = self._main
-        if main is None:
-            return
-        if not self.loop.is_closed():
-            require_loop(self)
-        self.is_closing = True
-        self.intake.close(CLOSED)
-        self.changed.give()
-        try:
-            async with asyncio.timeout(self.settings.grace_s):
-                await main.done_or_cancelled()
-        except TimeoutError:
-            await _cut_short(self, main)
-        except asyncio.CancelledError:
-            main.cancel()
-            await main.ended(through_interrupt=True)
-            raise
-        finally:
-            self._main = None
-            if main.is_done and not self.is_closed:  # it was cancelled before it had begun
-                if self.journal is not None:
-                    await self.journal.aclose()
-                self._end()
-        if not main.task.cancelled():  # by another caller, or the end of the loop
-            await main
+        if main is not None:
+            await _close(self, main)
 
     async def _run(self) -> None:
         commits = publishing = None
@@ -169,7 +151,7 @@ class Engine:
             problem = await self.dead.save()
             if problem:
                 raise JournalError(f"Dead letters were not written down: {problem}")
-            await self.saving.finish(self.settled_number, self.version, self.serving.kept)
+            await self.saving.finish(self.settled_number, self.version, self.kept)
             if publishing is not None:
                 await _end_task(publishing)  # else its older version may be the last to be written
                 await self.publishing.finish()
@@ -247,7 +229,7 @@ class Engine:
         if problem:
             self.saving.fail(problem)
         else:
-            await self.saving.begin(self.settled_number, self.version, self.serving.kept)
+            await self.saving.begin(self.settled_number, self.version, self.kept)
 
     async def _learn_backlog(self) -> None:
         assert self.journal is not None  # or there is no backlog
@@ -289,7 +271,10 @@ class Engine:
         Returns:
             Examples of the queue that were set aside before, and are to be learned again.
         """
-        parts = [batch]
+        parts, judged = [batch], None
+        if self.prequential is not None:
+            limit_s = self.settings.step_timeout_s
+            judged = await self.prequential.look(self.serving.newest, batch, limit_s)
         while parts:
             part = parts.pop()
             self.under_way.begin()
@@ -326,7 +311,7 @@ class Engine:
             else:
                 self.learned_number = part[-1].number
                 done(len(part))
-                await self._keep(part, result)
+                await self._keep(part, result, judged)
         return []
 
     def _forget_failures(self) -> None:
@@ -363,10 +348,13 @@ class Engine:
 
     # ---- what comes of it ----------------------------------------------------------------
 
-    async def _keep(self, part: list[Taken], result: StepResult) -> None:
+    async def _keep(self, part: list[Taken], result: StepResult, judged: Judged | None) -> None:
         """Publish what a step has made, and tell everybody."""
         self._version += 1
         await self.serving.offer(self._version, result.scalars, len(part))
+        drifts: tuple[int, ...] = ()
+        if self.prequential is not None:
+            drifts = await self.prequential.add(judged, part, self.settings.step_timeout_s)
         if self._has_failed:
             self._forget_failures()
         self.num_steps += 1
@@ -374,7 +362,7 @@ class Engine:
         self.step_s += result.step_s
         for taken in part:
             self.intake.settle(taken, self._version)
-        record = _record(self, part, result, self.dead.num_added - self._num_dead_told)
+        record = _record(self, part, result, self.dead.num_added - self._num_dead_told, drifts)
         self._num_dead_told = self.dead.num_added
         for stream in self.streams:
             stream.add(record)
@@ -385,12 +373,24 @@ class Engine:
         self.intake.settle(taken, dead_error(taken.number, text))
 
     @property
+    def kept(self) -> Mapping[str, Any]:
+        """Facts for a checkpoint, beside the variables and how far they have learned."""
+        judged = {} if self.prequential is None else self.prequential.kept
+        return {"served": self.serving.kept, "judged": judged}
+
+    @property
     def version(self) -> int:
         """The newest version, that of the variables."""
         return self.serving.newest.version
 
 
-def _record(engine: Engine, part: list[Taken], result: StepResult, num_dead: int) -> StepRecord:
+def _record(
+    engine: Engine,
+    part: list[Taken],
+    result: StepResult,
+    num_dead: int,
+    drifts: tuple[int, ...],
+) -> StepRecord:
     return StepRecord(
         version=engine.version,
         first_number=part[0].number,
@@ -403,6 +403,7 @@ def _record(engine: Engine, part: list[Taken], result: StepResult, num_dead: int
         step_s=result.step_s,
         replicas=result.replicas,
         held=engine.serving.held,
+        drifts=drifts,
     )
 
 
@@ -445,6 +446,32 @@ def _not_undone(cause: BaseException) -> ContextError:
         f"{described(cause)}. Restart the program; journal and checkpoints are as they were "
         "before the step."
     )
+
+
+async def _close(engine: Engine, main: OwnedTask[None]) -> None:
+    """Let an engine learn what was taken, within its grace, and save."""
+    if not engine.loop.is_closed():
+        require_loop(engine)
+    engine.is_closing = True
+    engine.intake.close(CLOSED)
+    engine.changed.give()
+    try:
+        async with asyncio.timeout(engine.settings.grace_s):
+            await main.done_or_cancelled()
+    except TimeoutError:
+        await _cut_short(engine, main)
+    except asyncio.CancelledError:
+        main.cancel()
+        await main.ended(through_interrupt=True)
+        raise
+    finally:
+        engine._main = None
+        if main.is_done and not engine.is_closed:  # it was cancelled before it had begun
+            if engine.journal is not None:
+                await engine.journal.aclose()
+            engine._end()
+    if not main.task.cancelled():  # by another caller, or the end of the loop
+        await main
 
 
 async def _cut_short(engine: Engine, main: OwnedTask[None]) -> None:

@@ -23,7 +23,7 @@ import anyio
 from ..errors import ContextError, JournalError, PoisonedExampleError
 from ._example import unpack_example
 from ._journal import OpenJournal
-from ._journal_file import Entry
+from ._journal_format import Entry
 from ._ticket import Signal, Ticket
 
 MAX_COMMIT = 4096

@@ -18,7 +18,8 @@ from typing import Any, final
 from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
 from ._example import pack_example
-from ._journal_file import Appended, Dead, Entry, JournalFacts, JournalFile, Rollback, Row
+from ._journal_file import JournalFile
+from ._journal_format import Appended, Dead, Entry, JournalFacts, Rollback, Row
 from ._records import DeadLetter
 
 KEPT_IN_MEMORY = 1000
@@ -111,7 +112,7 @@ class OpenJournal:
         """Open it; closed again if that fails."""
         try:
             self._facts = await self._lane.run(self._file.open)
-            self.first_number = self._facts.first_number
+            self.first_number = self.facts.first_number
         except BaseException:
             await self.aclose()
             raise

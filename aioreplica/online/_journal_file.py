@@ -12,16 +12,29 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
+import sqlite3
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
+from ..checkpoint import FileLock
 from ..errors import JournalError, KeyReusedError
 from ._example import pack_example, unpack_example
-from ._journal_database import JournalDatabase
+from ._journal_format import (
+    NO_ROOM,
+    Appended,
+    Dead,
+    Entry,
+    JournalFacts,
+    Rollback,
+    Row,
+    advice_for,
+    locked,
+    prepare,
+)
 from ._records import DeadLetter
 
 MAX_NUMBER = 2**63 - 1  # of SQLite
@@ -41,80 +54,6 @@ SELECT max(value, (SELECT coalesce(max(number), 0) FROM examples)) FROM facts WH
 """
 
 
-class Entry(NamedTuple):
-    """One submission, to be appended.
-
-    Attributes:
-        examples: As `as_example` gives them.
-        key: Its idempotency key.
-        revived: The dead letter that it takes the place of.
-    """
-
-    examples: Sequence[Any]
-    key: str | None = None
-    revived: int | None = None
-
-
-class Row(NamedTuple):
-    """An example in the journal."""
-
-    number: int
-    body: bytes
-
-
-class Dead(NamedTuple):
-    """An example that is set aside."""
-
-    number: int
-    body: bytes
-    error: str
-    time: float
-
-
-class Appended(NamedTuple):
-    """Outcome of submissions.
-
-    Attributes:
-        results: For each the number of its first example and whether that was known; or an error.
-        strays: Rows that are in the file although writing them had failed. They come before.
-    """
-
-    results: list[tuple[int, bool] | KeyReusedError | KeyError]
-    strays: list[Row]
-
-
-class Rollback(NamedTuple):
-    """Begin of a generation: what was learned behind a number before it counts no more.
-
-    Attributes:
-        generation: Its number; the first generation is 0, and no rollback has begun that.
-        rolled_to: The number.
-    """
-
-    generation: int
-    rolled_to: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class JournalFacts:
-    """Facts of an open journal.
-
-    Attributes:
-        id: Drawn when it was made.
-        first_number: Rows before it may have been deleted.
-        last_number: The newest number.
-        clock_s: How many seconds learners have had it open.
-        rollbacks: See `Rollback`, in their order.
-    """
-
-    id: str
-    first_number: int
-    last_number: int
-    clock_s: float
-    rollbacks: tuple[Rollback, ...]
-
-
 @final
 class JournalFile:
     """The file of a `Journal`; locked from `open` to `close`.
@@ -130,7 +69,7 @@ class JournalFile:
         connect: Callable[..., Any],
         max_bytes: int | None,
     ) -> None:
-        self._database = database = JournalDatabase(path, busy_timeout_s, connect)
+        self._database = database = _JournalDatabase(path, busy_timeout_s, connect)
         self._path = database.path
         self._run = database.run
         self._keep_keys_s = keep_keys_s
@@ -455,6 +394,142 @@ class JournalFile:
         with self._database.reading():
             found = {number: _fate(self._run, number) for number in numbers}
             return {number: fate for number, fate in found.items() if fate is not None}
+
+
+@final
+class _JournalDatabase:
+    """The SQLite file of a journal; locked from `opening` to `close`. Everything blocks.
+
+    After a failed write the connection is given up: a new one reads what the file really has.
+
+    Args:
+        path: Where it is.
+        busy_timeout_s: How long to wait for other programs that have locked it.
+        connect: `sqlite3.connect`, or what stands for it.
+
+    Attributes:
+        path: The real one: a link has no lock of its own.
+    """
+
+    def __init__(self, path: Path, busy_timeout_s: float, connect: Callable[..., Any]) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._busy_timeout_s = busy_timeout_s
+        self._connect = connect
+        self._connection: Any = None  # Any: a sqlite3.Connection, or what stands for one
+        self._is_exclusive = False
+        self._lock: FileLock | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """True if there is a connection now."""
+        return self._connection is not None
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Lock the file, look whether it is whole, and read it in the block.
+
+        Raises:
+            JournalError: If it is in use, damaged, no journal, or cannot be made.
+        """
+        self._lock = locked(self.path)
+        with self._told("opened"):
+            self._connection = self._connected()
+            found = self.run("PRAGMA quick_check(1)")
+            if found != [("ok",)]:
+                raise JournalError(
+                    f"The journal {self.path} is damaged: {found[0][0]}. Restore it from a copy, "
+                    "or move it away to begin a new one; what it holds is then not learned."
+                )
+            yield
+
+    def close(self) -> None:
+        """Close the file and give the lock back. Idempotent."""
+        self._drop()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
+
+    def run(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run one statement inside a block of `reading` or `writing`; return its rows."""
+        return list(self._connection.execute(statement, values))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let the block read.
+
+        Raises:
+            JournalError: If that failed, or it is closed.
+        """
+        with self._told("read"):
+            self._reopen()
+            yield
+
+    @contextmanager
+    def writing(self, what: str) -> Iterator[None]:
+        """Make the block one durable transaction, or give the connection up.
+
+        Args:
+            what: Done to the journal, for the error.
+
+        Raises:
+            JournalError: If that failed, as far as is known, or it is closed.
+        """
+        with self._told(what):
+            self._reopen()
+            try:
+                self.run("BEGIN IMMEDIATE")
+                yield
+                self.run("COMMIT")
+            except BaseException:
+                with suppress(Exception):
+                    self._connection.execute("ROLLBACK")
+                self._drop()
+                raise
+            if self._is_exclusive:
+                self._drop()
+
+    def _connected(self) -> Any:
+        try:
+            return self._connected_with(is_exclusive=False)
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorname", "") not in NO_ROOM:
+                raise
+            # What it holds can be read all the same: the index of its log is in memory then, and
+            # other programs wait, until it can be written again.
+            return self._connected_with(is_exclusive=True)
+
+    def _connected_with(self, *, is_exclusive: bool) -> Any:
+        connection = self._connect(
+            str(self.path),
+            timeout=self._busy_timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        prepare(connection, self.path, is_exclusive=is_exclusive)
+        self._is_exclusive = is_exclusive
+        return connection
+
+    def _reopen(self) -> None:
+        if self._lock is None:
+            raise JournalError(f"The journal {self.path} is closed.")
+        if self._connection is None:
+            self._connection = self._connected()
+
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, ValueError, MemoryError) as error:
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            raise JournalError(
+                f"The journal {self.path} could not be {what}: {error} ({name}). {advice_for(name)}"
+            ) from error
 
 
 def _checked(path: Path, number: int, crc32: int, body: bytes) -> bytes:

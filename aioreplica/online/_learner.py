@@ -19,6 +19,7 @@ from ._engine import CLOSED, Engine, require_loop
 from ._example import as_example
 from ._intake import ExampleGroup
 from ._journal import Journal, checked_count, checked_seconds
+from ._prequential import Prequential
 from ._records import DeadLetter
 from ._rollback import RollbackRequest, checked
 from ._serving import GateFunction
@@ -88,6 +89,7 @@ class OnlineLearner:
             to blame found, as if the step had raised.
         publish_if: Judges each version that was kept, in the same way, before it is served. What
             it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on.
+        prequential: Predicts each batch before it is learned: figures, and drift.
 
     Raises:
         ValueError: If a number is out of range, `variables` no container, or there are workers.
@@ -114,8 +116,11 @@ class OnlineLearner:
         grace_s: float | None = None,
         step_check: GateFunction | None = None,
         publish_if: GateFunction | None = None,
+        prequential: Prequential | None = None,
     ) -> None:
         check(strategy, checkpoints, validate, step_check, publish_if)
+        if prequential is not None and not isinstance(prequential, Prequential):
+            raise TypeError(f"prequential must be an ar.online.Prequential, got {prequential!r}.")
         Savepoint(variables)  # says what cannot be undone or saved
         self._settings = Settings(
             strategy,
@@ -133,6 +138,7 @@ class OnlineLearner:
             None if grace_s is None else checked_seconds("grace_s", grace_s),
             step_check,
             publish_if,
+            prequential,
         )
         self._step_fn = checked_step_fn(step_fn)
         self._validate = validate

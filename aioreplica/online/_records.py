@@ -44,6 +44,7 @@ class StepRecord:
         step_s: How long the step took, in seconds, from the first replica's start to the check.
         replicas: One timing per replica.
         held: Why `publish_if` holds the version back; "" if it does not.
+        drifts: Numbers of examples at which `Prequential` has found a drift.
     """
 
     version: int
@@ -57,6 +58,7 @@ class StepRecord:
     step_s: float
     replicas: tuple[ReplicaTiming, ...]
     held: str = ""
+    drifts: tuple[int, ...] = ()
 
 
 @final

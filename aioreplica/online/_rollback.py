@@ -23,7 +23,7 @@ from ..checkpoint import CheckpointManager, Savepoint, plain_value
 from ..errors import ContextError, JournalError
 from ._intake import dead_error
 from ._journal import Journal
-from ._journal_file import Rollback
+from ._journal_format import Rollback
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -281,7 +281,9 @@ async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:
     engine.serving.begin_again(engine._version)
     engine.changed.give()
     engine.saving.follow()
+    if engine.prequential is not None:
+        engine.prequential.load(engine.saving.about("judged"))
     if engine.serving.kept:  # a checkpoint that has the pin may be void now
-        await engine.saving.begin(base, engine._version, engine.serving.kept)
+        await engine.saving.begin(base, engine._version, engine.kept)
         await engine.saving.settled()
     await engine.saving.remove_void()

@@ -12,7 +12,7 @@ from ..checkpoint import CheckpointManager, DescribedState, remove_step
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
 from ._journal import OpenJournal
-from ._journal_file import JournalFacts, Rollback
+from ._journal_format import JournalFacts, Rollback
 from ._rollback import step_before, void_steps
 
 
@@ -22,7 +22,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
-        self.facts |= {"generation": 0, "served": {}}
+        self.facts |= {"generation": 0, "served": {}, "judged": {}}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.facts)
@@ -91,10 +91,9 @@ class Saving:
         """The version of that."""
         return int(self._progress["version"])
 
-    @property
-    def served(self) -> Mapping[str, Any]:
-        """Facts about what was served instead of that, see `Serving.kept`."""
-        return dict(self._progress["served"])
+    def about(self, name: str) -> Mapping[str, Any]:
+        """Return further facts: "served" of `Serving.kept`, "judged" of `Prequential.kept`."""
+        return dict(self._progress[name])
 
     # ---- restoring -----------------------------------------------------------------------
 
@@ -268,11 +267,11 @@ class Saving:
         self._changed()
         return await future
 
-    async def begin(self, learned: int, version: int, served: Mapping[str, Any]) -> None:
+    async def begin(self, learned: int, version: int, about: Mapping[str, Any]) -> None:
         """Take the cut, between two steps; files are written in the background."""
         assert self._manager is not None  # or none is due
         waiters, self._waiters = self._waiters, []
-        self._progress.update(learned=learned, version=version, served=served)
+        self._progress.update(about, learned=learned, version=version)
         self._due_at = math.inf
         try:
             await self._manager.save(learned, self._state, wait=False)
@@ -326,7 +325,7 @@ class Saving:
             except OSError as error:  # the checkpoint is good; what could go goes next time
                 self.error = str(error)
 
-    async def finish(self, learned: int, version: int, served: Mapping[str, Any]) -> None:
+    async def finish(self, learned: int, version: int, about: Mapping[str, Any]) -> None:
         """Save what is not saved yet, and wait for that.
 
         Raises:
@@ -335,7 +334,7 @@ class Saving:
         if self._task is not None:
             await self._task.done_or_cancelled()
         if self._manager is not None and learned > 0 and learned != self.saved_number:
-            await self.begin(learned, version, served)
+            await self.begin(learned, version, about)
             if self._task is not None:
                 await self._task.done_or_cancelled()
             if self._failure is not None:

@@ -13,6 +13,7 @@ from ..checkpoint import CheckpointManager
 from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ._journal import Journal, checked_count
+from ._prequential import Prequential
 from ._serving import GateFunction
 
 StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
@@ -39,6 +40,7 @@ class Settings:
     grace_s: float | None
     step_check: GateFunction | None
     publish_if: GateFunction | None
+    prequential: Prequential | None
 
 
 def check(strategy: Any, checkpoints: Any, validate: Any, step_check: Any, publish_if: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -47,6 +48,11 @@ class LearnerStatistics:
         is_pinned: Whether the published version is pinned.
         generation: How many rollbacks there were, ever.
         rollback_from: The smallest number that a rollback can go back to; None if there is none.
+        figures: Those of `Prequential`, by name; empty without one.
+        num_judged: How many examples were predicted before they were learned, ever.
+        num_drifts: How many drifts were found, ever.
+        drift_number: The example at which the last one was found; 0 if none was.
+        figures_error: Why the last batch has no figures; "" if it has.
     """
 
     state: str
@@ -80,6 +86,11 @@ class LearnerStatistics:
     is_pinned: bool
     generation: int
     rollback_from: int | None
+    figures: Mapping[str, float]
+    num_judged: int
+    num_drifts: int
+    drift_number: int
+    figures_error: str
 
 
 def failure_of(engine: Engine) -> str:
@@ -92,7 +103,7 @@ def failure_of(engine: Engine) -> str:
 
 def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
     """See `OnlineLearner.statistics`."""
-    intake, saving = engine.intake, engine.saving
+    intake, saving, judge = engine.intake, engine.saving, engine.prequential
     return LearnerStatistics(
         state=state,
         version=engine.serving.served.version,
@@ -125,4 +136,9 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         is_pinned=engine.serving.is_pinned,
         generation=saving.generation,
         rollback_from=saving.rollback_from,
+        figures={} if judge is None else judge.figures,
+        num_judged=0 if judge is None else judge.num_judged,
+        num_drifts=0 if judge is None else judge.num_drifts,
+        drift_number=0 if judge is None else judge.drift_number,
+        figures_error="" if judge is None else judge.failure,
     )

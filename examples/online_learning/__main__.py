@@ -73,6 +73,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             publish_to=options.data / "model",
             step_timeout_s=30.0,
             grace_s=GRACE_S,
+            prequential=model.prequential(),
         )
         service = OnlineService(
             learner,

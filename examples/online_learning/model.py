@@ -1,11 +1,14 @@
 """The model: a small network that says how likely a web page is to be phishing."""
 
+import importlib
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import aioreplica as ar
+from aioreplica.online import Prequential
 
 Array = NDArray[Any]
 
@@ -59,6 +62,22 @@ class Model:
         """Return how likely each page is to be phishing, in one published version."""
         values = {name: snapshot[variable] for name, variable in self.variables.items()}
         return {"phishing": probability(values, inputs)[1]}
+
+    def prequential(self) -> Prequential:
+        """Return figures of the newest predictions, made before their examples were learned."""
+        drift = importlib.import_module("river.drift") if find_spec("river") else None
+        return Prequential(
+            lambda snapshot, inputs: self.predict(snapshot, inputs)["phishing"],
+            {"accuracy": lambda targets, found: np.mean(is_wrong(targets, found) == 0)},
+            window=200,
+            detector=drift and drift.ADWIN,
+            error=is_wrong,
+        )
+
+
+def is_wrong(targets: Array, found: Array) -> Array:
+    """Return 1.0 for each prediction on the wrong side."""
+    return ((found > 0.5) != (targets > 0.5)).astype(float)
 
 
 def probability(values: dict[str, Array], inputs: Array) -> tuple[Array, Array]:

@@ -93,7 +93,7 @@ function show(state) {
   setStatus(problem ? `live, but ${problem}` : now.state === "running" ? "live" : `live, ${now.state}`, !problem);
   shownAt = new Date();
   for (const id of SHOWN) at(id).classList.remove("stale");
-  showDrift(replay.drifts ?? []);
+  showDrift(now);
   at("anew").hidden = !replay.began_at_version;
   at("anew").textContent = `River's model began at nothing when this service was at version ` +
     `${replay.began_at_version}, and has learned ${replay.seen} examples since.`;
@@ -104,12 +104,11 @@ function show(state) {
   if (now.num_dead !== numDead) showLetters(numDead = now.num_dead);
 }
 
-function showDrift(drifts) {
-  at("drift").textContent = drifts.length
-    ? `drift seen ${drifts.length} times, last at replayed example ${drifts.at(-1)}` : "no drift seen";
-  at("drift").classList.toggle("has-drift", drifts.length > 0);
-  if (told !== null && drifts.length && drifts.at(-1) !== told && points.length) points.at(-1).drifted = true;
-  told = drifts.at(-1) ?? 0;
+function showDrift({num_drifts: count, drift_number: number}) {
+  at("drift").textContent = count ? `drift seen ${count} times, last at example ${number}` : "no drift seen";
+  at("drift").classList.toggle("has-drift", count > 0);
+  if (told !== null && number && number !== told && points.length) points.at(-1).drifted = true;
+  told = number;
 }
 
 function element(parent, name, attributes, text) {

@@ -4,7 +4,7 @@
 
 Beside it, river's own model predicts and learns the same examples in the same order. The accuracy
 of both is prequential: of predictions made before the example was learned. Every few passes the
-meaning of the target turns round, so that there is a drift to detect.
+meaning of the target turns round, so that there is a drift for the service to detect.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
-from river import datasets, drift, linear_model, preprocessing
+from river import datasets, linear_model, preprocessing
 
 from .model import FEATURES
 
@@ -40,12 +40,10 @@ class Comparison:
 
     def __init__(self) -> None:
         self.model = preprocessing.StandardScaler() | linear_model.LogisticRegression()
-        self.detector = drift.ADWIN()
         self.version: int | None = None  # of the service, when river's model began at nothing
         self.num_seen = 0
         self.num_right = 0
         self.num_right_river = 0
-        self.drifts: deque[int] = deque(maxlen=20)
         self._lately: deque[tuple[bool, bool]] = deque(maxlen=WINDOW)
 
     def add(self, features: dict[str, float], target: bool, predicted: bool) -> None:
@@ -57,9 +55,6 @@ class Comparison:
         self.num_right += ours
         self.num_right_river += theirs
         self._lately.append((ours, theirs))
-        self.detector.update(not ours)
-        if self.detector.drift_detected:
-            self.drifts.append(self.num_seen)
 
     def figures(self) -> dict[str, Any]:
         """Return what the page and the last line show."""
@@ -71,7 +66,6 @@ class Comparison:
             "accuracy": round(self.num_right / seen, 5),
             "accuracy_river": round(self.num_right_river / seen, 5),
             "river": round(lately, 5),
-            "drifts": [*self.drifts],
         }
 
 

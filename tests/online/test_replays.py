@@ -10,7 +10,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, PoisonedExampleError
 from aioreplica.online import Journal
-from aioreplica.online._journal_file import Dead, Entry
+from aioreplica.online._journal_format import Dead, Entry
 from aioreplica.online._ticket import Ticket
 
 from .program import RAISES, Counting, example

@@ -15,7 +15,7 @@ from aioreplica.checkpoint import LocalStorage, remove_step
 from aioreplica.errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from aioreplica.online import Journal, roll_back_closed
 from aioreplica.online import _rollback as rollback
-from aioreplica.online._journal_file import Rollback
+from aioreplica.online._journal_format import Rollback
 from tests.checkpoint.simulated_files import SimulatedFiles, SimulatedStorage
 
 from .program import RAISES, Counting, example

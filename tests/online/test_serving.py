@@ -78,17 +78,19 @@ async def test_a_gate_that_refuses_all_is_the_fault_of_the_step() -> None:
         assert "5 examples in a row" in program.learner.statistics().failure
 
 
-@pytest.mark.asyncio
-async def test_a_check_that_hangs_ends_with_the_time_of_the_step() -> None:
+def test_a_check_that_hangs_ends_with_the_time_of_the_step() -> None:
     async def hang(_candidate: Candidate) -> str:
         await asyncio.Event().wait()
         return ""
 
-    async with Counting(step_check=hang, step_timeout_s=0.01) as program:
-        await program.learner.submit(example(0))
-        while not program.learner.statistics().failure.endswith("it was ended."):
-            await asyncio.sleep(0)
-        assert program.learned() == []
+    async def main() -> None:
+        async with Counting(step_check=hang, step_timeout_s=5.0) as program:
+            await program.learner.submit(example(0))
+            while not program.learner.statistics().failure.endswith("it was ended."):
+                await asyncio.sleep(0.1)
+            assert program.learned() == []
+
+    art.run(main)
 
 
 @pytest.mark.asyncio

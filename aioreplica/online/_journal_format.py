@@ -1,0 +1,194 @@
+"""The format of a journal: its tables, version by version, their rows, and what opening one does.
+
+A journal of an older version gets what it lacks, in one transaction, when it is opened.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from ..checkpoint import FileLock
+from ..errors import JournalError, KeyReusedError
+
+APPLICATION_ID = 0x61724F6C  # "arOl"
+NO_ROOM = {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_SHMOPEN", "SQLITE_FULL"}
+"""Errors of a disk that has no room for the index of the log, 32 KiB."""
+
+_VERSION_1 = f"""
+CREATE TABLE facts (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE examples (number INTEGER PRIMARY KEY, crc32 INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE TABLE dead (
+    number INTEGER PRIMARY KEY, crc32 INTEGER NOT NULL, body BLOB NOT NULL, error TEXT NOT NULL,
+    time REAL NOT NULL
+);
+CREATE TABLE keys (
+    key TEXT PRIMARY KEY, digest BLOB NOT NULL, first INTEGER NOT NULL, clock_s REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX keys_by_clock ON keys (clock_s);
+PRAGMA application_id = {APPLICATION_ID};
+"""
+
+_VERSION_2 = """
+CREATE TABLE rollbacks (
+    generation INTEGER PRIMARY KEY, rolled_to INTEGER NOT NULL, time REAL NOT NULL
+);
+"""
+_SCHEMAS = (_VERSION_1, _VERSION_2)
+VERSION = len(_SCHEMAS)
+
+
+class Entry(NamedTuple):
+    """One submission, to be appended.
+
+    Attributes:
+        examples: As `as_example` gives them.
+        key: Its idempotency key.
+        revived: The dead letter that it takes the place of.
+    """
+
+    examples: Sequence[Any]
+    key: str | None = None
+    revived: int | None = None
+
+
+class Row(NamedTuple):
+    """An example in the journal."""
+
+    number: int
+    body: bytes
+
+
+class Dead(NamedTuple):
+    """An example that is set aside."""
+
+    number: int
+    body: bytes
+    error: str
+    time: float
+
+
+class Appended(NamedTuple):
+    """Outcome of submissions.
+
+    Attributes:
+        results: For each the number of its first example and whether that was known; or an error.
+        strays: Rows that are in the file although writing them had failed. They come before.
+    """
+
+    results: list[tuple[int, bool] | KeyReusedError | KeyError]
+    strays: list[Row]
+
+
+class Rollback(NamedTuple):
+    """Begin of a generation: what was learned behind a number before it counts no more.
+
+    Attributes:
+        generation: Its number; the first generation is 0, and no rollback has begun that.
+        rolled_to: The number.
+    """
+
+    generation: int
+    rolled_to: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class JournalFacts:
+    """Facts of an open journal.
+
+    Attributes:
+        id: Drawn when it was made.
+        first_number: Rows before it may have been deleted.
+        last_number: The newest number.
+        clock_s: How many seconds learners have had it open.
+        rollbacks: See `Rollback`, in their order.
+    """
+
+    id: str
+    first_number: int
+    last_number: int
+    clock_s: float
+    rollbacks: tuple[Rollback, ...]
+
+
+def prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:
+    """Set a new connection up, and make the tables if there are none; closed if that fails."""
+    try:
+        if is_exclusive:
+            list(connection.execute("PRAGMA locking_mode = EXCLUSIVE"))
+        [[mode]] = connection.execute("PRAGMA journal_mode = WAL")
+        if mode != "wal":
+            raise JournalError(
+                f"The file system of {path} has no write-ahead log for SQLite (it gives "
+                f"mode {mode!r}). Put the journal on a local disk."
+            )
+        for setting in ("synchronous = FULL", "fullfsync = ON"):
+            list(connection.execute(f"PRAGMA {setting}"))
+        [[application]] = connection.execute("PRAGMA application_id")
+        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
+        [[version]] = connection.execute("PRAGMA user_version")
+        if application != APPLICATION_ID and tables:
+            raise JournalError(
+                f"{path} is an SQLite file but not a journal. Give the journal a path of its own."
+            )
+        if tables and not 1 <= version <= VERSION:
+            raise JournalError(
+                f"The journal {path} has version {version} of the format, this release "
+                f"reads versions 1 to {VERSION}. Open it with the release that wrote it."
+            )
+        if not tables or version < VERSION:
+            _make(connection, version if tables else 0)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _make(connection: Any, version: int) -> None:
+    """Make what the tables of a version lack, all or nothing; 0 has none."""
+    connection.execute("BEGIN IMMEDIATE")
+    for statements in _SCHEMAS[version:]:
+        for statement in filter(str.strip, statements.split(";")):
+            connection.execute(statement)
+    if version == 0:
+        facts = {"id": secrets.token_hex(16), "first": 1, "last": 0, "clock_s": 0.0}
+        connection.executemany("INSERT INTO facts VALUES (?, ?)", list(facts.items()))
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute("COMMIT")
+
+
+def advice_for(name: str) -> str:
+    """Return what to do about an error of SQLite, by its name."""
+    if "FULL" in name or "IOERR" in name:
+        return "Make room on the disk, or look after it; submissions may be tried again."
+    if "BUSY" in name or "LOCKED" in name:
+        return "Another program has locked it; submissions may be tried again."
+    if "CORRUPT" in name or "NOTADB" in name:
+        return (
+            "It is damaged, or no journal. Restore it from a copy, or move it away to begin a "
+            "new one; what it holds is then not learned."
+        )
+    return "Look at the path and its permissions."
+
+
+def locked(path: Path) -> FileLock:
+    """Return a lock beside the journal.
+
+    Raises:
+        JournalError: If a learner has it, or it cannot be made.
+    """
+    try:
+        return FileLock(path.with_name(f"{path.name}.lock"))
+    except BlockingIOError as error:
+        raise JournalError(
+            f"The journal {path} is in use: a learner of {error.strerror} has it open. Close it, "
+            "or give each learner a journal of its own."
+        ) from None
+    except OSError as error:
+        raise JournalError(
+            f"The journal {path} cannot be opened: {error}. Make its folder, let the process write "
+            "there, or put it on a local disk with room."
+        ) from error
