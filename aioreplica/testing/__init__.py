@@ -14,12 +14,12 @@ from ._explore import replay as replay
 from ._explore import run as run
 from ._faults import Faults as Faults
 from ._faults import fault_point as fault_point
-from ._hypothesis import schedules as schedules
 from ._linearizable import History as History
 from ._linearizable import linearizable as linearizable
 from ._report import Failure as Failure
 from ._report import Report as Report
 from ._schedule import Schedule as Schedule
+from ._schedule import schedules as schedules
 from ._token import is_token_of as is_token_of
 from ._trace import Step as Step
 

@@ -1,4 +1,4 @@
-"""One schedule, described by a few numbers: enough to run it again."""
+"""One schedule, described by a few numbers, enough to run it again; and a strategy of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from ._participants import CLOCK, Choose, KitStep, Participant, fifo
 from ._strategies import FIFO, MAKERS
 
 if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
     from ._faults import Faults
 
 FIDELITIES: Final = ("asyncio", "reorder", "adversarial")
@@ -155,3 +157,43 @@ def is_outside(option: Participant) -> bool:
 def kit_step(option: Participant) -> KitStep | None:
     """Return an option whose next step no program can see; None for any other."""
     return None if getattr(option, "scope", None) is None else cast("KitStep", option)
+
+
+# ---- for Hypothesis -----------------------------------------------------------------------------
+
+MAX_RANK: Final = 7
+
+
+def schedules(*, max_decisions: int = 100) -> SearchStrategy[Schedule]:
+    """Return a Hypothesis strategy of schedules for `art.run(main, schedule=...)`.
+
+    A drawn schedule says which of the options goes at each of the first decisions; afterwards, and
+    in the simplest schedule, no task is preempted. Hypothesis shrinks a failing one; the kit's own
+    shrinking stays out of it.
+
+    Args:
+        max_decisions: How many decisions to draw at most.
+
+    Raises:
+        ValueError: If `max_decisions` is below 1.
+
+    Example:
+        >>> from hypothesis import given, settings
+        >>> import asyncio, aioreplica.testing as art
+        >>> @settings(max_examples=5, database=None)
+        ... @given(schedule=art.schedules())
+        ... def test(schedule):
+        ...     art.run(lambda: asyncio.sleep(1), schedule=schedule)
+        >>> test()
+    """
+    from hypothesis import strategies
+
+    if max_decisions < 1:
+        raise ValueError(f"max_decisions must be at least 1, got {max_decisions}.")
+    ranks = strategies.lists(strategies.integers(0, MAX_RANK), max_size=max_decisions)
+    return ranks.map(_schedule)
+
+
+def _schedule(ranks: list[int]) -> Schedule:
+    choices = tuple((decision, rank) for decision, rank in enumerate(ranks) if rank)
+    return Schedule(CHOICES, choices=choices)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ._forbidden import call_site, refuse
 
 if TYPE_CHECKING:
-    from ._links import Connection
-    from ._network import Network
+    from ._network import Connection, Network
     from ._participants import SimTask
     from ._ready import Ready
 
