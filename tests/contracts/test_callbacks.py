@@ -369,7 +369,8 @@ WITHOUT_A_ROW = {
         "cancel_everywhere(task)",
     ),
     "has to give a number or an object of another library": (
-        "LinearWarmup.__init__(then)", "LossScaling.scaled(loss)", "from_torch(scheduler)",
+        "LinearWarmup.__init__(then)", "LossScaling.scaled(loss)", "StepLimits.__init__(loss)",
+        "from_torch(scheduler)",
         "Journal.__init__(connect)", "events_to(now)",
     ),
     "tested apart": (
