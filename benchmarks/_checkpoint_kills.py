@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 from typing import Any, final
 
 import aioreplica as ar
+from aioreplica.checkpoint import EXIT_CODE
 
 from ._checkpoint_program import NUM_STEPS, build
 
@@ -22,6 +23,8 @@ SIZE = 200_000
 ENDLESS = 1_000_000
 MAX_DELAY_S = 0.25
 LIMIT_S = 120
+STOPPED_STEPS = 60
+STOPPED_SIZE = 20_000
 
 
 @final
@@ -140,3 +143,85 @@ def stop_with_sigterm() -> int:
         if process.returncode == 75 and ar.CheckpointManager(directory).latest() is None:
             return os.EX_SOFTWARE
         return process.returncode
+
+
+@final
+@dataclass(slots=True)
+class Stops:
+    """Ends of programs that were told to stop, or killed, until they had trained all steps.
+
+    Attributes:
+        sent: How often each signal was sent.
+        num_runs: How many trainings were stopped, gone on with, and brought to their end.
+        wrong_codes: Exit statuses that are not the documented ones, with the signal: must be none.
+        num_wrong: How many trainings ended in other bits than an uninterrupted one: must be 0.
+    """
+
+    sent: dict[str, int] = field(default_factory=dict)
+    num_runs: int = 0
+    wrong_codes: list[str] = field(default_factory=list)
+    num_wrong: int = 0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every end was as documented, and every training the same in every bit."""
+        return not self.wrong_codes and not self.num_wrong
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{count} x {name}" for name, count in sorted(self.sent.items()))
+        wrong = "; ".join(self.wrong_codes) or "none"
+        return (
+            f"stopped by {sent}, calls that read failing now and then: {self.num_runs} trainings, "
+            f"other bits at the end = {self.num_wrong}, other exit statuses: {wrong}"
+        )
+
+
+CODES = {
+    signal.SIGKILL: -signal.SIGKILL,
+    signal.SIGTERM: EXIT_CODE,
+    signal.SIGINT: -signal.SIGINT,
+}
+
+
+def stop_at_random(num_signals: int, seed: int = 2) -> Stops:
+    """Stop trainings by signals of all kinds at random times, and go on, until all have ended."""
+    rng, stops = Random(seed), Stops()
+    options = ["--stoppable", "--steps", str(STOPPED_STEPS), "--size", str(STOPPED_SIZE)]
+    whole = _digest(options)
+    while sum(stops.sent.values()) < num_signals:
+        with tempfile.TemporaryDirectory() as directory:
+            found = ""
+            while not found:
+                may_stop = sum(stops.sent.values()) < num_signals
+                number = rng.choice([*CODES]) if may_stop else None
+                faults = ["--faults", str(rng.randrange(10**6))]
+                found = _run_until_stopped(directory, [*options, *faults], number, rng, stops)
+            stops.num_runs += 1
+            stops.num_wrong += found != whole
+    return stops
+
+
+def _run_until_stopped(
+    directory: str, options: list[str], number: signal.Signals | None, rng: Random, stops: Stops
+) -> str:
+    """Run a training and send it a signal; return its digest if it came to its end, else ""."""
+    with subprocess.Popen(
+        _program(directory, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        if number is not None:
+            sleep(rng.random() * MAX_DELAY_S)
+            process.send_signal(number)
+        output, errors = process.communicate(timeout=LIMIT_S)
+    lines = [first, *output.splitlines()]
+    digests = [line.split()[1] for line in lines if line.startswith("digest ")]
+    if number is not None and not (digests and process.returncode == 0):
+        stops.sent[number.name] = stops.sent.get(number.name, 0) + 1
+        if process.returncode != CODES[number]:
+            last = errors.strip().splitlines()[-1:]
+            stops.wrong_codes.append(f"{number.name} gave {process.returncode} {last}")
+        return ""
+    if not digests:
+        raise RuntimeError(f"A training ended with {process.returncode}: {errors}")
+    return digests[-1]

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import hashlib
 import os
 import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import numpy as np
 
 import aioreplica as ar
+from aioreplica.checkpoint import LocalStorage
+from aioreplica.errors import CheckpointError
 
+FAULTY = 0.02
+"""So many calls of all that read fail."""
 NUM_STEPS = 20
 BATCH = 8
 
@@ -138,6 +147,68 @@ async def train_until_told(directory: str) -> None:
             await manager.save_on_cancel(work(), state, number, exit_on_sigterm=True)
 
 
+class FaultyReads:
+    """The functions of `os` for checkpoints; reading and opening fail now and then."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"open", "preadv", "listdir"} and self._rng.random() < FAULTY:
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        return getattr(os, name)
+
+
+async def train_and_stop(directory: str, num_steps: int, size: int, faults: int | None) -> str:
+    """Train from the newest checkpoint on, saving in the background, until done or told to stop."""
+    storage = LocalStorage(directory, calls=os if faults is None else FaultyReads(faults))
+
+    def retry(_error: OSError, num_tries: int, _seconds: float) -> float | None:
+        return 0.002 if num_tries < 50 else None
+
+    async with (
+        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        ar.CheckpointManager(storage, retry=retry) as manager,
+    ):
+        state = build(strategy, size)
+        if LocalStorage(directory).list(""):
+            with suppress_nothing_there():
+                await manager.restore(state)
+
+        async def step(batch: Any) -> None:
+            await async_step(state, batch)
+            context = ar.get_replica_context()
+            assert context is not None
+            if context.replica_id_in_sync_group == 0:  # so that no checkpoint is without it
+                state["history"].append(float(state["rng"].random()))
+
+        async def work() -> None:
+            print("training", flush=True)
+            while len(state["history"]) < num_steps:
+                async for batch in state["data"]:
+                    await strategy.run(step, args=(batch,))
+                    if len(state["history"]) >= num_steps:
+                        break
+                    await manager.save(len(state["history"]), state, wait=False)
+
+        def number() -> int:
+            return len(state["history"])
+
+        async with state["data"]:
+            await manager.save_on_cancel(work(), state, number, exit_on_sigterm=True)
+        return digest(strategy, state)
+
+
+@contextmanager
+def suppress_nothing_there() -> Iterator[None]:
+    """Begin anew if no step was saved yet; any other error ends the program."""
+    try:
+        yield
+    except CheckpointError as error:
+        if "There is no step to restore" not in str(error):
+            raise
+
+
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser()
@@ -147,8 +218,16 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--looped", action="store_true")
     parser.add_argument("--on-sigterm", action="store_true")
+    parser.add_argument("--stoppable", action="store_true")
+    parser.add_argument("--faults", type=int)
     chosen = parser.parse_args()
     ar.set_logical_devices("cpu", 2)
+    if chosen.stoppable:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have turned it off
+        warnings.simplefilter("ignore", RuntimeWarning)  # of calls that were made again
+        stopped = train_and_stop(chosen.directory, chosen.steps, chosen.size, chosen.faults)
+        print(f"digest {asyncio.run(stopped)}", flush=True)
+        return
     if chosen.on_sigterm:
         asyncio.run(train_until_told(chosen.directory))
         return

@@ -1,9 +1,12 @@
 """Checkpoints: saving and restoring beside raw files, what that costs others, and kills.
 
 A training process is killed with SIGKILL at random times while it saves, `--kills` times, and once
-behind every step of a run of 20 steps, whose end must be the same bit for bit. A restore that fails
-or mixes two saves, a promised step that is gone and another end change the exit status; targets of
-speed are printed with marks and do not.
+behind every step of a run of 20 steps, whose end must be the same bit for bit. With `--signals`
+trainings are stopped by SIGINT, SIGTERM and SIGKILL at random times while calls that read fail now
+and then, and go on until they have ended: in the same bits, with the documented statuses.
+
+A restore that fails or mixes two saves, a promised step that is gone, another end and another exit
+status change the exit status of this program; targets of speed are printed with marks and do not.
 """
 
 from __future__ import annotations
@@ -24,7 +27,12 @@ import numpy as np
 
 import aioreplica as ar
 
-from ._checkpoint_kills import kill_at_every_step, kill_at_random, stop_with_sigterm
+from ._checkpoint_kills import (
+    kill_at_every_step,
+    kill_at_random,
+    stop_at_random,
+    stop_with_sigterm,
+)
 from ._full_disk import fill_up
 from ._loop_lag import lag_during
 from ._measure import Contender, take_turns
@@ -64,6 +72,10 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoint", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, few steps")
     parser.add_argument("--kills", type=int, help="SIGKILLs at random times (300; quick: 5)")
+    parser.add_argument(
+        "--signals", type=int, nargs="?", const=0, metavar="N",
+        help="SIGINT, SIGTERM and SIGKILL mixed, N times (as many as --kills), with failing reads",
+    )  # fmt: skip
     parser.add_argument("--no-speed", action="store_true", help="kill only")
     default = Path("benchmark-results-checkpoint.json")
     parser.add_argument("--output", type=Path, default=default, metavar="PATH")
@@ -77,6 +89,12 @@ def main(arguments: Sequence[str]) -> None:
         print(format_table(rows))
         print(summarise(rows))
     failures, counts = kill(plan, num_kills)
+    if options.signals is not None:
+        stops = stop_at_random(options.signals or num_kills)
+        print(stops)
+        counts["signals"] = asdict(stops)
+        if not stops.is_good:
+            failures.append("a signal was not survived")
     write_json(options.output, "checkpoint", rows, is_quick=options.quick, counts=counts)
     if failures:
         raise SystemExit("; ".join(failures))
