@@ -11,7 +11,6 @@ from ._format import tensors_header as tensors_header
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._lock import FileLock as FileLock
 from ._manager import CheckpointManager as CheckpointManager
-from ._manager import CheckpointStatistics as CheckpointStatistics
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._reading import find_leftovers as find_leftovers
 from ._reading import newest_whole as newest_whole
@@ -19,6 +18,8 @@ from ._restoring import Restored as Restored
 from ._savepoint import Savepoint as Savepoint
 from ._savepoint import model_variables as model_variables
 from ._state import DescribedState as DescribedState
+from ._statistics import SAVE_BOUNDS_S as SAVE_BOUNDS_S
+from ._statistics import CheckpointStatistics as CheckpointStatistics
 from ._storage import LocalStorage as LocalStorage
 from ._storage import Sink as Sink
 from ._storage import Source as Source

@@ -171,26 +171,6 @@ _OPTIONAL = tuple(
 )
 
 
-def dtype_name(dtype: np.dtype[Any], key: str) -> str:
-    """Return the name of a dtype that can be stored.
-
-    Raises:
-        TypeError: If it cannot.
-    """
-    name = _name_of(dtype)
-    if name not in STORED_AS:
-        raise TypeError(
-            f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
-            f"{', '.join(STORED_AS)}."
-        )
-    return name
-
-
-@lru_cache(maxsize=256)
-def _name_of(dtype: np.dtype[Any]) -> str:
-    return dtype.newbyteorder("=").name
-
-
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype of a name.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-from ._storage import Sink, Source
+from ._storage import LocalStorage, Sink, Source, Storage
 
 
 @contextmanager
@@ -173,3 +174,18 @@ class _RemoteSource:
 class _NoLock:
     def close(self) -> None:
         """Do nothing."""
+
+
+def storage_of(directory: Any) -> Storage:
+    """Return the storage that a path, a URL or a storage names.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    if isinstance(directory, str) and "://" in directory:
+        return FsspecStorage(directory)
+    if isinstance(directory, (str, os.PathLike)):
+        return LocalStorage(directory)
+    if not isinstance(directory, Storage):
+        raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
+    return directory

@@ -6,10 +6,12 @@ import asyncio
 import operator
 import os
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial as bound
+from itertools import accumulate
+from time import monotonic, perf_counter, time
 from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
@@ -26,7 +28,7 @@ from ._across import (
 )
 from ._claims import read_listing
 from ._description import StepDescription, description_of
-from ._fsspec import FsspecStorage
+from ._fsspec import storage_of
 from ._lane import Stop, run_all
 from ._parts import read_entry
 from ._preemption import run_and_save
@@ -41,27 +43,12 @@ from ._reading import (
 from ._restoring import Restored, restore_step
 from ._retry import RetriedStorage, as_retry, new_stop
 from ._state import Cut, require_outside_steps
-from ._storage import LocalStorage, Storage
+from ._statistics import SAVE_BOUNDS_S, CheckpointStatistics
+from ._storage import Storage
 from ._writer import Saving, Writer
 from ._writing import not_committed, pin_step, unpin_step, write_cut
 
 T = TypeVar("T")
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class CheckpointStatistics:
-    """Counters of a manager.
-
-    Attributes:
-        num_saved: Steps it has saved.
-        is_saving: Whether a save is going on.
-        num_retried: Calls of the storage that failed and were made again.
-    """
-
-    num_saved: int
-    is_saving: bool
-    num_retried: int = 0
 
 
 def _warn_of_failure(manager: Any) -> None:
@@ -131,7 +118,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         retry: float | Callable[[OSError, int, float], float | None] | None = None,
     ) -> None:
-        self._storage = _storage_of(directory)
+        self._storage = storage_of(directory)
         self._retry = as_retry(retry)
         self._num_retried = 0
         self._writer = Writer(
@@ -142,7 +129,10 @@ class CheckpointManager:
         self._turn = asyncio.Lock()  # of the save that is going on
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
-        self._num_saved = 0
+        self._num_saved = self._num_failed = self._num_bytes = 0
+        self._counts = [0] * (len(SAVE_BOUNDS_S) + 1)  # of saves, between the bounds
+        self._save_s = 0.0
+        self._last: tuple[int, float, float, float] | None = None  # step, seconds, end by clocks
         self._restored: Restored | None = None
 
     # ---- saving --------------------------------------------------------------------------
@@ -277,12 +267,24 @@ class CheckpointManager:
                 raise not_committed(self._storage, step, error) from error
             return begun[0].claim.sequence
 
-        def end(stop: Stop) -> list[str]:
+        def end(stop: Stop, num_bytes: int) -> list[str]:
+            self._num_bytes += num_bytes
             return self._writer.end(begun[0], stop)
 
-        with nullcontext() if self._retry is None else self._telling_of_retries(storage, "save"):
-            left = await write_cut(storage, step, cut, begin, end)
+        started = perf_counter()
+        try:
+            with (
+                nullcontext() if self._retry is None else self._telling_of_retries(storage, "save")
+            ):
+                left = await write_cut(storage, step, cut, begin, end)
+        except BaseException:
+            self._num_failed += 1
+            raise
+        seconds = perf_counter() - started
         self._num_saved += 1
+        self._save_s += seconds
+        self._counts[bisect_left(SAVE_BOUNDS_S, seconds)] += 1
+        self._last = (step, seconds, time(), monotonic())
         for text in left:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -482,7 +484,20 @@ class CheckpointManager:
 
     def statistics(self) -> CheckpointStatistics:
         """Return what the manager has done."""
-        return CheckpointStatistics(self._num_saved, self._turn.locked(), self._num_retried)
+        step, last_s, at, clock = (None,) * 4 if self._last is None else self._last
+        return CheckpointStatistics(
+            self._num_saved,
+            self._turn.locked(),
+            self._num_retried,
+            self._num_failed,
+            self._num_bytes,
+            self._save_s,
+            tuple(accumulate(self._counts[:-1])),
+            step,
+            last_s,
+            at,
+            None if clock is None else monotonic() - clock,
+        )
 
     def __repr__(self) -> str:
         state = "saving" if self._turn.locked() else "idle"
@@ -544,16 +559,6 @@ def _end_cut_off(manager: CheckpointManager) -> None:
         f"A step may not have been saved in {manager._storage}: the event loop of its save was "
         "closed before it had ended. Leave `async with manager` before."
     )
-
-
-def _storage_of(directory: Any) -> Storage:
-    if isinstance(directory, str) and "://" in directory:
-        return FsspecStorage(directory)
-    if isinstance(directory, (str, os.PathLike)):
-        return LocalStorage(directory)
-    if not isinstance(directory, Storage):
-        raise TypeError(f"directory must be a path or a Storage, got {directory!r}.")
-    return directory
 
 
 def _require_step_function(step: Any) -> None:

@@ -17,7 +17,7 @@ from ..input import Stateful
 from ..tree import decode
 from ..typing import VariableAggregation
 from ..values import Variable, between_steps, workers_of
-from ._format import DamagedError, EntryRecord, Manifest, dtype_name
+from ._format import DamagedError, EntryRecord, Manifest
 from ._lane import run_all
 from ._reading import (
     NUM_LOOKS,
@@ -28,7 +28,7 @@ from ._reading import (
     read_tensors,
 )
 from ._retry import new_stop
-from ._state import Deferring, Entry, State, read_state
+from ._state import Deferring, Entry, State, dtype_name, read_state
 from ._storage import Storage
 
 Array = npt.NDArray[Any]

@@ -7,9 +7,9 @@ from typing import Any, final
 
 from ..values import Variable
 from ._across import exchange_newest
-from ._format import Array, EntryRecord, Manifest, TensorRecord, dtype_name
+from ._format import Array, EntryRecord, Manifest, TensorRecord
 from ._restoring import apply_plan, make_plan
-from ._state import Cut, Deferring, Entry, StoredTensor, look, read_state
+from ._state import Cut, Deferring, Entry, StoredTensor, dtype_name, look, read_state
 
 NOWHERE = TensorRecord(0, 0, 0, 0)
 

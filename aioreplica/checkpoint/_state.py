@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..errors import ContextError
 from ..input import Stateful
 from ..tree import encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import EntryRecord, TensorRecord, dtype_name
+from ._format import STORED_AS, EntryRecord, TensorRecord
 
 Array = npt.NDArray[Any]
 MAX_VALUES = 250_000
@@ -355,6 +356,26 @@ class Cut:
             return EntryRecord("array", *names, shape, dtype, tensors=records)
         kinds = (thing.synchronization.value, thing.aggregation.value)
         return EntryRecord("variable", *names, shape, dtype, *kinds, tensors=records)
+
+
+def dtype_name(dtype: np.dtype[Any], key: str) -> str:
+    """Return the name of a dtype that can be stored.
+
+    Raises:
+        TypeError: If it cannot.
+    """
+    name = _name_of(dtype)
+    if name not in STORED_AS:
+        raise TypeError(
+            f"{key!r} in the state has dtype {dtype}, which a checkpoint cannot hold. It holds "
+            f"{', '.join(STORED_AS)}."
+        )
+    return name
+
+
+@lru_cache(maxsize=256)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.newbyteorder("=").name
 
 
 class StoredTensor(NamedTuple):

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -32,7 +33,6 @@ from ._format import (
     Manifest,
     TensorRecord,
     combine_crc32,
-    dtype_name,
     dump_manifest,
     label_of,
     parse_manifest,
@@ -40,7 +40,7 @@ from ._format import (
 )
 from ._lane import NUM_THREADS, Stop, run_all
 from ._retry import RetriedStorage
-from ._state import Cut, StoredTensor
+from ._state import Cut, StoredTensor, dtype_name
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
 Array = npt.NDArray[Any]
@@ -72,7 +72,7 @@ async def write_cut(
     step: int,
     cut: Cut,
     begin: Callable[[], int],
-    end: Callable[[Stop], T],
+    end: Callable[[Stop, int], T],
 ) -> T:
     """Write a cut as a step, durably; on one thread unless it has several files.
 
@@ -81,7 +81,7 @@ async def write_cut(
         step: Its number.
         cut: What to write.
         begin: Called first, on the thread; makes the claim of the step, and returns its sequence.
-        end: Called there once the step is saved.
+        end: Called there once the step is saved, with the length of its data files.
 
     Returns:
         What `end` returns.
@@ -111,7 +111,7 @@ async def write_cut(
     def commit(records: Sequence[FileRecord]) -> None:
         stop.check()
         write.commit(records)
-        results.append(end(stop))
+        results.append(end(stop, sum(map(attrgetter("bytes"), records))))
 
     try:
         [files] = await run_all([start], stop)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import NamedTuple, Self, final
 from weakref import WeakKeyDictionary
 
+from ..checkpoint import SAVE_BOUNDS_S, CheckpointManager, CheckpointStatistics
 from ..context import REGISTRY
 from ..devices import ProcessStatistics
 from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
@@ -24,21 +25,24 @@ class MetricFamily:
         name: After "aioreplica_", without the "_total" of counters.
         help: What it is.
         is_counter: Whether it only grows.
-        labels: Names of its labels, after "strategy".
+        labels: Names of its labels.
+        is_histogram: Whether it has counts below bounds; its value is the sum, and grows.
     """
 
     name: str
     help: str
     is_counter: bool
     labels: tuple[str, ...] = ()
+    is_histogram: bool = False
 
 
 class Measurement(NamedTuple):
-    """One value of a metric."""
+    """One value of a metric; of a histogram with the counts at most each bound, and of all."""
 
     metric: MetricFamily
     labels: tuple[str, ...]
     value: float
+    buckets: tuple[tuple[str, int], ...] = ()
 
 
 def _counter(name: str, help_text: str, *labels: str) -> MetricFamily:
@@ -87,7 +91,28 @@ INPUT = MetricFamily(
     "input_calls", "Calls that distribute input.", is_counter=True, labels=("method",)
 )
 
+
+def _of_saves(name: str, help_text: str, *, is_counter: bool = False) -> MetricFamily:
+    return MetricFamily(f"checkpoint_{name}", help_text, is_counter, ("checkpoints",))
+
+
+SAVES = _of_saves("saves", "Steps saved.", is_counter=True)
+FAILED_SAVES = _of_saves("failed_saves", "Saves that failed.", is_counter=True)
+SAVED_BYTES = _of_saves("saved_bytes", "Length of the data files.", is_counter=True)
+RETRIED = _of_saves("retried_calls", "Failed calls made again.", is_counter=True)
+SAVE_SECONDS = MetricFamily(
+    "checkpoint_save_seconds", "Seconds that saves took.", is_counter=True,
+    labels=("checkpoints",), is_histogram=True,
+)  # fmt: skip
+SAVING = _of_saves("saving", "1 while a save is going on.")
+LAST_STEP = _of_saves("last_step", "The step saved last.")
+LAST_SAVE = _of_saves("last_save_seconds", "Seconds that took.")
+LAST_AT = _of_saves("last_success_timestamp_seconds", "When it ended, by the clock on the wall.")
+AGE = _of_saves("age_seconds", "Seconds since then.")
+
 METRICS = (
+    SAVES, FAILED_SAVES, SAVED_BYTES, RETRIED, SAVE_SECONDS, SAVING, LAST_STEP, LAST_SAVE, LAST_AT,
+    AGE,
     REPLICAS, STEPS, ACTIVE, RUNS, RUN_SECONDS, FAULTS, MERGES, FAILED, BYTES, WAITED, LATE, OPS,
     BUSY, QUEUED, RUNNING, SENT, SEND_S, DEATHS, MEMORY, LAG, MAX_LAG, SCALAR, MADE, INPUT,
     WAITING, UNDER_WAY, CLOSURES, RETRIES, PULLS, PUSHES, PS_BYTES, STALENESS,
@@ -97,45 +122,60 @@ METRICS = (
 
 @final
 class MeteredStrategies:
-    """The strategies whose metrics go to one place, each under a name of its own."""
+    """The strategies and managers whose metrics go to one place, each under a name of its own."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._metered: dict[str, tuple[Strategy, Totals]] = {}
+        self._managers: dict[str, CheckpointManager] = {}
 
-    def add(self, strategy: Strategy, name: str | None) -> Export:
-        """Count what a strategy does from now on.
+    def add(self, strategy: Strategy | CheckpointManager, name: str | None) -> Export:
+        """Count what a strategy does from now on, or show what a manager has done.
 
         Raises:
-            TypeError: If it is not a strategy, or the name not a str.
-            ValueError: If another strategy has that name.
+            TypeError: If it is neither, or the name not a str.
+            ValueError: If another one of its kind has that name.
         """
-        if not isinstance(strategy, Strategy):
-            raise TypeError(f"Metrics are those of a strategy, got {strategy!r}.")
+        if not isinstance(strategy, (Strategy, CheckpointManager)):
+            raise TypeError(
+                f"Metrics are those of a strategy or a CheckpointManager, got {strategy!r}."
+            )
         if name is not None and not isinstance(name, str):
             raise TypeError(f"The name of a strategy must be a str, got {name!r}.")
+        if isinstance(strategy, CheckpointManager):
+            return self._add_manager(strategy, name)
         totals = Totals()
         with self._lock:
-            chosen = self._free_name(type(strategy).__name__) if name is None else printable(name)
-            if chosen in self._metered:
-                raise ValueError(
-                    f"Metrics of a strategy named {chosen!r} go there already. Give name=..., or "
-                    "close the other export first."
-                )
+            chosen = self._name(self._metered, type(strategy).__name__, name)
             self._metered[chosen] = strategy, totals
-        strategy.observers.add(totals.observer)
-        return Export(self, chosen, strategy, totals)
+        remove = strategy.observers.add(totals.observer)
 
-    def remove(self, name: str, totals: Totals) -> None:
-        """Forget a strategy, unless the name is another one's by now; idempotent."""
+        def close() -> None:
+            remove()
+            with self._lock:
+                if self._metered.get(chosen, (None, None))[1] is totals:
+                    del self._metered[chosen]
+
+        return Export(chosen, close)
+
+    def _add_manager(self, manager: CheckpointManager, name: str | None) -> Export:
         with self._lock:
-            if name in self._metered and self._metered[name][1] is totals:
-                del self._metered[name]
+            chosen = self._name(self._managers, "CheckpointManager", name)
+            self._managers[chosen] = manager
+
+        def close() -> None:
+            with self._lock:
+                if self._managers.get(chosen) is manager:
+                    del self._managers[chosen]
+
+        return Export(chosen, close)
 
     def measure(self) -> Iterator[Measurement]:
         """Yield all values now, from any thread."""
         with self._lock:
-            metered = tuple(self._metered.items())
+            metered, managers = tuple(self._metered.items()), tuple(self._managers.items())
+        for name, manager in managers:
+            yield from _of_manager(name, manager.statistics())
         for name, (strategy, totals) in metered:
             yield from _of_strategy(name, strategy)
             yield from _of_totals(name, totals)
@@ -144,9 +184,18 @@ class MeteredStrategies:
             yield from (Measurement(MADE, (kind,), n) for kind, n in used.strategies.items())
             yield from (Measurement(INPUT, (api,), n) for api, n in used.input_calls.items())
 
-    def _free_name(self, kind: str) -> str:
+    def _name(self, taken: Container[str], kind: str, given: str | None) -> str:
+        if given is not None:
+            chosen = printable(given)
+            if chosen in taken:
+                what = "checkpoints" if taken is self._managers else "a strategy"
+                raise ValueError(
+                    f"Metrics of {what} named {chosen!r} go there already. Give name=..., or close "
+                    "the other export first."
+                )
+            return chosen
         number, name = 1, kind
-        while name in self._metered:
+        while name in taken:
             number += 1
             name = f"{kind} {number}"
         return name
@@ -156,25 +205,20 @@ class MeteredStrategies:
 class Export:
     """An export that goes on until it is closed, or the `with` block is left."""
 
-    __slots__ = ("_metered", "_name", "_strategy", "_totals")
+    __slots__ = ("_close", "_name")
 
-    def __init__(
-        self, metered: MeteredStrategies, name: str, strategy: Strategy, totals: Totals
-    ) -> None:
-        self._metered = metered
+    def __init__(self, name: str, close: Callable[[], None]) -> None:
         self._name = name
-        self._strategy = strategy
-        self._totals = totals
+        self._close = close
 
     @property
     def name(self) -> str:
-        """The strategy's label."""
+        """Its label."""
         return self._name
 
     def close(self) -> None:
         """Stop counting and exporting; idempotent."""
-        self._strategy.observers.remove(self._totals.observer)
-        self._metered.remove(self._name, self._totals)
+        self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +250,22 @@ def metered_of(
             connect(metered)
             targets[target] = metered
         return metered
+
+
+def _of_manager(name: str, now: CheckpointStatistics) -> Iterator[Measurement]:
+    label = (name,)
+    yield Measurement(SAVES, label, now.num_saved)
+    yield Measurement(FAILED_SAVES, label, now.num_failed)
+    yield Measurement(SAVED_BYTES, label, now.num_bytes)
+    yield Measurement(RETRIED, label, now.num_retried)
+    bounds = (*map(str, SAVE_BOUNDS_S), "+Inf")
+    counts = zip(bounds, (*now.save_counts, now.num_saved), strict=True)
+    yield Measurement(SAVE_SECONDS, label, now.save_s, tuple(counts))
+    yield Measurement(SAVING, label, now.is_saving)
+    last = (now.last_step, now.last_save_s, now.last_saved_at, now.age_s)
+    for metric, value in zip((LAST_STEP, LAST_SAVE, LAST_AT, AGE), last, strict=True):
+        if value is not None:
+            yield Measurement(metric, label, value)
 
 
 def _of_strategy(name: str, strategy: Strategy) -> Iterator[Measurement]:

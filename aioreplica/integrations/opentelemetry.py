@@ -17,6 +17,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+from ..checkpoint import CheckpointManager
 from ..strategies import Strategy
 from ..telemetry import ObservedMerge, ObservedOp, ObservedRun, Observer, printable, source_line
 from ._metrics import METRICS, Export, MeteredStrategies, MetricFamily, metered_of, missing
@@ -60,15 +61,18 @@ def export_spans(
 
 
 def export_metrics(
-    strategy: Strategy, *, meter_provider: MeterProvider | None = None, name: str | None = None
+    strategy: Strategy | CheckpointManager,
+    *,
+    meter_provider: MeterProvider | None = None,
+    name: str | None = None,
 ) -> Export:
-    """Let a meter provider read the metrics of a strategy, until `close` or the end of a block.
+    """Let a meter provider read metrics of a strategy or of checkpoints, until `close`.
 
     Args:
-        strategy: Whose. Several strategies may go to one provider.
+        strategy: Whose: a strategy, or a CheckpointManager. Several may go to one provider.
         meter_provider: None takes the provider of the process.
-        name: The attribute "strategy"; None takes the class name, with a number if there are
-            several.
+        name: The attribute "strategy" or "checkpoints"; None takes the class name, with a number
+            if there are several.
 
     Raises:
         ImportError: If opentelemetry-api is not installed.
@@ -224,7 +228,7 @@ def _reader(
     def read(_options: CallbackOptions) -> Iterator[Observation]:
         from opentelemetry.metrics import Observation
 
-        for found, labels, value in metered.measure():
+        for found, labels, value, _ in metered.measure():
             if found is metric:
                 yield Observation(value, dict(zip(metric.labels, labels, strict=True)))
 

@@ -19,10 +19,19 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
+from ..checkpoint import CheckpointManager
 from ..strategies import Strategy
-from ._metrics import METRICS, Export, Measurement, MeteredStrategies, metered_of, missing
+from ._metrics import (
+    METRICS,
+    Export,
+    Measurement,
+    MeteredStrategies,
+    MetricFamily,
+    metered_of,
+    missing,
+)
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -32,21 +41,25 @@ __all__ = ["export", "serve"]
 
 
 def export(
-    strategy: Strategy, *, registry: CollectorRegistry | None = None, name: str | None = None
+    strategy: Strategy | CheckpointManager,
+    *,
+    registry: CollectorRegistry | None = None,
+    name: str | None = None,
 ) -> Export:
-    """Let a registry show the metrics of a strategy, until `close` or the end of a `with` block.
+    """Let a registry show metrics of a strategy or of checkpoints, until `close` or a block's end.
 
     Counting costs about a microsecond per merge; all else is read when the registry is scraped.
 
     Args:
-        strategy: Whose. Several strategies may go to one registry.
+        strategy: Whose: a strategy, or a CheckpointManager. Several may go to one registry.
         registry: None takes the registry of the process.
-        name: The label "strategy"; None takes the class name, with a number if there are several.
+        name: The label "strategy" or "checkpoints"; None takes the class name, with a number if
+            there are several.
 
     Raises:
         ImportError: If prometheus-client is not installed.
-        TypeError: If this is not a strategy.
-        ValueError: If the registry shows another strategy by that name.
+        TypeError: If this is neither.
+        ValueError: If the registry shows another one by that name.
     """
     try:
         import prometheus_client
@@ -104,15 +117,21 @@ class _Collector:
 
     def collect(self) -> Iterable[Family]:
         """Return all metrics with their values; those without one too, so that names are known."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
 
-        families = {
-            metric: (CounterMetricFamily if metric.is_counter else GaugeMetricFamily)(
-                f"aioreplica_{metric.name}", metric.help, labels=metric.labels
-            )
-            for metric in METRICS
-        }
+        families: dict[MetricFamily, Any] = {}  # Any: the three share no interface
+        for metric in METRICS:
+            kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+            made = HistogramMetricFamily if metric.is_histogram else kind
+            families[metric] = made(f"aioreplica_{metric.name}", metric.help, labels=metric.labels)
         found: Iterable[Measurement] = self._metered.measure()
-        for metric, labels, value in found:
-            families[metric].add_metric(labels, value)
+        for metric, labels, value, buckets in found:
+            if metric.is_histogram:
+                families[metric].add_metric(labels, buckets, value)
+            else:
+                families[metric].add_metric(labels, value)
         return families.values()

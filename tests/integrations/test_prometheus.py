@@ -4,12 +4,15 @@ import asyncio
 import socket
 import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.checkpoint import SAVE_BOUNDS_S
+from aioreplica.errors import CheckpointError
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -181,8 +184,59 @@ async def test_a_port_in_use_is_named(registry: Any) -> None:
             pass
 
 
+async def test_checkpoints_are_measured(registry: Any, tmp_path: Path) -> None:
+    async with ar.CheckpointManager(tmp_path / "a") as manager, ar.CheckpointManager("b") as idle:
+        with (
+            prometheus.export(manager, registry=registry, name="model") as export,
+            prometheus.export(idle, registry=registry),
+        ):
+            for step in (1, 2):
+                await manager.save(step, {"w": np.ones(100)})
+            with pytest.raises(TypeError):
+                await manager.save(3, {"w": object()})  # refused: no save has begun
+            (tmp_path / "a" / "step-0000000004").write_bytes(b"")
+            with pytest.raises(CheckpointError):
+                await manager.save(4, {"w": np.ones(100)})
+            found = parse(prometheus_client.generate_latest(registry).decode())
+            statistics = manager.statistics()
+        assert export.name == "model"
+
+    label = {"checkpoints": "model"}
+    assert of(found, "checkpoint_saves_total", **label) == 2
+    assert of(found, "checkpoint_failed_saves_total", **label) == 1
+    assert of(found, "checkpoint_saved_bytes_total", **label) == statistics.num_bytes > 1600
+    assert of(found, "checkpoint_last_step", **label) == 2
+    assert of(found, "checkpoint_saving", **label) == 0
+    assert of(found, "checkpoint_save_seconds_count", **label) == 2
+    assert of(found, "checkpoint_save_seconds_sum", **label) == pytest.approx(statistics.save_s)
+    assert of(found, "checkpoint_save_seconds_bucket", le="+Inf", **label) == 2
+    buckets = [
+        of(found, "checkpoint_save_seconds_bucket", le=str(bound), **label)
+        for bound in SAVE_BOUNDS_S
+    ]
+    assert buckets == sorted(buckets) == [*statistics.save_counts]
+    at, age = (
+        of(found, f"checkpoint_{name}", **label)
+        for name in ("last_success_timestamp_seconds", "age_seconds")
+    )
+    assert (at, age <= (statistics.age_s or 0)) == (statistics.last_saved_at, True)
+    names = {name for name, labels in found if ("checkpoints", "CheckpointManager") in labels}
+    assert "aioreplica_checkpoint_saves_total" in names
+    assert "aioreplica_checkpoint_age_seconds" not in names  # nothing was saved yet
+    assert b"checkpoint_saves_total{" not in prometheus_client.generate_latest(registry)
+
+
+async def test_two_managers_of_one_name_are_refused(registry: Any) -> None:
+    first, second = ar.CheckpointManager("a"), ar.CheckpointManager("b")
+    with prometheus.export(first, registry=registry, name="x"):
+        with pytest.raises(ValueError, match="Metrics of checkpoints named 'x' go there already"):
+            prometheus.export(second, registry=registry, name="x")
+        with prometheus.export(second, registry=registry) as export:
+            assert export.name == "CheckpointManager"
+
+
 async def test_an_argument_that_is_not_a_strategy_is_refused(registry: Any) -> None:
-    with pytest.raises(TypeError, match="those of a strategy, got 7"):
+    with pytest.raises(TypeError, match="those of a strategy or a CheckpointManager, got 7"):
         prometheus.export(7, registry=registry)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a str, got 7"):
         prometheus.export(ar.DefaultStrategy(), registry=registry, name=7)  # type: ignore[arg-type]
