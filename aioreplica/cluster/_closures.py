@@ -1,14 +1,15 @@
-"""The second seam to engines: states on parameter servers, and closures run at least once.
+"""The second seam to engines: states on parameter servers, and tasks on workers.
 
-An engine knows nothing of variables. It keeps objects on servers and passes calls to them; it runs
-tasks on workers, another time if a worker is lost before the result was fetched.
+An engine knows nothing of variables, and decides nothing. It keeps objects on servers and passes
+calls to them; it runs each task once, on the worker that it is sent to, one after the other; and it
+tells which workers there are. Who runs what, and what runs again, is decided by who sends tasks.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, final
 
@@ -30,18 +31,34 @@ class ClosureWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._kept: dict[Any, Any] = {}
+        self._kept: dict[str, dict[Hashable, Any]] = {}
+        self._gone: set[str] = set()
         self._lock = threading.RLock()
 
-    def once(self, key: object, make: Callable[[], T]) -> T:
-        """Return what is kept under a key, made at the first use in this worker."""
+    def once(self, owner: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what an owner keeps under a key, made at the first use in this worker."""
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = make()
-            return self._kept[key]  # type: ignore[no-any-return]  # whoever asks knows its kind
+            if owner in self._gone:  # for a closure that goes on although nobody wants it
+                return make()
+            kept = self._kept.setdefault(owner, {})
+            if key not in kept:
+                kept[key] = make()
+            return kept[key]  # type: ignore[no-any-return]  # whoever asks knows its kind
+
+    def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
+        """Let go of what an owner keeps under some keys; without keys of all, for ever."""
+        with self._lock:
+            if keys is None:
+                self._gone.add(owner)
+                self._kept.pop(owner, None)
+                return
+            kept = self._kept.get(owner, {})
+            for key in keys:
+                kept.pop(key, None)
 
     def __repr__(self) -> str:
-        return f"<ClosureWorker {self.name} | keeps {len(self._kept)} things>"
+        count = sum(map(len, self._kept.values()))
+        return f"<ClosureWorker {self.name} | keeps {count} things>"
 
 
 class ClosureTask(Protocol):
@@ -56,6 +73,13 @@ class ClosureTask(Protocol):
 
     async def run_on_loop(self, worker: ClosureWorker) -> Any:
         """Do it on the running event loop; for engines whose workers share it."""
+
+
+class Watcher(Protocol):
+    """Interface of who wants to know of workers that come and go."""
+
+    def learn_workers(self, workers: Mapping[str, int]) -> None:
+        """Take note of the workers that there are, and how many tasks each runs at a time."""
 
 
 class StateHandle(ABC):
@@ -89,14 +113,14 @@ class StateHandle(ABC):
 
 
 class Submission(ABC):
-    """A task under way."""
+    """A task that was sent to a worker."""
 
     @abstractmethod
     async def wait(self) -> None:
-        """Wait until it has been done once; its result stays where it is.
+        """Wait until it has been done; its result stays where it is.
 
         Raises:
-            WorkerLostError: If no worker is left that could do it, or it has lost too many.
+            WorkerLostError: If its worker is gone, or it was cancelled.
             Exception: What the task raises.
 
         Cancellation:
@@ -105,7 +129,7 @@ class Submission(ABC):
 
     @abstractmethod
     async def result(self) -> Any:
-        """Return the result; the task is done again if the worker that held it is lost.
+        """Return the result.
 
         Raises:
             Exception: As `wait`.
@@ -113,10 +137,6 @@ class Submission(ABC):
         Cancellation:
             As `wait`.
         """
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Take it back if it has not begun; what has begun goes on, and is not looked at."""
 
 
 @final
@@ -155,13 +175,21 @@ class ClosureEngine(ABC):
 
     @abstractmethod
     async def create_state(
-        self, factory: Callable[..., object], args: Sequence[Any], server: int
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
     ) -> StateHandle:
-        """Make a state on a server by calling `factory(*args)` there."""
+        """Make a state on a server by calling `factory(*args)` there; `owner` is whose it is."""
 
     @abstractmethod
-    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
-        """Send tasks to workers, each on its own; each is done at least once."""
+    def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Send tasks to a worker, which does them in this order, each once."""
+
+    @abstractmethod
+    async def cancel(self, submissions: Sequence[Submission]) -> None:
+        """Take tasks back that have not begun; let others go on, and look at them no more."""
+
+    @abstractmethod
+    def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
+        """Have all workers let go of what an owner keeps there; see `ClosureWorker.release`."""
 
     @abstractmethod
     async def workers(self) -> tuple[WorkerInfo, ...]:
@@ -169,12 +197,28 @@ class ClosureEngine(ABC):
 
     @property
     @abstractmethod
+    def workers_now(self) -> Mapping[str, int]:
+        """Workers that there are, as far as is known, and how many tasks each runs at a time."""
+
+    @property
+    @abstractmethod
     def num_workers(self) -> int:
         """Number of workers, as far as is known."""
 
     @abstractmethod
-    async def restart_worker(self, submission: Submission) -> None:
-        """Restart the worker that a task holds, if the engine can."""
+    def watch(self, watcher: Watcher) -> None:
+        """Tell somebody of the workers whenever one has come or gone.
+
+        One that goes and comes again under its name is told as gone first.
+        """
+
+    @abstractmethod
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell it no more."""
+
+    @abstractmethod
+    async def restart_worker(self, worker: str) -> bool:
+        """Restart a worker that hangs; False if the engine cannot."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -184,8 +228,8 @@ class ClosureEngine(ABC):
 def current_worker_index() -> int:
     """Return the index of the worker that the current closure runs on, from 0.
 
-    Workers are numbered in the order in which closures first ask; a worker that was restarted
-    under its name keeps its index.
+    Workers are numbered as they come; a new one takes the least index that no other worker has, so
+    that of a lost one.
 
     Raises:
         ContextError: If called outside a closure of a `ClusterCoordinator`.

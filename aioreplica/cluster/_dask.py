@@ -2,20 +2,21 @@
 
 The client lives in the program's event loop. What it sends as a task is bytes, pickled before, so
 that neither the scheduler nor the client looks into it. Roles are resources of Dask's workers:
-`PS` and `W`.
+`PS` and `W`. Each task is for one worker, so the scheduler chooses nothing, and gives nothing up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
 from typing import Any, final
 from uuid import uuid4
+from weakref import WeakSet
 
 from ..context import REGISTRY
 from ..devices import OwnedTask
@@ -28,17 +29,13 @@ from ._closures import (
     ClosureWorker,
     StateHandle,
     Submission,
+    Watcher,
     WorkerInfo,
 )
+from ._dask_processes import END_S, DaskProcesses, load_dask
 
-LOOK_S = 2.0
-"""How old the number of workers may be."""
-
-END_S = 10.0
-"""How long the processes of a local cluster have to end, and a worker to restart, in seconds."""
-
-CONNECT_S = 5.0
-"""How long a process of a local cluster tries to reach another one, before that counts as lost."""
+RELEASE_S = 2.0
+"""How long workers have to let go of what a closed strategy has left there, in seconds."""
 
 MESSAGE_BYTES = 1024 * 1024
 """Tasks that are submitted together go to the scheduler in messages of this size or one task."""
@@ -50,7 +47,8 @@ class DaskClosureEngine(ClosureEngine):
 
     Args:
         target: The address of a scheduler, an asynchronous `distributed.Client` of the running
-            loop, which stays the caller's; None starts a cluster of processes on 127.0.0.1.
+            loop, to whose scheduler a connection of its own is made; None starts a cluster of
+            processes on 127.0.0.1.
         num_workers: How many workers a cluster of its own has.
         security: A `distributed.Security` for an address.
         timeout_s: How long the cluster may take to answer, in seconds.
@@ -71,7 +69,7 @@ class DaskClosureEngine(ClosureEngine):
     ) -> None:
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers!r}.")
-        distributed = _load()
+        distributed = load_dask()
         if target is not None and not isinstance(target, (str, distributed.Client)):
             raise TypeError(
                 "A Dask cluster is given as the address of its scheduler, such as "
@@ -83,30 +81,31 @@ class DaskClosureEngine(ClosureEngine):
         self._timeout_s = timeout_s
         self._num_new_workers = num_workers
         self._client: Any = None
-        self._scheduler: Any = None
-        self._nannies: dict[str, Any] = {}
-        self._num_workers = num_workers
-        self._num_named = 0
-        self._looked_s = 0.0
-        self._look: OwnedTask[None] | None = None
+        self._own: DaskProcesses | None = None
+        self._num_users = 0
+        self._workers: dict[str, int] = {}
+        self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
+        self._watchers: list[Watcher] = []
+        self._background: set[OwnedTask[Any]] = set()
+        self._keys = count()
+        self._looks: list[set[str]] = []  # workers that went while the scheduler answers
         self._servers: list[str] = []
-        self._quiet = ExitStack()
 
     async def start(self, num_servers: int) -> None:
         """Connect to the scheduler, or start one and its processes."""
-        if self._client is not None:
-            return
-        try:
-            await self._connect(num_servers)
-            infos = await self._infos()
-            self._servers = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
-            self._check_roles(infos, num_servers)
-        except BaseException:
-            await self.aclose()
-            raise
+        if self._client is None:
+            try:
+                await self._connect(num_servers)
+                infos = await self._look()
+                self._servers = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
+                self._check_roles(infos, num_servers)
+            except BaseException:
+                await self.aclose()
+                raise
+        self._num_users += 1
 
     async def create_state(
-        self, factory: Callable[..., object], args: Sequence[Any], server: int
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
     ) -> StateHandle:
         """Make an actor on a worker with the resource `PS`."""
         infos = await self._infos()
@@ -128,33 +127,58 @@ class DaskClosureEngine(ClosureEngine):
         )
         with self._client.as_current():  # an actor looks for it
             actor = await future
-        return _DaskState(server, actor, self._client, future)
+        return _DaskState(owner, server, actor, self._client, future)
 
-    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
-        """Send tasks to workers with the resource `W`, up to `MESSAGE_BYTES` in one message."""
-        self._look_again()
-        found: list[Submission] = []
+    def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Send tasks to a worker, up to `MESSAGE_BYTES` in one message."""
+        found: list[_DaskSubmission] = []
         together: list[bytes] = []
         size = 0
         for task in tasks:
             together.append(pickle.dumps(task, protocol=5))
             size += len(together[-1])
             if size >= MESSAGE_BYTES:
-                found += self._send(together)
+                found += self._send(worker, together)
                 together, size = [], 0
-        return found + self._send(together) if together else found
+        if together:
+            found += self._send(worker, together)
+        self._submissions.setdefault(worker, WeakSet()).update(found)
+        if worker not in self._workers:  # it has gone, and that was told
+            self._forget(worker)
+        return [*found]
 
-    def _send(self, tasks: list[bytes]) -> list[Submission]:
+    def _send(self, worker: str, tasks: list[bytes]) -> list[_DaskSubmission]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sending large graph", UserWarning)
             futures = self._client.map(
                 _run_task,
                 tasks,
-                pure=False,
-                key=[f"closure-{uuid4().hex}" for _ in tasks],
+                pure=False,  # keys are sorted: a worker begins with the least one of a message
+                key=[f"closure-{next(self._keys):012d}-{uuid4().hex}" for _ in tasks],
+                workers=[worker],
+                allow_other_workers=False,
                 resources={WORKER: 1},
             )
         return [_DaskSubmission(self._client, future) for future in futures]
+
+    async def cancel(self, submissions: Sequence[Submission]) -> None:
+        """Have the scheduler take tasks back."""
+        futures = [each.future for each in submissions if isinstance(each, _DaskSubmission)]
+        if futures and self._client is not None:
+            await self._client.cancel(futures, reason="it is not needed any more")
+
+    def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
+        """Have the workers let go of what they keep, between their messages."""
+        if self._client is not None and self._workers:
+            releasing = self._client.run(
+                _release, owner, keys, workers=[*self._workers], on_error="ignore"
+            )
+            self._in_background(releasing, "release of what workers keep")
+
+    def _in_background(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+        task = OwnedTask(work, name)
+        self._background.add(task)
+        task.when_done(lambda _error: self._background.discard(task))
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Ask the scheduler, and every process for its id."""
@@ -169,9 +193,45 @@ class DaskClosureEngine(ClosureEngine):
         return tuple(found)
 
     @property
+    def workers_now(self) -> Mapping[str, int]:
+        """Addresses of the workers, as the scheduler has told."""
+        return dict(self._workers)
+
+    @property
     def num_workers(self) -> int:
-        """Number of workers that the scheduler had when it was last asked."""
-        return self._num_workers
+        """Number of workers; before the start, of those that a cluster of its own will have."""
+        return self._num_new_workers if self._client is None else len(self._workers)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell somebody whenever the scheduler tells of a worker that has come or gone."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell it no more."""
+        self._watchers.remove(watcher)
+
+    def _learn_of(self, event: tuple[float, Any]) -> None:
+        """Take an event of the scheduler."""
+        told = event[1]
+        action = told.get("action") if isinstance(told, dict) else None
+        if action == "remove-worker":
+            for gone in self._looks:
+                gone.add(told["worker"])
+            if self._workers.pop(told["worker"], None) is not None:
+                self._forget(told["worker"])
+                self._tell()
+        elif action == "add-worker":
+            self._in_background(self._look(), "look at the workers")
+
+    def _forget(self, worker: str) -> None:
+        """Let go of what a worker had; who waits for it is told."""
+        lost = [*self._submissions.pop(worker, ())]
+        if lost:
+            self._in_background(self.cancel(lost), "cancel tasks of a lost worker")
+
+    def _tell(self) -> None:
+        for watcher in tuple(self._watchers):
+            watcher.learn_workers(self.workers_now)
 
     async def add_worker(self) -> str:
         """Start a worker in the local cluster; return its name.
@@ -179,11 +239,8 @@ class DaskClosureEngine(ClosureEngine):
         Raises:
             ContextError: If the cluster is not this engine's own.
         """
-        self._require_own("add_worker")
-        name = f"worker-{self._num_named}"
-        self._num_named += 1
-        await self._start_process(name, WORKER)
-        await self._infos()
+        name = await self._require_own("add_worker").add_worker()
+        await self._look()
         return name
 
     async def remove_worker(self, name: str) -> None:
@@ -193,75 +250,73 @@ class DaskClosureEngine(ClosureEngine):
             ContextError: If the cluster is not this engine's own.
             ValueError: If it has no such process.
         """
-        self._require_own("remove_worker")
-        nanny = self._nannies.pop(name, None)
-        if nanny is None:
-            raise ValueError(f"There is no process {name!r} in {self!r}.")
-        await nanny.close(timeout=END_S)
-        await self._infos()
+        await self._require_own("remove_worker").remove(name)
+        await self._look()
 
-    async def restart_worker(self, submission: Submission) -> None:
-        """Restart the worker that has a task, if it has a nanny."""
-        assert isinstance(submission, _DaskSubmission)
-        processing = await self._client.processing()
-        key = submission.future.key
-        places = [address for address, keys in processing.items() if key in keys]
-        submission.cancel()
-        if places:
-            with suppress(Exception):  # there is no nanny: the worker stays as it is
-                await self._client.restart_workers(places, timeout=END_S, raise_for_error=False)
+    async def restart_worker(self, worker: str) -> bool:
+        """Restart a worker, if it has a nanny."""
+        try:
+            done = await self._client.restart_workers(
+                [worker], timeout=END_S, raise_for_error=False
+            )
+        except Exception:  # noqa: BLE001 - there is no nanny: the worker stays as it is
+            return False
+        return bool(done.get(worker) == "OK")
 
     async def aclose(self) -> None:
-        """Disconnect; end a cluster of its own.
+        """Disconnect, if nobody else uses it; end a cluster of its own.
 
         Cancellation:
             Raised again once that is done.
         """
+        self._num_users -= 1
+        if self._num_users > 0:
+            return
+        self._num_users = 0
         client, self._client = self._client, None
         ending = OwnedTask(self._end(client), "end of a Dask cluster")
         await ending.ended()
         await ending
 
     async def _end(self, client: Any) -> None:
-        if self._look is not None:
-            self._look.cancel()
-            await self._look.ended()
-        if client is not None and client is not self._target:
+        if self._background and self._own is None:
+            await asyncio.wait([each.task for each in self._background], timeout=RELEASE_S)
+        for task in tuple(self._background):
+            task.cancel()
+            await task.ended()
+        self._workers.clear()
+        self._submissions.clear()
+        if client is not None:
             with suppress(TimeoutError, OSError):
                 await client.close()
-        nannies, self._nannies = [*self._nannies.values()], {}
-        closing = [nanny.close(timeout=END_S) for nanny in nannies]
-        await asyncio.gather(*closing, return_exceptions=True)
-        scheduler, self._scheduler = self._scheduler, None
-        if scheduler is not None:
-            await scheduler.close()
-        self._quiet.close()
+        own, self._own = self._own, None
+        if own is not None:
+            await own.aclose()
 
     def __repr__(self) -> str:
         where = "a cluster of its own" if self._target is None else self._target
         state = "new" if self._client is None else "connected"
-        return f"<DaskClosureEngine {where} | {state}, {self._num_workers} workers>"
+        return f"<DaskClosureEngine {where} | {state}, {self.num_workers} workers>"
 
     # ---- starting ------------------------------------------------------------------------
 
     async def _connect(self, num_servers: int) -> None:
-        distributed = _load()
+        distributed = load_dask()
         target = self._target
         if isinstance(target, distributed.Client):
             _require_asynchronous(target)
-            self._client = target
-            return
-        direct = None
-        if target is None:
-            address = await self._start_cluster(num_servers)
-            direct = True
+            address, self._security = target.scheduler.address, target.security
+        elif target is None:
+            self._own = DaskProcesses()
+            address, self._security = await self._own.start(num_servers, self._num_new_workers)
         else:
             address = target
+        if target is not None:
             _warn_if_open(address, self._security)
         self._client = distributed.Client(  # kept before it connects: what fails closes it
             address,
             asynchronous=True,
-            direct_to_workers=direct,
+            direct_to_workers=True if target is None else None,
             set_as_default=False,
             security=self._security,
             timeout=self._timeout_s,
@@ -273,41 +328,7 @@ class DaskClosureEngine(ClosureEngine):
             raise ConnectionError(
                 f"The Dask scheduler at {address} does not answer: {error}"
             ) from error
-
-    async def _start_cluster(self, num_servers: int) -> str:
-        distributed = _load()
-        quiet = distributed.utils.silence_logging_cmgr(logging.WARNING)
-        self._quiet = ExitStack()
-        self._quiet.enter_context(quiet)
-        self._scheduler = await distributed.Scheduler(
-            host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0"
-        )
-        names = [(f"ps-{i}", PARAMETER_SERVER) for i in range(num_servers)]
-        names += [(f"worker-{i}", WORKER) for i in range(self._num_new_workers)]
-        self._num_named = self._num_new_workers
-        results = await asyncio.gather(
-            *(self._start_process(name, role) for name, role in names), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        address: str = self._scheduler.address
-        return address
-
-    async def _start_process(self, name: str, role: str) -> None:
-        nanny = _load().Nanny(
-            self._scheduler.address,
-            nthreads=1,
-            name=name,
-            host="127.0.0.1",
-            resources={role: 1},
-            memory_limit=0,
-            dashboard=False,
-            config={"distributed.comm.timeouts.connect": f"{CONNECT_S:g}s"},
-            silence_logs=logging.CRITICAL,  # errors of closures are raised in the program
-        )
-        self._nannies[name] = nanny
-        await nanny
+        self._client.subscribe_topic("all", self._learn_of)
 
     def _check_roles(self, infos: Sequence[tuple[str, Any]], num_servers: int) -> None:
         both = [
@@ -327,7 +348,7 @@ class DaskClosureEngine(ClosureEngine):
                 f"{len(self._servers)} of the {len(infos)} Dask workers have the resource 'PS'. "
                 "Start more: dask worker ADDRESS --nthreads 1 --resources 'PS=1'."
             )
-        if not self._num_workers:
+        if not self._workers:
             raise ValueError(
                 f"None of the {len(infos)} Dask workers has the resource 'W'. Start some: "
                 "dask worker ADDRESS --nthreads 1 --resources 'W=1'."
@@ -338,27 +359,36 @@ class DaskClosureEngine(ClosureEngine):
         if self._client is None:
             raise ContextError(f"{self!r} is not connected. Start it first.")
         found = (await self._client.scheduler.identity(n_workers=-1))["workers"]
-        infos = sorted(found.items(), key=lambda item: _natural(str(item[1]["name"])))
-        self._num_workers = sum(WORKER in info["resources"] for _, info in infos)
-        self._looked_s = asyncio.get_running_loop().time()
+        return sorted(found.items(), key=lambda item: _natural(str(item[1]["name"])))
+
+    async def _look(self) -> list[tuple[str, Any]]:
+        """Ask the scheduler for its workers; tell of those that are new."""
+        gone: set[str] = set()  # they may be in the answer
+        self._looks.append(gone)
+        try:
+            infos = await self._infos()
+        finally:
+            self._looks.remove(gone)
+        now = {
+            address: int(min(info["nthreads"], info["resources"][WORKER]))
+            for address, info in infos
+            if WORKER in info["resources"] and address not in gone
+        }
+        if now != self._workers:
+            lost = self._workers.keys() - now.keys()
+            self._workers = now
+            for worker in sorted(lost):
+                self._forget(worker)
+            self._tell()
         return infos
 
-    def _look_again(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if now - self._looked_s > LOOK_S and (self._look is None or self._look.is_done):
-            self._looked_s = now
-            self._look = OwnedTask(self._refresh(), "number of Dask workers")
-
-    async def _refresh(self) -> None:
-        with suppress(OSError, TimeoutError):
-            await self._infos()
-
-    def _require_own(self, what: str) -> None:
-        if self._scheduler is None:
+    def _require_own(self, what: str) -> DaskProcesses:
+        if self._own is None:
             raise ContextError(
                 f"{what} works in a cluster that the engine has started. Start and end the "
                 "workers of another one with Dask."
             )
+        return self._own
 
 
 @final
@@ -383,7 +413,9 @@ class _Host:
 
 @final
 class _DaskState(StateHandle):
-    def __init__(self, server: int, actor: Any, client: Any = None, future: Any = None) -> None:
+    def __init__(
+        self, owner: str, server: int, actor: Any, client: Any = None, future: Any = None
+    ) -> None:
         self.server = server
         self._actor = actor
         self._client = client  # None on workers, where actors find their own
@@ -391,7 +423,8 @@ class _DaskState(StateHandle):
         # An actor whose worker is gone waits for its future, which would wait for ever: no other
         # worker may have it.
         actor._future = None
-        self._reduced = _state_on_worker, (server, actor.key, pickle.dumps(actor, protocol=5))
+        data = pickle.dumps(actor, protocol=5)
+        self._reduced = _state_on_worker, (owner, server, actor.key, data)
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
@@ -430,10 +463,10 @@ class _DaskState(StateHandle):
         return self._reduced
 
 
-def _state_on_worker(server: int, key: str, actor: bytes) -> _DaskState:
+def _state_on_worker(owner: str, server: int, key: str, actor: bytes) -> _DaskState:
     """Return a worker's handle of a state, one for all tasks: each new actor asks the scheduler."""
-    here = (_load().get_worker().address, key)
-    return _closure_worker().once(here, lambda: _DaskState(server, pickle.loads(actor)))
+    worker = _closure_worker()
+    return worker.once(owner, key, lambda: _DaskState(owner, server, pickle.loads(actor)))
 
 
 @final
@@ -443,7 +476,7 @@ class _DaskSubmission(Submission):
         self.future = future
 
     async def wait(self) -> None:
-        distributed = _load()
+        distributed = load_dask()
         try:
             with self._client.as_current():
                 waiting = distributed.wait(self.future)
@@ -454,7 +487,7 @@ class _DaskSubmission(Submission):
             raise _translated(await self.future.exception())
 
     async def result(self) -> Any:
-        distributed = _load()
+        distributed = load_dask()
         try:
             return await self._client.gather(self.future)
         except distributed.client.FutureCancelledError as error:
@@ -462,19 +495,9 @@ class _DaskSubmission(Submission):
         except Exception as error:  # noqa: BLE001 - most are what the task raised
             raise _translated(error) from None
 
-    def cancel(self) -> None:
-        cancelling = self.future.cancel(reason="the batch of closures has failed")
-        if asyncio.iscoroutine(cancelling):
-            _background(cancelling)
-
-
-def _background(cancelling: Any) -> None:
-    task = OwnedTask[None](cancelling, "cancel a Dask task")
-    task.when_done(lambda _error: None)
-
 
 def _translated(error: Exception) -> Exception:
-    distributed = _load()
+    distributed = load_dask()
     if isinstance(error, distributed.scheduler.KilledWorker):
         return WorkerLostError(f"A closure was lost with each worker that tried it: {error}")
     return error
@@ -486,21 +509,14 @@ def _run_task(data: bytes) -> Any:
     return task.run(_closure_worker())
 
 
-def _closure_worker() -> ClosureWorker:
-    name = str(_load().get_worker().name)
+def _release(owner: str, keys: Sequence[Hashable] | None, dask_worker: Any) -> None:
+    """Let go of what this worker keeps; called on its event loop."""
+    _closure_worker(dask_worker).release(owner, keys)
+
+
+def _closure_worker(worker: Any = None) -> ClosureWorker:
+    name = str((load_dask().get_worker() if worker is None else worker).name)
     return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
-
-
-def _load() -> Any:
-    try:
-        import distributed
-    except ImportError as error:
-        raise ImportError(
-            "Parameter servers run on Dask distributed, which is not installed. Install the extra "
-            '`dask`: pip install "aioreplica[dask]". For tests, ar.cluster.LocalClosureEngine '
-            "needs none."
-        ) from error
-    return distributed
 
 
 def _require_asynchronous(client: Any) -> None:
@@ -512,19 +528,20 @@ def _require_asynchronous(client: Any) -> None:
 
 
 def _warn_if_open(address: str, security: Any) -> None:
-    """Warn if closures, which are pickles, go over a network that is not protected."""
+    """Warn if closures, which are pickles, can come from anybody who reaches the scheduler."""
     scheme, _, rest = address.rpartition("://")
     host = rest.rsplit(":", 1)[0].strip("[]")
-    is_here = host in {"localhost", "::1"} or host.startswith("127.") or scheme == "inproc"
-    has_tls = scheme == "tls" or (security is not None and security.require_encryption)
-    if not is_here and not has_tls:
-        warnings.warn(
-            f"The Dask scheduler at {address} is reached without TLS: whoever can connect to it "
-            "can run code in the program and read the variables. Use a 'tls://' address and "
-            "security=distributed.Security(...).",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    if scheme in {"tls", "inproc"} or (security is not None and security.require_encryption):
+        return
+    is_here = host in {"localhost", "::1"} or host.startswith("127.")
+    who = "every user of this machine" if is_here else "whoever can connect to it"
+    warnings.warn(
+        f"The Dask scheduler at {address} is reached without TLS: {who} can run code in its "
+        "workers and in this program, and read the variables. Use a 'tls://' address and "
+        "security=distributed.Security(...), in a Client too.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, final
+from weakref import WeakSet
 
 from ..devices import OwnedTask, run_on_host
 from ..errors import WorkerLostError
@@ -23,6 +25,7 @@ from ._closures import (
     ClosureWorker,
     StateHandle,
     Submission,
+    Watcher,
     WorkerInfo,
 )
 
@@ -30,6 +33,8 @@ from ._closures import (
 @final
 class LocalClosureEngine(ClosureEngine):
     """An engine whose parameter servers and workers live in this process.
+
+    Several strategies may use one; it ends what runs when the last of them is closed.
 
     Args:
         num_workers: How many tasks run at a time.
@@ -41,11 +46,11 @@ class LocalClosureEngine(ClosureEngine):
     def __init__(self, num_workers: int = 2) -> None:
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers!r}.")
-        self._states: dict[int, _LocalState] = {}
+        self._states: dict[int, list[_LocalState]] = {}
         self._num_servers = 0
-        self._waiting: deque[_LocalSubmission] = deque()
-        self._idle: deque[ClosureWorker] = deque()
-        self._busy: dict[str, _LocalSubmission] = {}
+        self._num_users = 0
+        self._workers: dict[str, _LocalWorker] = {}
+        self._watchers: list[Watcher] = []
         self._tasks: set[OwnedTask[None]] = set()
         self._next = 0
         for _ in range(num_workers):
@@ -57,122 +62,177 @@ class LocalClosureEngine(ClosureEngine):
         """Add a worker; return its name."""
         name = f"worker-{self._next}"
         self._next += 1
-        self._idle.append(ClosureWorker(name))
-        self._start_waiting()
+        self._workers[name] = _LocalWorker(name)
+        self._tell()
         return name
 
     def lose_worker(self, name: str) -> None:
-        """Lose a worker: what it was doing is done again by another one.
+        """Lose a worker, and what it was doing.
 
         Raises:
             ValueError: If there is no such worker.
         """
-        submission = self._busy.pop(name, None)
-        idle = [worker for worker in self._idle if worker.name == name]
-        if submission is None and not idle:
+        lost = self._workers.pop(name, None)
+        if lost is None:
             raise ValueError(f"There is no worker {name!r} in {self!r}.")
-        for worker in idle:
-            self._idle.remove(worker)
-        if submission is not None:
-            submission.attempt += 1
-            if submission.running is not None:
-                submission.running.cancel()
-            self._waiting.appendleft(submission)
-            self._start_waiting()
+        lost.drop(f"Worker {name} was lost.")
+        self._tell()
 
     def lose_server(self, server: int) -> None:
         """Lose a parameter server and the states on it."""
-        self._states.pop(server).is_lost = True
+        for state in self._states.pop(server):
+            state.is_lost = True
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell somebody whenever a worker was added or lost."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Tell it no more."""
+        self._watchers.remove(watcher)
+
+    def _tell(self) -> None:
+        for watcher in tuple(self._watchers):
+            watcher.learn_workers(self.workers_now)
 
     # ---- the protocol --------------------------------------------------------------------
 
     async def start(self, num_servers: int) -> None:
         """Remember how many servers there are."""
-        self._num_servers = num_servers
+        self._num_servers = max(self._num_servers, num_servers)
+        self._num_users += 1
 
     async def create_state(
-        self, factory: Callable[..., object], args: Sequence[Any], server: int
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
     ) -> StateHandle:
         """Make a state in this process."""
-        self._states[server] = state = _LocalState(server, factory(*args))
+        state = _LocalState(server, factory(*args))
+        self._states.setdefault(server, []).append(state)
         return state
 
-    def submit(self, tasks: Sequence[ClosureTask]) -> list[Submission]:
-        """Queue tasks for the next workers that are idle."""
-        submissions = [_LocalSubmission(self, task) for task in tasks]
-        self._waiting += submissions
-        self._start_waiting()
+    def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
+        """Queue tasks for a worker."""
+        submissions = [_LocalSubmission(task) for task in tasks]
+        place = self._workers.get(worker)
+        if place is None:
+            for submission in submissions:
+                submission.drop(f"Worker {worker} was lost.")
+        else:
+            place.waiting += submissions
+            self._start_next(place)
         return [*submissions]
+
+    async def cancel(self, submissions: Sequence[Submission]) -> None:
+        """Take tasks back; those that await are ended where they are."""
+        for submission in submissions:
+            assert isinstance(submission, _LocalSubmission)
+            submission.drop("The closure was cancelled.")
+
+    def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
+        """Let go of what the workers keep."""
+        for place in self._workers.values():
+            place.worker.release(owner, keys)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Return the servers and workers."""
-        names = sorted([*(worker.name for worker in self._idle), *self._busy])
         servers = (WorkerInfo(f"ps-{i}", PARAMETER_SERVER) for i in range(self._num_servers))
-        return (*servers, *(WorkerInfo(name, WORKER) for name in names))
+        return (*servers, *(WorkerInfo(name, WORKER) for name in sorted(self._workers)))
+
+    @property
+    def workers_now(self) -> Mapping[str, int]:
+        """The workers."""
+        return dict.fromkeys(self._workers, 1)
 
     @property
     def num_workers(self) -> int:
         """Number of workers."""
-        return len(self._idle) + len(self._busy)
+        return len(self._workers)
 
-    async def restart_worker(self, submission: Submission) -> None:
+    async def restart_worker(self, worker: str) -> bool:
         """Put another worker in the place of one that hangs."""
-        for name, held in tuple(self._busy.items()):
-            if held is submission:
-                del self._busy[name]
-                held.attempt += 1
-                self.add_worker()
+        if worker in self._workers:
+            self.lose_worker(worker)
+            self.add_worker()
+        return True
 
     async def aclose(self) -> None:
-        """End the tasks that await, and wait for those in threads."""
-        self._waiting.clear()
-        for task in tuple(self._tasks):
-            task.cancel()
+        """End the tasks that await, and wait for those in threads, if nobody else uses it."""
+        self._num_users -= 1
+        if self._num_users > 0:
+            return
+        self._num_users = 0
+        for place in self._workers.values():
+            place.drop("The engine was closed.")
         for task in tuple(self._tasks):
             await task.ended()
+        for place in self._workers.values():
+            place.running = None
         self._states.clear()
 
     def __repr__(self) -> str:
-        waiting, busy, idle = len(self._waiting), len(self._busy), len(self._idle)
+        busy = sum(place.running is not None for place in self._workers.values())
+        waiting = sum(len(place.waiting) for place in self._workers.values())
+        idle = len(self._workers) - busy
         return f"<LocalClosureEngine | {busy} workers busy, {idle} idle, {waiting} tasks waiting>"
 
     # ---- running -------------------------------------------------------------------------
 
-    def _start_waiting(self) -> None:
-        while self._idle and self._waiting:
-            submission = self._waiting.popleft()
+    def _start_next(self, place: _LocalWorker) -> None:
+        while place.waiting and place.running is None:
+            submission = place.waiting.popleft()
             if submission.done.is_set():
                 continue
-            worker = self._idle.popleft()
-            self._busy[worker.name] = submission
-            task = OwnedTask(
-                self._run(worker, submission, submission.attempt), f"closure on {worker.name}"
-            )
+            place.running = submission
+            place.had.add(submission)
+            task = OwnedTask(self._run(place, submission), f"closure on {place.worker.name}")
             submission.running = task if submission.task.is_async else None
             self._tasks.add(task)
-            task.when_done(lambda _error, task=task: self._tasks.discard(task))  # type: ignore[misc]
 
-    async def _run(self, worker: ClosureWorker, submission: _LocalSubmission, attempt: int) -> None:
-        result: Any = None
-        error: BaseException | None = None
+            task.when_done(partial(self._has_ended, task, place, submission))
+
+    def _has_ended(
+        self,
+        task: OwnedTask[None],
+        place: _LocalWorker,
+        submission: _LocalSubmission,
+        _error: BaseException | None,
+    ) -> None:
+        self._tasks.discard(task)
+        if place.running is submission:
+            place.running = None
+        self._start_next(place)
+
+    async def _run(self, place: _LocalWorker, submission: _LocalSubmission) -> None:
         try:
             if submission.task.is_async:
-                result = await submission.task.run_on_loop(worker)
+                result = await submission.task.run_on_loop(place.worker)
             else:
-                result = await run_on_host(submission.task.run, worker)
+                result = await run_on_host(submission.task.run, place.worker)
         except asyncio.CancelledError:
-            if self._busy.get(worker.name) is submission:  # at `aclose`
-                del self._busy[worker.name]
-                self._idle.append(worker)
-            raise
+            if submission.done.is_set():
+                raise
+            submission.settle(error=RuntimeError("The closure has cancelled its own task."))
         except Exception as failure:  # noqa: BLE001 - raised where the submission is waited for
-            error = failure
-        if self._busy.get(worker.name) is submission and submission.attempt == attempt:
-            del self._busy[worker.name]
-            self._idle.append(worker)
-            submission.value, submission.error = result, error
-            submission.done.set()
-            self._start_waiting()
+            submission.settle(error=failure)
+        else:
+            submission.settle(result)
+
+
+@final
+class _LocalWorker:
+    """A worker, what it does and what it will do."""
+
+    def __init__(self, name: str) -> None:
+        self.worker = ClosureWorker(name)
+        self.running: _LocalSubmission | None = None
+        self.waiting: deque[_LocalSubmission] = deque()
+        self.had: WeakSet[_LocalSubmission] = WeakSet()
+
+    def drop(self, why: str) -> None:
+        """Have nothing more to do, and no results."""
+        for submission in (*self.had, *self.waiting):
+            submission.drop(why)
+        self.waiting.clear()
 
 
 @final
@@ -198,23 +258,32 @@ class _LocalState(StateHandle):
 
 @final
 class _LocalSubmission(Submission):
-    def __init__(self, engine: LocalClosureEngine, task: ClosureTask) -> None:
-        self._engine = engine
+    def __init__(self, task: ClosureTask) -> None:
         self.task = task
         self.done = asyncio.Event()
         self.running: OwnedTask[None] | None = None
-        self.attempt = 0
-        self.value: Any = None
-        self.error: BaseException | None = None
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def settle(self, value: Any = None, error: Exception | None = None) -> None:
+        """Have a result, unless it was dropped before."""
+        if not self.done.is_set():
+            self._value, self._error = value, error
+            self.done.set()
+
+    def drop(self, why: str) -> None:
+        """Have no result any more; end it if it awaits."""
+        if self._error is None:
+            self._value, self._error = None, WorkerLostError(why)
+        self.done.set()
+        if self.running is not None:
+            self.running.cancel()
 
     async def wait(self) -> None:
         await self.done.wait()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
 
     async def result(self) -> Any:
         await self.wait()
-        return self.value
-
-    def cancel(self) -> None:
-        self.done.set()
+        return self._value

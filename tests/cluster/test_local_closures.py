@@ -33,13 +33,15 @@ async def test_an_engine_that_was_closed_beside_closures_has_its_workers_again(
     for _ in range(2):
         await engine.start(0)
         tasks: list[Any] = [Task(), Task()]
-        first, _second = engine.submit(tasks)
+        names = [*engine.workers_now]
+        [first], [_second] = (
+            engine.submit(name, [task]) for name, task in zip(names, tasks, strict=True)
+        )
         await idle()
         tasks[0].may_end.set()
         assert await first.result() == "ended"
         if is_lost:
-            [*_, second] = await engine.workers()
-            engine.lose_worker(second.name)
+            engine.lose_worker(names[1])
             engine.add_worker()
             await idle()
         await engine.aclose()

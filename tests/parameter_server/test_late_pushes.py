@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections import Counter
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import aioreplica as ar
-from tests.parameter_server.coordinating import Gate, coordinating
+from tests.parameter_server.coordinating import Gate, coordinating, fail, hold
 
 pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -94,6 +96,92 @@ async def test_late_pushes_of_a_worker_thought_dead_count_once(is_over: bool) ->
         assert statistics.num_retries == (0 if is_over else 1)
         assert statistics.num_finished == 1
         assert _runs[args[1]] == 2
+
+
+def add_around(count: Any, between: Gate, after: Gate) -> None:
+    count.assign_add(1.0)
+    between.pass_through()
+    count.assign_add(1.0)
+    after.pass_through()
+
+
+@pytest.mark.parametrize("way", ["schedule", "schedule_nowait", "done", "join", "fetch"])
+async def test_cancelled_closures_write_nothing_once_the_error_is_seen(way: str) -> None:
+    between, after = Gate(), Gate()
+    async with coordinating(num_workers=2) as (strategy, coordinator):
+        with strategy.scope():
+            count = ar.Variable(np.zeros(()), name="count")
+        await coordinator.schedule(add_around, (count, between, after))
+        await between.reached()
+        bad = await coordinator.schedule(fail)
+        with pytest.raises(ValueError, match="bad batch"):
+            await seen_by(coordinator, bad, way)
+        between.open()
+        await after.reached()  # it has pushed again
+        after.open()
+        assert float(await count.read()) == 1
+
+
+async def seen_by(coordinator: Any, bad: Any, way: str) -> None:
+    """Wait until something raises the error."""
+    if way == "fetch":
+        await bad.fetch()
+    elif way == "join":
+        await coordinator.join()
+    while True:
+        try:
+            if way == "schedule":
+                await coordinator.schedule(float, (1,))
+            elif way == "schedule_nowait":
+                coordinator.schedule_nowait(float, (1,))
+            else:
+                assert not coordinator.done()
+        except anyio.WouldBlock:
+            pass
+        await asyncio.sleep(0)
+
+
+def add_and_fail(count: Any, gate: Gate) -> None:
+    count.assign_add(1.0)
+    gate.pass_through()
+    fail("alone")
+
+
+async def test_an_isolated_closure_fails_alone() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=2) as (strategy, coordinator):
+        with strategy.scope():
+            count = ar.Variable(np.zeros(()), name="count")
+        remotes = [
+            await coordinator.schedule(add_and_fail, (count, gate), isolate=True),
+            await coordinator.schedule(add_and_fail, (count, gate), isolate=True),
+        ]
+        await gate.reached(2)
+        good = await coordinator.schedule(float, (3,))
+        gate.open()
+        for remote in remotes:
+            with pytest.raises(ValueError, match="alone"):
+                await remote.fetch()
+        await coordinator.join()
+        assert coordinator.done()
+        assert await good.fetch() == 3.0
+        statistics = coordinator.statistics()
+        assert (statistics.num_failed, statistics.num_cancelled) == (2, 0)
+
+
+async def test_all_who_join_hear_of_the_error() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=1) as (_, coordinator):
+        await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        await coordinator.schedule(fail)
+        joins = [asyncio.ensure_future(coordinator.join()) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.open()
+        for join in joins:
+            with pytest.raises(ValueError, match="bad batch"):
+                await join
+        await coordinator.join()
 
 
 async def test_without_dask_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

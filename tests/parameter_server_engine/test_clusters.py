@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
+from distributed.security import Security
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
@@ -22,7 +23,10 @@ from tests.parameter_server_engine import closures
 from tests.parameter_server_engine.closures import FileGate
 from tests.parameter_server_engine.conftest import coordinating, pids_of
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.filterwarnings("ignore:The Dask scheduler at .*127.0.0.1:RuntimeWarning"),
+]
 HOST = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
 
 
@@ -78,9 +82,6 @@ async def test_two_strategies_share_a_cluster() -> None:
 
 
 async def test_tls_is_passed_through() -> None:
-    pytest.importorskip("cryptography")
-    from distributed.security import Security
-
     security = Security.temporary()
     async with dask_cluster(security=security, protocol="tls://") as cluster:
         assert cluster.scheduler_address.startswith("tls://")
@@ -95,8 +96,8 @@ async def own_client() -> AsyncIterator[Any]:
 
 
 async def test_small_closures_go_in_one_message_and_large_ones_apart() -> None:
-    async with own_client() as client, coordinating(client) as (_, coordinator):
-        sizes: list[int] = []
+    async with coordinating(num_workers=1) as (strategy, coordinator):
+        client, sizes = strategy.engine._client, list[int]()
         send = client.map
 
         def send_and_note(fn: Any, tasks: Any, **options: Any) -> Any:
@@ -160,6 +161,25 @@ async def test_a_client_that_is_not_asynchronous_is_refused() -> None:
                     pass
         finally:
             await asyncio.to_thread(client.close)
+
+
+@pytest.mark.parametrize("how", ["address", "client"])
+async def test_a_cluster_of_this_machine_without_tls_is_warned_about(how: str) -> None:
+    async with dask_cluster() as cluster, Client(cluster, asynchronous=True) as client:
+        with pytest.warns(RuntimeWarning, match="every user of this machine can run code"):
+            await check(cluster.scheduler_address if how == "address" else client)
+
+
+async def test_a_cluster_of_its_own_lets_only_its_own_processes_in() -> None:
+    async with coordinating(num_workers=1) as (strategy, _):
+        address = strategy.engine._client.scheduler.address
+        assert address.startswith("tls://127.0.0.1:")
+        for scheme in ("tcp", "tls"):
+            with pytest.raises((OSError, TypeError)):
+                await Client(
+                    address.replace("tls", scheme, 1), asynchronous=True, timeout=1,
+                    security=None if scheme == "tcp" else Security.temporary(),
+                )  # fmt: skip
 
 
 async def test_an_address_beyond_this_machine_without_tls_is_warned_about() -> None:

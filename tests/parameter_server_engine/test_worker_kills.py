@@ -116,6 +116,22 @@ async def test_a_worker_is_killed_again_and_again(cluster: Any, tmp_path: Path) 
     assert len(await coordinator.fetch(remotes)) == 4
 
 
+async def test_closures_that_never_began_outlive_any_number_of_kills(
+    cluster: Any, tmp_path: Path
+) -> None:
+    strategy, coordinator = cluster
+    table = table_of(strategy)
+    gate = FileGate(tmp_path)
+    for i in range(24):
+        await coordinator.schedule(closures.add_row, (table, i, gate))
+    for turn in range(6):  # both in turn: no closure loses more than three workers
+        pids = await gate.reached(2 + turn)
+        await kill(pids[turn])
+    gate.open()
+    await coordinator.join()
+    np.testing.assert_array_equal(await table.read(), np.ones((24, 2)))
+
+
 async def test_a_kill_and_an_error_of_a_closure(cluster: Any, gate: FileGate) -> None:
     _, coordinator = cluster
     held = await coordinator.schedule(closures.hold, (gate,))

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -66,6 +66,7 @@ class Closure:
         stamp: Whose pushes are its own.
         servers: The parameter servers, by number.
         timeout_s: How long it may take, in seconds; None sets no limit.
+        worker_index: Index of the worker that it is sent to.
     """
 
     strategy_id: str
@@ -75,6 +76,7 @@ class Closure:
     stamp: Stamp
     servers: tuple[StateHandle, ...]
     timeout_s: float | None
+    worker_index: int = 0
 
     def run(self, worker: ClosureWorker) -> Packed:
         """Call the function in this thread, an async one on an event loop of its own."""
@@ -140,7 +142,8 @@ class ClosureContext:
     def _pull_all(self, variable: ServedVariable) -> Array:
         """Pull every shard that is newer than what a closure has pulled on this worker before."""
         spec = variable.spec
-        known: dict[Key, tuple[int, Array]] = self._kept("values", dict)
+        pulled: _Pulled = self.worker.once(self.closure.strategy_id, "values", _Pulled)
+        known = pulled.of_epoch(self._stamp.epoch)
         pulls = [(spec.variable_id, i) for i in range(len(spec.shards))]
         requests: dict[int, list[Pull]] = {}
         for key in pulls:
@@ -324,23 +327,16 @@ class ClosureContext:
 
     def worker_index(self) -> int:
         """Return the index of the worker."""
-        return self.worker.once((self.closure.strategy_id, "index"), self._ask_index)
-
-    def _ask_index(self) -> int:
-        index: int = self.closure.servers[0].begin("worker_index", self.worker.name)()
-        return index
+        return self.closure.worker_index
 
     def resource(self, number: int, factory: Packed) -> Any:
         """Return what a factory has made on this worker, made at the first use."""
-        key = (self.closure.strategy_id, "resource", number)
-        return self.worker.once(key, lambda: self._made(factory))
+        owner = self.closure.strategy_id
+        return self.worker.once(owner, ("resource", number), lambda: self._made(factory))
 
     def _made(self, factory: Packed) -> Any:
         fn, args, kwargs = unpack(factory, self)
         return fn(*args, **kwargs)
-
-    def _kept(self, name: str, make: Callable[[], Any]) -> Any:
-        return self.worker.once((self.closure.strategy_id, name, self._stamp.epoch), make)
 
     def end(self, why: str) -> None:
         """Refuse everything from now on."""
@@ -364,6 +360,20 @@ class ClosureContext:
     def reduced(self, thing: Any) -> Reduced | None:
         """Nothing else is sent as a name."""
         return None
+
+
+@final
+class _Pulled:
+    """Newest values that closures of a worker have pulled; a restore makes them worthless."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._values: dict[Key, tuple[int, Array]] = {}
+
+    def of_epoch(self, epoch: int) -> dict[Key, tuple[int, Array]]:
+        if epoch > self._epoch:
+            self._epoch, self._values = epoch, {}
+        return self._values if epoch == self._epoch else {}
 
 
 def variable_at_home(number: int) -> Any:

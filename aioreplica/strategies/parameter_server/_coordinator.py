@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, final, overload
 
@@ -21,7 +20,7 @@ from ._packing import DatasetOf, HomeSide, PerWorkerDataset, PerWorkerResource, 
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
 from ._runner import ClosureRunner
-from ._strategy import ParameterServerStrategy
+from ._strategy import ParameterServerStrategy, check_count
 
 T = TypeVar("T")
 AsyncFunction: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
@@ -45,6 +44,10 @@ class ClusterCoordinator:
         queue_size: How many closures may wait; `schedule` waits for room.
         timeout_s: How long a closure may take, in seconds, unless a call says otherwise; None sets
             no limit.
+        max_attempts: How many workers may be lost while they run the same closure, before it fails
+            with a `WorkerLostError`. Closures that wait with a worker lose nothing with it.
+        worker_wait_s: How long closures wait, in seconds, while the cluster has no worker at all;
+            then they fail with a `WorkerLostError`. None sets no limit.
 
     Raises:
         TypeError: If `strategy` is not a ParameterServerStrategy, or a number is not one.
@@ -78,20 +81,22 @@ class ClusterCoordinator:
         *,
         queue_size: int = 256,
         timeout_s: float | None = None,
+        max_attempts: int = 5,
+        worker_wait_s: float | None = 60.0,
     ) -> None:
         if not isinstance(strategy, ParameterServerStrategy):
             raise TypeError(
                 "A ClusterCoordinator takes an ar.ParameterServerStrategy, got "
                 f"{strategy!r} ({type(strategy).__name__})."
             )
-        if not isinstance(queue_size, int) or isinstance(queue_size, bool):
-            raise TypeError(f"queue_size must be an int, got {queue_size!r}.")
-        if queue_size < 1:
-            raise ValueError(f"queue_size must be at least 1, got {queue_size!r}.")
+        check_count("queue_size", queue_size, 1)
+        check_count("max_attempts", max_attempts, 1)
         self._strategy = strategy
-        self._timeout_s = _checked_timeout(timeout_s)
-        self._queue_size = queue_size
-        self._runner = ClosureRunner(strategy, ClosureQueue(queue_size))
+        self._timeout_s = _checked_seconds("timeout_s", timeout_s)
+        self._new_queue = functools.partial(
+            ClosureQueue, queue_size, _checked_seconds("worker_wait_s", worker_wait_s)
+        )
+        self._runner = ClosureRunner(strategy, self._new_queue(), max_attempts)
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None  # of its first use
 
@@ -104,15 +109,18 @@ class ClusterCoordinator:
 
     @overload
     async def schedule(
-        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
-    ) -> RemoteValue[T]: ...
+        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *,
+        timeout_s: Limit = ..., isolate: bool = ...,
+    ) -> RemoteValue[T]: ...  # fmt: skip
     @overload
     async def schedule(
-        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
-    ) -> RemoteValue[T]: ...
+        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *,
+        timeout_s: Limit = ..., isolate: bool = ...,
+    ) -> RemoteValue[T]: ...  # fmt: skip
     async def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None,
+        isolate: bool = False,
     ) -> RemoteValue[Any]:  # fmt: skip
         """Queue a function for the next worker that is free; wait for room in the queue.
 
@@ -123,6 +131,8 @@ class ClusterCoordinator:
             args: Positional arguments, a tuple or list.
             kwargs: Keyword arguments.
             timeout_s: How long it may take, in seconds; None takes the coordinator's.
+            isolate: Whether an error of it is its own alone, raised by `fetch` and by nothing else:
+                others go on. For searches, in which some closures may fail.
 
         Returns:
             What it will return.
@@ -140,39 +150,42 @@ class ClusterCoordinator:
         """
         await self._open()
         self._runner.raise_error()
-        while not self._runner.queue.has_room:
+        while not self._runner.queue.has_room or self._runner.queue.is_ending:
             self._runner.pump()
             await self._runner.wait_in(self._runner.room)
             self._require_open()
             self._runner.raise_error()
-        return self._add(fn, args, kwargs, timeout_s)
+        return self._add(fn, args, kwargs, timeout_s, isolate)
 
     @overload
     def schedule_nowait(
-        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
-    ) -> RemoteValue[T]: ...
+        self, fn: AsyncFunction[T], args: Args = ..., kwargs: Named = ..., *,
+        timeout_s: Limit = ..., isolate: bool = ...,
+    ) -> RemoteValue[T]: ...  # fmt: skip
     @overload
     def schedule_nowait(
-        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *, timeout_s: Limit = ...
-    ) -> RemoteValue[T]: ...
+        self, fn: Callable[..., T], args: Args = ..., kwargs: Named = ..., *,
+        timeout_s: Limit = ..., isolate: bool = ...,
+    ) -> RemoteValue[T]: ...  # fmt: skip
     def schedule_nowait(
         self, fn: Callable[..., Any], args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None, *, timeout_s: float | None = None,
+        isolate: bool = False,
     ) -> RemoteValue[Any]:  # fmt: skip
         """Do what `schedule` does, in an `async with` block of the coordinator, without waiting.
 
         Raises:
-            WouldBlock: If the queue is full.
+            WouldBlock: If the queue is full, or servers are being told of the end of closures.
             Exception: As `schedule`.
         """
         self._require_open()
         self._runner.raise_error()
-        if not self._runner.queue.has_room:
+        if not self._runner.queue.has_room or self._runner.queue.is_ending:
             raise WouldBlock
-        return self._add(fn, args, kwargs, timeout_s)
+        return self._add(fn, args, kwargs, timeout_s, isolate)
 
     def _add(
-        self, fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: float | None
+        self, fn: Callable[..., T], args: Any, kwargs: Any, timeout_s: float | None, isolate: bool
     ) -> RemoteValue[T]:
         strategy = self._strategy
         strategy.servers.require_all()
@@ -184,7 +197,7 @@ class ClusterCoordinator:
                 f"schedule takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
                 "Write args=(value,) for one argument."
             )
-        limit = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        limit = self._timeout_s if timeout_s is None else _checked_seconds("timeout_s", timeout_s)
         side = HomeSide(strategy)
         name = _name_of(fn)
         call = pack_call(fn, tuple(args), dict(kwargs or {}), side, f"The closure {name}")
@@ -196,11 +209,12 @@ class ClusterCoordinator:
             side.recipes,
             limit,
             asyncio.get_running_loop().create_future(),
+            isolate,
         )
         closure.abort = functools.partial(self._runner.abort, closure)
         self._runner.queue.add(closure)
         self._runner.pump()
-        return RemoteValue(closure, side)
+        return RemoteValue(closure, side, self._runner)
 
     async def join(self) -> None:
         """Wait until every closure is over.
@@ -220,8 +234,7 @@ class ClusterCoordinator:
         try:
             await self._runner.report()
         except WorkerLostError as error:
-            if not self._runner.queue.has_error:
-                self._runner.queue.failed(error)
+            self._runner.queue.put_error(error)
         self._runner.raise_error()
         self._strategy.servers.require_all()
 
@@ -314,8 +327,7 @@ class ClusterCoordinator:
             self._state = "open"
             try:
                 await self._strategy.servers.ready()
-                self._runner.queue = ClosureQueue(self._queue_size)
-                self._runner.is_open = True
+                self._runner.open(self._new_queue())
                 self._loop = asyncio.get_running_loop()
             except BaseException:
                 self._state = "new"
@@ -340,13 +352,8 @@ class ClusterCoordinator:
             Raised again once closing is done.
         """
         if self._state == "open":
-            error = ContextError("The coordinator was closed.")
-            if not self._runner.queue.is_idle:
-                self._runner.fail(error)
-            with suppress(WorkerLostError, ContextError):
-                await self._runner.report()
-            self._runner.is_open = False
-            await self._runner.end_tasks()
+            self._require_open()
+            await self._runner.close()
             self._strategy.drop_coordinator(self)
         self._state = "closed"
         for waiter in [*self._runner.idle, *self._runner.room]:
@@ -413,11 +420,11 @@ def _num_positional(fn: Any) -> int:
     return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
 
 
-def _checked_timeout(timeout_s: Any) -> float | None:
-    if timeout_s is None:
+def _checked_seconds(name: str, value: Any) -> float | None:
+    if value is None:
         return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise TypeError(f"timeout_s must be a number of seconds or None, got {timeout_s!r}.")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0, got {timeout_s!r}.")
-    return float(timeout_s)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number of seconds or None, got {value!r}.")
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value!r}.")
+    return float(value)

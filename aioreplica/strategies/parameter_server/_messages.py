@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -233,3 +234,26 @@ class CoordinatorStatistics:
     pushes_stale: int
     max_staleness: int
     mean_staleness: float
+
+
+def summed(
+    depth: int, num_running: int, counts: Mapping[str, int], reports: Sequence[ServerStatistics]
+) -> CoordinatorStatistics:
+    """Return the counters of a coordinator together with those of all its servers."""
+    gradients = sum(each.gradients for each in reports)
+    return CoordinatorStatistics(
+        depth,
+        num_running,
+        counts["finished"],
+        counts["failed"],
+        counts["cancelled"],
+        sum(each.retries for each in reports),
+        sum(each.pulls for each in reports),
+        sum(each.pushes for each in reports),
+        sum(each.bytes_pulled for each in reports),
+        sum(each.bytes_pushed for each in reports),
+        sum(each.dropped for each in reports),
+        sum(each.stale for each in reports),
+        max((each.max_staleness for each in reports), default=0),
+        sum(each.staleness_sum for each in reports) / gradients if gradients else 0.0,
+    )

@@ -1,20 +1,39 @@
-"""The closures of a coordinator: which may run, which are over, and what an error does.
+"""The closures of a coordinator: which worker runs which, what runs again, and what an error does.
 
-Plain synchronous code: events in, closures to act on out.
+Plain synchronous code: events and the time in, closures to act on out.
 
 Invariants:
-    * A closure is queued, running or over; `oldest` is the least that is not over.
+    * A closure waits in the queue, or is with one worker, or is over; `oldest` is the least that
+      is not over.
+    * The first closures of a worker run there, as many as it runs at a time; the clock of one
+      starts when it was sent and there is a place for it. One that was cancelled while it ran
+      keeps its place until it has ended.
+    * Only closures that run lose an attempt with their worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 from ...cluster import Submission
 from ._packing import Packed
+
+MAX_WAITING, MIN_WAITING = 4, 2
+"""Closures that wait with a worker, so that it goes on while messages are on their way."""
+
+LONG_S = 1.0
+"""A closure that takes as long has one closure wait behind it."""
+
+SLOW_S = 0.1
+"""Work behind a closure that has run for so long goes to a worker that has none."""
+
+GRACE_S = 10.0
+"""How much longer than its timeout a closure may take before its worker is restarted."""
 
 
 @final
@@ -26,12 +45,18 @@ class ScheduledClosure:
         number: Its number in the strategy.
         fn_name: Name of its function.
         is_async: Whether that is an async function.
-        call: The function with its arguments, packed; empty once it is over.
+        call: The function with its arguments, packed; empty once nobody can want it again.
         recipes: Of the optimizers that it uses.
         timeout_s: How long it may take.
+        is_isolated: Whether an error of it is its own alone.
         settled: Done when it is over; its result is None, or it raises why there is none.
-        state: "queued", "running" or "over".
-        submission: Where its result is, once it runs.
+        state: "queued", "running" or "over"; one that is made again is not "over" meanwhile.
+        worker: With which worker it is.
+        began_s: Since when it runs there; None if it waits.
+        lost_with: The workers that were lost while they ran it.
+        submission: Where its result is, or will be.
+        is_under_way: Whether it was with a worker before.
+        again: Done when it was made again, after its result was lost.
         abort: Called with an error ends it; given by the coordinator.
     """
 
@@ -42,8 +67,14 @@ class ScheduledClosure:
     recipes: dict[int, bytes]
     timeout_s: float | None
     settled: asyncio.Future[None]
+    is_isolated: bool = False
     state: Literal["queued", "running", "over"] = "queued"
+    worker: str | None = None
+    began_s: float | None = None
+    lost_with: list[str] = field(default_factory=list)
     submission: Submission | None = None
+    is_under_way: bool = False
+    again: asyncio.Future[None] | None = None
     abort: Any = None  # Any: Lifecycle calls it
 
     @property
@@ -58,19 +89,45 @@ class ScheduledClosure:
 
 
 @final
+class _Worker:
+    """A worker, and the closures that are with it, in the order in which it runs them."""
+
+    __slots__ = ("closures", "index", "slots")
+
+    def __init__(self, index: int, slots: int) -> None:
+        self.index = index
+        self.slots = slots
+        self.closures: list[ScheduledClosure] = []
+
+    def start_clocks(self, now: float) -> None:
+        for closure in self.closures[: self.slots]:
+            if closure.began_s is None and closure.submission is not None:
+                closure.began_s = now
+
+
+@final
 class ClosureQueue:
-    """Decides what runs next, and what is left after an error.
+    """Decides what runs where, what runs again, and what is left after an error.
 
     Args:
-        size: How many closures may wait.
+        size: How many closures may wait for a worker.
+        worker_wait_s: How long they may wait while there is no worker; None sets no limit.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, worker_wait_s: float | None = None) -> None:
         self._size = size
+        self._worker_wait_s = worker_wait_s
         self._queued: deque[ScheduledClosure] = deque()
         self._unfinished: dict[int, ScheduledClosure] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._alone_since: float | None = 0.0  # since when there is no worker
+        self._mean_s: float | None = None  # how long the last closures took
         self._next = 0
+        self._num_ending = 0
+        self._num_ending_alone = 0
         self._error: BaseException | None = None
+
+    # ---- counts --------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:
@@ -80,22 +137,72 @@ class ClosureQueue:
     @property
     def depth(self) -> int:
         """Number of queued closures."""
-        return len(self._queued)
+        return sum(closure.again is None for closure in self._queued)
 
     @property
     def num_running(self) -> int:
-        """Number of closures that run."""
-        return len(self._unfinished) - len(self._queued)
+        """Number of closures that are with workers."""
+        return len(self._unfinished) - self.depth
 
     @property
     def is_idle(self) -> bool:
-        """True if every closure is over."""
-        return not self._unfinished
+        """True if every closure is over, and whoever had to be told of it knows."""
+        return not (self._unfinished or self._num_ending or self._num_ending_alone)
+
+    @property
+    def is_ending(self) -> bool:
+        """True while closures end because of an error, which nobody sees before that is done."""
+        return self._num_ending > 0
 
     @property
     def oldest(self) -> int:
         """The least closure that is not over, or the number after the last one."""
         return next(iter(self._unfinished), self._next)
+
+    def index_of(self, worker: str) -> int:
+        """Return the index of a worker; the next free one if it has just gone."""
+        known = self._workers.get(worker)
+        return self._free_index() if known is None else known.index
+
+    # ---- workers -------------------------------------------------------------------------
+
+    def set_workers(self, now: float, workers: Mapping[str, int]) -> list[ScheduledClosure]:
+        """Learn which workers there are; return the closures of those that have gone.
+
+        They are queued again, before all others. What has run there has lost an attempt.
+        """
+        lost: list[ScheduledClosure] = []
+        for name in [name for name in self._workers if name not in workers]:
+            gone = self._workers.pop(name)
+            for closure in gone.closures:
+                if closure.began_s is not None:
+                    closure.lost_with.append(name)
+            lost += [closure for closure in gone.closures if closure.state == "running"]
+        self._put_back(lost)
+        for name, slots in workers.items():
+            if name not in self._workers:
+                self._workers[name] = _Worker(self._free_index(), slots)
+        if self._workers:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return lost
+
+    def _free_index(self) -> int:
+        taken = {worker.index for worker in self._workers.values()}
+        return next(i for i in range(len(taken) + 1) if i not in taken)
+
+    def lose_worker(self, now: float, name: str) -> list[ScheduledClosure]:
+        """Give a worker nothing any more; return its closures, as `set_workers`."""
+        left = {each: w.slots for each, w in self._workers.items() if each != name}
+        return self.set_workers(now, left)
+
+    def _put_back(self, closures: Iterable[ScheduledClosure]) -> None:
+        for closure in sorted(closures, key=lambda each: -each.number):
+            closure.state, closure.worker, closure.began_s = "queued", None, None
+            self._queued.appendleft(closure)
+
+    # ---- what runs where -----------------------------------------------------------------
 
     def add(self, closure: ScheduledClosure) -> None:
         """Queue a closure."""
@@ -103,39 +210,156 @@ class ClosureQueue:
         self._unfinished[closure.number] = closure
         self._queued.append(closure)
 
-    def take(self, capacity: int) -> list[ScheduledClosure]:
-        """Return closures that are to be run now, with no more than `capacity` running."""
-        taken = []
-        while self._queued and self.num_running < capacity:
+    def add_again(self, closure: ScheduledClosure) -> None:
+        """Queue a closure that is over, because its result was lost; its pushes count no more."""
+        closure.lost_with.clear()
+        self._put_back([closure])
+
+    def take(self, now: float, *, begun_only: bool = False) -> list[ScheduledClosure]:
+        """Give closures to workers, to the ones that have least first; return them.
+
+        Args:
+            now: The time.
+            begun_only: Whether only those are given that were with a worker before.
+        """
+        taken: list[ScheduledClosure] = []
+        waiting = self._num_waiting()
+        while self._queued and self._workers:
+            if begun_only and not self._queued[0].is_under_way:
+                break
+            name, worker = min(
+                self._workers.items(), key=lambda item: (_load(item[1]), item[1].index)
+            )
+            if len(worker.closures) >= worker.slots + waiting:
+                break
             closure = self._queued.popleft()
-            closure.state = "running"
+            closure.state, closure.worker, closure.is_under_way = "running", name, True
+            worker.closures.append(closure)
             taken.append(closure)
         return taken
 
-    def finished(self, closure: ScheduledClosure) -> None:
-        """Learn that a closure has ended well."""
-        if closure.state == "running":
-            self._over(closure)
+    def sent(self, now: float, closures: Iterable[ScheduledClosure]) -> None:
+        """Learn that closures have a submission."""
+        for name in dict.fromkeys(closure.worker for closure in closures):
+            worker = self._workers.get(name or "")
+            if worker is not None:
+                worker.start_clocks(now)
 
-    def failed(self, error: BaseException) -> list[ScheduledClosure]:
-        """Learn of an error: everything that is not over is cancelled; return it."""
+    def _num_waiting(self) -> int:
+        """Return how many closures may wait with a worker, by how long the last ones took."""
+        mean_s = self._mean_s or 0.0
+        if mean_s >= LONG_S:
+            return 1
+        return MIN_WAITING if mean_s >= SLOW_S else MAX_WAITING
+
+    def finished(self, now: float, closure: ScheduledClosure) -> None:
+        """Learn that a closure has ended well."""
+        if closure.state != "running":
+            return
+        if closure.began_s is not None:
+            took_s = now - closure.began_s
+            mean_s = took_s if self._mean_s is None else self._mean_s
+            self._mean_s = mean_s + 0.2 * (took_s - mean_s)
+        self.leave(now, closure)
+        self._over(closure)
+
+    def leave(self, now: float, closure: ScheduledClosure) -> None:
+        """Learn that a worker is done with a closure, in whatever way."""
+        worker = self._workers.get(closure.worker or "")
+        if worker is not None and closure in worker.closures:
+            worker.closures.remove(closure)
+            worker.start_clocks(now)
+
+    def take_back(self, now: float) -> list[ScheduledClosure]:
+        """Queue again what waits behind a slow closure, if other workers have nothing to do."""
+        idle = sum(not worker.closures for worker in self._workers.values())
+        if not idle or self._queued:
+            return []
+        slow = [worker for worker in self._workers.values() if _slow_at(worker) <= now]
+        slow.sort(key=lambda worker: (-len(worker.closures), worker.index))
+        back = [closure for worker in slow for closure in worker.closures[worker.slots :]][:idle]
+        for closure in back:
+            self.leave(now, closure)
+        self._put_back(back)
+        return back
+
+    # ---- the clock -----------------------------------------------------------------------
+
+    def next_look(self) -> float:
+        """Return when there may be something to decide although nothing has happened."""
+        times = [_due(closure) for closure in self._running()]
+        if not self._workers and self._worker_wait_s is not None and self._queued:
+            times.append((self._alone_since or 0.0) + self._worker_wait_s)
+        if not self._queued and any(not worker.closures for worker in self._workers.values()):
+            times += map(_slow_at, self._workers.values())
+        return min(times, default=math.inf)
+
+    def overdue(self, now: float) -> list[ScheduledClosure]:
+        """Return closures whose timeout has passed and was not answered by their workers."""
+        return [closure for closure in self._running() if _due(closure) <= now]
+
+    def alone_for(self, now: float) -> float | None:
+        """Return for how long there has been no worker, if that is too long for what waits."""
+        if self._workers or self._worker_wait_s is None or not self._queued:
+            return None
+        waited_s = now - (self._alone_since or 0.0)
+        return waited_s if waited_s >= self._worker_wait_s else None
+
+    def _running(self) -> list[ScheduledClosure]:
+        return [each for w in self._workers.values() for each in w.closures[: w.slots]]
+
+    # ---- errors --------------------------------------------------------------------------
+
+    def drop(self, now: float, closure: ScheduledClosure) -> None:
+        """Learn that a closure has ended badly, which is its own affair; then comes `ended`."""
+        self._num_ending_alone += closure.again is None
+        self.leave(now, closure)
+        if closure in self._queued:
+            self._queued.remove(closure)
+        self._over(closure)
+
+    def failed(self, now: float, error: BaseException) -> list[ScheduledClosure]:
+        """Learn of an error: everything that is not over is cancelled; return it.
+
+        The error is to be seen after `ended`, when all who have to know of the end do.
+        """
         if self._error is None:
             self._error = error
         cancelled = list(self._unfinished.values())
-        self._queued.clear()
+        self._queued = deque(closure for closure in self._queued if closure.again is not None)
         for closure in cancelled:
+            if closure.began_s is None:
+                self.leave(now, closure)
             self._over(closure)
+        self._num_ending += 1
         return cancelled
 
-    @property
-    def has_error(self) -> bool:
-        """True if an error was not raised yet."""
-        return self._error is not None
+    def ended(self, *, is_alone: bool = False) -> None:
+        """Learn that servers and workers know of the end of what `failed` or `drop` has ended."""
+        if is_alone:
+            self._num_ending_alone -= 1
+        else:
+            self._num_ending -= 1
 
     def take_error(self) -> BaseException | None:
-        """Return the first error since the last call, None if there is none."""
+        """Return the first error since the last call; None if there is none to be seen."""
+        if self._num_ending:
+            return None
         error, self._error = self._error, None
         return error
+
+    def put_error(self, error: BaseException) -> None:
+        """Keep an error that nobody has seen yet, unless there is one."""
+        if self._error is None:
+            self._error = error
+
+    def with_workers(self) -> list[ScheduledClosure]:
+        """Return the closures that are with workers, cancelled ones that still run too."""
+        return [closure for worker in self._workers.values() for closure in worker.closures]
+
+    def waiting_again(self) -> list[ScheduledClosure]:
+        """Return closures that wait to be made again."""
+        return [closure for closure in self._queued if closure.again is not None]
 
     def _over(self, closure: ScheduledClosure) -> None:
         closure.state = "over"
@@ -143,3 +367,21 @@ class ClosureQueue:
 
     def __repr__(self) -> str:
         return f"<ClosureQueue | {len(self._queued)} queued, {self.num_running} running>"
+
+
+def _load(worker: _Worker) -> float:
+    return len(worker.closures) / worker.slots
+
+
+def _due(closure: ScheduledClosure) -> float:
+    if closure.timeout_s is None or closure.began_s is None:
+        return math.inf
+    return closure.began_s + closure.timeout_s + GRACE_S
+
+
+def _slow_at(worker: _Worker) -> float:
+    """Return when what waits with a worker may go to another one."""
+    if len(worker.closures) <= worker.slots:
+        return math.inf
+    began = [each.began_s for each in worker.closures[: worker.slots] if each.began_s is not None]
+    return min(began, default=math.inf) + SLOW_S

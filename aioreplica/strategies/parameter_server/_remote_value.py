@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from ...devices import require_loop, run_on_host
+from ...errors import WorkerLostError
 from ._closure import ClosureFailedError
 from ._packing import HomeSide, Packed, unpack
 from ._queue import ScheduledClosure
@@ -17,6 +18,13 @@ UNPACK_HERE_BYTES = 256 * 1024
 """Results up to this size are unpickled on the event loop, which takes less than a thread does."""
 
 
+class Runner(Protocol):
+    """Interface of who runs closures, for their results."""
+
+    async def make_again(self, closure: ScheduledClosure) -> None:
+        """Have a result made again that was lost with its worker."""
+
+
 @final
 class RemoteValue(Generic[T]):
     """Future result of a closure; it stays on the worker until it is fetched.
@@ -25,11 +33,12 @@ class RemoteValue(Generic[T]):
     by another one; what the closure pushes then is dropped.
     """
 
-    __slots__ = ("_closure", "_fetched", "_side")
+    __slots__ = ("_closure", "_fetched", "_runner", "_side")
 
-    def __init__(self, closure: ScheduledClosure, side: HomeSide) -> None:
+    def __init__(self, closure: ScheduledClosure, side: HomeSide, runner: Runner) -> None:
         self._closure = closure
         self._side = side
+        self._runner = runner
         self._fetched: tuple[T] | None = None
 
     async def fetch(self) -> T:
@@ -38,7 +47,8 @@ class RemoteValue(Generic[T]):
         Raises:
             ClosureCancelledError: If it was cancelled because another one had failed, or because
                 the coordinator was closed.
-            WorkerLostError: If no worker is left, or a parameter server is gone.
+            WorkerLostError: If it was lost with its worker and none is left that could compute it
+                again, or a parameter server is gone.
             Exception: What the closure raised.
 
         Cancellation:
@@ -48,18 +58,26 @@ class RemoteValue(Generic[T]):
         if not settled.done():
             require_loop(settled.get_loop(), self)
         await asyncio.shield(settled)  # others wait for it, too
-        submission = self._closure.submission
-        if self._fetched is not None:
-            return self._fetched[0]
-        assert submission is not None
-        try:
-            packed: Packed = await submission.result()
-        except ClosureFailedError as failure:  # in another run, after its worker was lost
-            raise error_of(failure, self._closure, self._side) from failure
+        packed: Packed | None = None
+        while packed is None:
+            if self._fetched is not None:
+                return self._fetched[0]
+            submission = self._closure.submission
+            if submission is None:  # its worker is gone
+                await self._runner.make_again(self._closure)
+                continue
+            try:
+                packed = await submission.result()
+            except WorkerLostError:
+                if self._closure.submission is submission:
+                    self._closure.submission = None
+            except ClosureFailedError as failure:  # in another run, after its worker was lost
+                raise error_of(failure, self._closure, self._side) from failure
         found: T = await _unpacked(packed, self._side)
         if self._fetched is None:  # somebody else may have fetched it meanwhile
             self._fetched = (found,)
             self._closure.submission = None  # the worker may let it go
+            self._closure.call = Packed(b"", ())
         return self._fetched[0]
 
     def done(self) -> bool:

@@ -1,30 +1,32 @@
-"""Running closures: from the queue to the engine, and what becomes of them."""
+"""Running closures: from the queue to the engine, and what becomes of them.
+
+The queue decides; what is here sends, waits, tells servers and wakes who waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
+from ...cluster import ClosureEngine, Submission
 from ...devices import OwnedTask
-from ...errors import ClosureCancelledError, StallError, WorkerLostError
+from ...errors import ClosureCancelledError, ContextError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
-from ._messages import CoordinatorStatistics, ServerStatistics, Stamp
+from ._messages import CoordinatorStatistics, ServerStatistics, Stamp, summed
 from ._packing import HomeSide, Packed
-from ._queue import ClosureQueue, ScheduledClosure
+from ._queue import GRACE_S, ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
 from ._strategy import ParameterServerStrategy
 
-DEPTH = 16
-"""Closures under way per worker: one runs while the messages of the others are on their way. Dask
-sends messages every 10 ms, so that a queue of 16 keeps a worker busy with closures of 1 ms."""
-
-GRACE_S = 10.0
-"""How much longer than its timeout a closure may take before its worker is restarted."""
-
 REPORT_EVERY = 64
 """After so many closures the servers are asked what they have done."""
+
+REPORT_S = 10.0
+"""How long servers may take to learn of the end of closures, before an error is raised anyway."""
 
 
 @final
@@ -33,55 +35,77 @@ class ClosureRunner:
 
     Args:
         strategy: Whose closures.
-        queue: Decides which may run.
+        max_attempts: How many workers may be lost while they run the same closure.
 
     Attributes:
-        queue: As given.
+        queue: Decides who runs what.
         is_open: Whether closures may be started.
         room: Who waits for room in the queue.
-        idle: Who waits until every closure is over.
+        idle: Who waits until every closure is over, for the error that there was.
     """
 
-    def __init__(self, strategy: ParameterServerStrategy, queue: ClosureQueue) -> None:
+    def __init__(
+        self, strategy: ParameterServerStrategy, queue: ClosureQueue, max_attempts: int
+    ) -> None:
         self._strategy = strategy
+        self._max_attempts = max_attempts
         self.queue = queue
         self.is_open = False
-        self.room: deque[asyncio.Future[None]] = deque()
-        self.idle: list[asyncio.Future[None]] = []
+        self.room: deque[asyncio.Future[BaseException | None]] = deque()
+        self.idle: list[asyncio.Future[BaseException | None]] = []
         self._tasks: set[OwnedTask[None]] = set()
+        self._ends: set[OwnedTask[None]] = set()
         self._outbox: list[ScheduledClosure] = []
         self._sending: OwnedTask[None] | None = None
         self._counts = {"finished": 0, "failed": 0, "cancelled": 0}
         self._reports: list[ServerStatistics] = []
         self._next_report = REPORT_EVERY
         self._waits_for_gate = False
+        self._watch: WorkerWatch | None = None
+
+    def open(self, queue: ClosureQueue) -> None:
+        """Begin with an empty queue."""
+        self.queue = queue
+        self.is_open = True
+        self._watch = WorkerWatch(self, self._strategy.engine)
+        self._watch.begin()
+
+    # ---- sending -------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Start what may run."""
+        """Send what may run; wake who may go on."""
         if not self.is_open:
             return
-        for closure in self.queue.take(self._capacity()):
-            self._strategy.closure_began(closure)
+        now = _now()
+        for closure in self.queue.take(now, begun_only=self._is_held_back()):
+            if closure.again is None:
+                self._strategy.closure_began(closure)
             self._outbox.append(closure)
         if self._outbox and (self._sending is None or self._sending.is_done):
-            self._sending = self._start(self._send(), "closures on their way")
+            self._sending = self.start(self._send(), "closures on their way")
         while self.room and self.queue.has_room:
             waiter = self.room.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 break
-        if self.queue.is_idle:
-            for waiter in self.idle:
-                if not waiter.done():
-                    waiter.set_result(None)
+        if self.queue.is_idle and self.idle:
+            self._wake_idle()
+        if self._watch is not None:
+            self._watch.look_in_time()
 
-    def _capacity(self) -> int:
-        if self._strategy.gate.is_closed:  # a checkpoint looks at the variables
-            if not self._waits_for_gate:
-                self._waits_for_gate = True
-                self._start(self._pump_when_open(), "closures held back")
-            return 0
-        return DEPTH * max(1, self._strategy.num_workers)
+    def _wake_idle(self) -> None:
+        waiters = [waiter for waiter in self.idle if not waiter.done()]
+        error = self.queue.take_error() if waiters else None  # all who wait now hear of it
+        for waiter in waiters:
+            waiter.set_result(error)
+
+    def _is_held_back(self) -> bool:
+        if not self._strategy.gate.is_closed:
+            return False
+        if not self._waits_for_gate:  # a checkpoint looks at the variables
+            self._waits_for_gate = True
+            self.start(self._pump_when_open(), "closures held back")
+        return True
 
     async def _pump_when_open(self) -> None:
         try:
@@ -90,7 +114,8 @@ class ClosureRunner:
             self._waits_for_gate = False
         self.pump()
 
-    def _start(self, work: Any, name: str) -> OwnedTask[None]:
+    def start(self, work: Any, name: str) -> OwnedTask[None]:
+        """Start a task that ends with the coordinator."""
         task = OwnedTask[None](work, name)
         self._tasks.add(task)
 
@@ -110,50 +135,29 @@ class ClosureRunner:
                 await self._submit(closures)
             except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
                 for closure in closures:
-                    self._failed(closure, error)
+                    self.failed(closure, error)
 
     async def _submit(self, closures: list[ScheduledClosure]) -> None:
-        servers = self._strategy.servers
+        servers, engine = self._strategy.servers, self._strategy.engine
         await servers.ready()
         for closure in closures:
             await servers.learn(closure.recipes)
-        running = [closure for closure in closures if closure.state == "running"]
-        submissions = self._strategy.engine.submit([self._sent(closure) for closure in running])
-        for closure, submission in zip(running, submissions, strict=True):
-            closure.submission = submission
-            self._start(self._follow(closure), f"closure {closure.number} {closure.fn_name}")
-
-    async def _follow(self, closure: ScheduledClosure) -> None:
-        """See a closure to its end."""
-        try:
-            await self._awaited(closure)
-        except ClosureFailedError as failure:
-            self._failed(closure, error_of(failure, closure, HomeSide(self._strategy)))
-        except Exception as error:  # noqa: BLE001 - raised by the next schedule or join
-            self._failed(closure, error)
-        if closure.state != "running":
-            return
-        self._counts["finished"] += 1
-        self.queue.finished(closure)
-        self._ended(closure)
-        self.pump()
-        if self._counts["finished"] >= self._next_report:
-            self._next_report = self._counts["finished"] + REPORT_EVERY
-            with suppress(WorkerLostError):
-                await self.report()
-
-    def _failed(self, closure: ScheduledClosure, error: BaseException) -> None:
-        if closure.state != "running":
-            return
-        if isinstance(error, WorkerLostError):
-            error = self._strategy.servers.noticed(error)
-        self._counts["failed"] += 1
-        _settle(closure, error)
-        self.fail(error)
+        together: dict[str, list[ScheduledClosure]] = {}
+        for closure in dict.fromkeys(closures):  # meanwhile its worker may have gone
+            if closure.state == "running" and closure.submission is None:
+                together.setdefault(closure.worker or "", []).append(closure)
+        for worker, each in together.items():
+            submissions = engine.submit(worker, [self._sent(closure) for closure in each])
+            for closure, submission in zip(each, submissions, strict=True):
+                closure.submission = submission
+                name = f"closure {closure.number} {closure.fn_name}"
+                self.start(self._follow(closure, submission), name)
+            self.queue.sent(_now(), each)
+        if self._watch is not None:
+            self._watch.look_in_time()
 
     def _sent(self, closure: ScheduledClosure) -> Closure:
-        strategy = self._strategy
-        servers = strategy.servers
+        servers = self._strategy.servers
         return Closure(
             servers.strategy_id,
             closure.fn_name,
@@ -162,66 +166,171 @@ class ClosureRunner:
             Stamp(servers.epoch, closure.number, self.queue.oldest),
             servers.handles,
             closure.timeout_s,
+            self.queue.index_of(closure.worker or ""),
         )
 
-    async def _awaited(self, closure: ScheduledClosure) -> None:
-        """Wait for a closure; restart its worker if not even its timeout is answered."""
-        submission = closure.submission
-        assert submission is not None
-        if closure.timeout_s is None:
-            await submission.wait()
-            return
-        limit = (DEPTH + 1) * closure.timeout_s + GRACE_S
-        try:
-            async with asyncio.timeout(limit):
-                await submission.wait()
-        except TimeoutError as error:
-            if isinstance(error, StallError):
-                raise
-            await self._strategy.engine.restart_worker(submission)
-            raise StallError(
-                f"The closure {closure.fn_name} was given {closure.timeout_s:g} s, and its worker "
-                f"has not answered for {limit:g} s: it hangs, or the closure holds the GIL. The "
-                "worker is restarted.",
-                timeout_s=closure.timeout_s,
-            ) from None
+    # ---- ends ----------------------------------------------------------------------------
 
-    def fail(self, error: BaseException) -> None:
-        """Cancel what is not over; the next `schedule` or `join` raises the error."""
+    async def _follow(self, closure: ScheduledClosure, submission: Submission) -> None:
+        """See what was sent to its end; it may not be what counts by then."""
+        error: BaseException | None = None
+        try:
+            await submission.wait()
+        except ClosureFailedError as failure:
+            error = error_of(failure, closure, HomeSide(self._strategy))
+        except Exception as failure:  # noqa: BLE001 - raised by the next schedule or join
+            error = failure
+        if closure.submission is not submission:
+            return
+        if closure.is_over:
+            closure.submission = None
+            self.queue.leave(_now(), closure)
+            self.pump()
+        elif error is None:
+            await self._finished(closure)
+        else:
+            self.failed(closure, error)
+
+    async def _finished(self, closure: ScheduledClosure) -> None:
+        self.queue.finished(_now(), closure)
+        if closure.again is not None:
+            _settle_again(closure, None)
+            self.pump()
+            return
+        self._counts["finished"] += 1
+        self._ended(closure)
+        self.pump()
+        if self._counts["finished"] >= self._next_report:
+            self._next_report = self._counts["finished"] + REPORT_EVERY
+            with suppress(WorkerLostError):
+                await self.report()
+
+    def failed(self, closure: ScheduledClosure, error: BaseException) -> None:
+        """Learn that a closure has failed."""
         if isinstance(error, WorkerLostError):
             error = self._strategy.servers.noticed(error)
-        for closure in self.queue.failed(error):
-            if closure.submission is not None:
-                closure.submission.cancel()
-            if not closure.settled.done():
-                self._counts["cancelled"] += 1
-                _settle(
-                    closure,
-                    ClosureCancelledError(
-                        f"The closure {closure.fn_name} #{closure.number} was cancelled because "
-                        f"another one failed: {type(error).__name__}: {error}"
-                    ),
-                )
-            self._ended(closure)
-        for waiter in self.room:
+        if closure.again is not None:
+            self.queue.drop(_now(), closure)
+            _settle_again(closure, error)
+            self.pump()
+        elif not closure.is_over:
+            self._counts["failed"] += 1
+            self.queue.leave(_now(), closure)
+            if not closure.is_isolated:
+                self.fail(error, closure)
+                return
+            self.queue.drop(_now(), closure)
+            self._end(self._tell_and_settle([closure], error, closure, (closure.number,)))
+
+    def fail(self, error: BaseException, failed: ScheduledClosure | None = None) -> None:
+        """Cancel what is not over; the next `schedule` or `join` raises the error.
+
+        Before it does, servers and workers know of the end of all these closures.
+        """
+        if isinstance(error, WorkerLostError):
+            error = self._strategy.servers.noticed(error)
+        cancelled = self.queue.failed(_now(), error)
+        self._end(self._tell_and_settle(cancelled, error, failed))
+
+    def _end(self, work: Any) -> None:
+        task = OwnedTask[None](work, "end of closures after an error")
+        self._ends.add(task)
+        task.when_done(lambda _error: self._ends.discard(task))
+
+    async def _tell_and_settle(
+        self,
+        closures: list[ScheduledClosure],
+        error: BaseException,
+        failed: ScheduledClosure | None,
+        numbers: Sequence[int] = (),
+    ) -> None:
+        waiting = [c.submission for c in closures if c.submission and c.began_s is None]
+        is_of_all = failed is None and isinstance(error, WorkerLostError)
+        try:
+            await self._strategy.engine.cancel(waiting)
+            await self._tell_servers(numbers)
+        finally:
+            for closure in closures:
+                if not closure.settled.done():
+                    self._counts["cancelled"] += closure is not failed
+                    own = is_of_all or closure is failed
+                    _settle(closure, error if own else _cancelled(closure, error))
+                self._ended(closure)
+            self.queue.ended(is_alone=bool(numbers))
+            if not numbers:
+                self._wake_room()
+            self.pump()
+
+    def _wake_room(self) -> None:
+        while self.room:
+            waiter = self.room.popleft()
             if not waiter.done():
                 waiter.set_result(None)
-        self.room.clear()
-        self.pump()
+
+    async def _tell_servers(self, numbers: Sequence[int] = ()) -> None:
+        """Tell servers of the end of closures; one that does not answer has it in its queue."""
+        with suppress(WorkerLostError, ContextError, TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                await self.report(numbers)
 
     def abort(self, closure: ScheduledClosure, error: BaseException) -> None:
         """End a closure because its strategy is closed."""
-        self.fail(error)
+        if not self.queue.is_ending:
+            self.fail(error)
 
     def _ended(self, closure: ScheduledClosure) -> None:
         closure.abort = None  # else it is a circle, which keeps the result until it is collected
-        closure.call = Packed(b"", ())  # the engine has its own; a RemoteValue may live long
         if not closure.settled.done():
             closure.settled.set_result(None)
+        elif closure.settled.exception() is not None:
+            closure.call = Packed(b"", ())  # a RemoteValue may live long
+            if closure.began_s is None:
+                closure.submission = None
         self._strategy.closure_ended(closure)
 
-    async def report(self) -> None:
-        self._reports = await self._strategy.servers.report(self.queue.oldest)
+    async def make_again(self, closure: ScheduledClosure) -> None:
+        """Have a result made again that was lost with its worker.
+
+        Raises:
+            WorkerLostError: If there is no worker for it, or the coordinator is closed.
+            Exception: What the closure raises this time.
+        """
+        if closure.again is None:
+            if not self.is_open:
+                raise WorkerLostError(
+                    f"The result of {closure.fn_name} #{closure.number} was lost with its worker, "
+                    "and the coordinator that could have it made again is closed."
+                )
+            closure.again = asyncio.get_running_loop().create_future()
+            self.queue.add_again(closure)
+            self.pump()
+        await asyncio.shield(closure.again)
+
+    def send_again(self, closures: list[ScheduledClosure]) -> None:
+        """Send closures elsewhere that were taken from their workers."""
+        submissions = [closure.submission for closure in closures if closure.submission]
+        for closure in closures:
+            closure.submission = None
+        if submissions:
+            cancelling = self._strategy.engine.cancel(submissions)
+            self.start(cancelling, "cancel what runs elsewhere")
+        for closure in closures:
+            if len(closure.lost_with) >= self._max_attempts:
+                self.failed(closure, self._given_up(closure))
+        self.pump()
+
+    def _given_up(self, closure: ScheduledClosure) -> WorkerLostError:
+        return WorkerLostError(
+            f"The closure {closure.fn_name} #{closure.number} was lost with each worker that ran "
+            f"it: {', '.join(closure.lost_with)}. It may end their processes, as a crash or too "
+            f"little memory does; otherwise raise max_attempts, which is {self._max_attempts}."
+        )
+
+    # ---- for the coordinator ---------------------------------------------------------------
+
+    async def report(self, over: Sequence[int] = ()) -> None:
+        """Tell the servers which closures are over; ask what they have done."""
+        self._reports = await self._strategy.servers.report(self.queue.oldest, over)
 
     def raise_error(self) -> None:
         error = self.queue.take_error()
@@ -229,46 +338,53 @@ class ClosureRunner:
             raise error
 
     async def wait_in(self, waiters: Any) -> None:
-        future = asyncio.get_running_loop().create_future()
+        """Wait for room, or until all is over.
+
+        Raises:
+            Exception: The error that there was when all was over.
+        """
+        future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
         waiters.append(future)
         try:
-            await future
+            error = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
+                missed = future.result()
+                if missed is not None:
+                    self.queue.put_error(missed)
                 self.pump()  # room that was given to this one goes to the next
             raise
         finally:
             with suppress(ValueError):
                 waiters.remove(future)
+        if error is not None:
+            raise error
 
     def statistics(self) -> CoordinatorStatistics:
         """Return counts of closures, and those of the servers when they were asked last."""
-        counts, reports = self._counts, self._reports
-        gradients = sum(each.gradients for each in reports)
-        return CoordinatorStatistics(
-            self.queue.depth,
-            self.queue.num_running,
-            counts["finished"],
-            counts["failed"],
-            counts["cancelled"],
-            sum(each.retries for each in reports),
-            sum(each.pulls for each in reports),
-            sum(each.pushes for each in reports),
-            sum(each.bytes_pulled for each in reports),
-            sum(each.bytes_pushed for each in reports),
-            sum(each.dropped for each in reports),
-            sum(each.stale for each in reports),
-            max((each.max_staleness for each in reports), default=0),
-            sum(each.staleness_sum for each in reports) / gradients if gradients else 0.0,
-        )
+        return summed(self.queue.depth, self.queue.num_running, self._counts, self._reports)
 
-    async def end_tasks(self) -> None:
-        """Cancel what still runs for closures, and wait for its end."""
-        self._outbox.clear()
-        for task in tuple(self._tasks):
-            task.cancel()
-        for task in tuple(self._tasks):
+    async def close(self) -> None:
+        """End what is not over, and everything that is done for closures."""
+        if self.queue.is_idle:
+            await self._tell_servers()
+        elif not self.queue.is_ending:
+            self.fail(ContextError("The coordinator was closed."))
+        for task in tuple(self._ends):
             await task.ended()
+        left = [closure.submission for closure in self.queue.with_workers()]
+        await self._strategy.engine.cancel([each for each in left if each is not None])
+        self.is_open = False
+        if self._watch is not None:
+            self._strategy.engine.unwatch(self._watch)
+            self._watch = None
+        for closure in self.queue.waiting_again():
+            self.failed(closure, ContextError("The coordinator was closed."))
+        self._outbox.clear()
+        for following in tuple(self._tasks):
+            following.cancel()
+        for following in tuple(self._tasks):
+            await following.ended()
 
     def __repr__(self) -> str:
         return f"<ClosureRunner | {self.queue!r}>"
@@ -278,3 +394,108 @@ def _settle(closure: ScheduledClosure, error: BaseException) -> None:
     if not closure.settled.done():
         closure.settled.set_exception(error)
         closure.settled.exception()  # looked at: it need not be fetched
+
+
+@final
+class WorkerWatch:
+    """Looks after workers: which there are, which hang, and which have too much to do.
+
+    Args:
+        runner: Who sends closures.
+        engine: Who tells of workers.
+    """
+
+    def __init__(self, runner: ClosureRunner, engine: ClosureEngine) -> None:
+        self._runner = runner
+        self._engine = engine
+        self._hung: set[str] = set()
+        self._looks_at = math.inf
+        self._look_sooner = asyncio.Event()
+
+    def begin(self) -> None:
+        """Look from now on."""
+        self._engine.watch(self)
+        self.learn_workers(self._engine.workers_now)
+        self._runner.start(self._keep_looking(), "watch over closures")
+
+    def learn_workers(self, workers: Mapping[str, int]) -> None:
+        """Take note of the workers that there are; what those had who have gone runs again."""
+        self._hung &= workers.keys()
+        now = {name: slots for name, slots in workers.items() if name not in self._hung}
+        self._runner.send_again(self._runner.queue.set_workers(_now(), now))
+
+    def look_in_time(self) -> None:
+        """Look sooner than was intended, if the queue says so."""
+        if self._runner.queue.next_look() < self._looks_at:
+            self._look_sooner.set()
+
+    async def _keep_looking(self) -> None:
+        """Look at the queue whenever its clocks say so."""
+        queue = self._runner.queue
+        while True:
+            self._look_sooner.clear()
+            self._looks_at = queue.next_look()
+            left = None if self._looks_at == math.inf else max(0.0, self._looks_at - _now())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._look_sooner.wait()
+            now = _now()
+            for closure in queue.overdue(now):
+                self._restart_worker_of(closure)
+            alone_s = queue.alone_for(now)
+            if alone_s is not None:
+                self._nobody_comes(alone_s)
+            self._runner.send_again(queue.take_back(now))
+
+    def _restart_worker_of(self, closure: ScheduledClosure) -> None:
+        worker, limit = closure.worker or "", closure.timeout_s or 0.0
+        self._hung.add(worker)
+        lost = self._runner.queue.lose_worker(_now(), worker)
+        self._runner.failed(
+            closure,
+            StallError(
+                f"The closure {closure.fn_name} was given {limit:g} s, and its worker {worker} has "
+                f"not answered for {limit + GRACE_S:g} s: it hangs, or the closure holds the GIL. "
+                "It gets no closures any more, and is told to restart.",
+                timeout_s=closure.timeout_s,
+            ),
+        )
+        self._runner.send_again([each for each in lost if each is not closure])
+        self._runner.start(self._restart(worker), f"restart of worker {worker}")
+
+    async def _restart(self, worker: str) -> None:
+        await self._engine.restart_worker(worker)
+
+    def _nobody_comes(self, alone_s: float) -> None:
+        queue = self._runner.queue
+        count = queue.depth
+        error = WorkerLostError(
+            f"There has been no worker for {alone_s:g} s, and {count} closures wait for one. Start "
+            "workers, or give the ClusterCoordinator a longer worker_wait_s."
+        )
+        for closure in queue.waiting_again():
+            self._runner.failed(closure, error)
+        if count:
+            self._runner.fail(error)
+
+
+def _settle_again(closure: ScheduledClosure, error: BaseException | None) -> None:
+    again, closure.again = closure.again, None
+    if again is None or again.done():
+        return
+    if error is None:
+        again.set_result(None)
+    else:
+        again.set_exception(error)
+        again.exception()  # looked at: who asked may have gone
+
+
+def _cancelled(closure: ScheduledClosure, error: BaseException) -> ClosureCancelledError:
+    return ClosureCancelledError(
+        f"The closure {closure.fn_name} #{closure.number} was cancelled because another one "
+        f"failed: {type(error).__name__}: {error}"
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

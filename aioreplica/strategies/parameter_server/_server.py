@@ -3,8 +3,8 @@
 Plain synchronous code, called one method at a time: each update is whole.
 
 Invariants:
-    * A push is applied at most once: what `_seen` holds, what is below `_oldest` and what is of
-      another epoch is dropped.
+    * A push is applied at most once: what `_seen` holds, what is below `_oldest` or in `_over` and
+      what is of another epoch is dropped.
     * `_seen` holds no closure below `_oldest`.
 """
 
@@ -48,7 +48,6 @@ class ParameterServer:
         max_staleness: Gradients that are older, in versions, are dropped; None drops none.
         epoch: Counts how often the servers were restored.
         oldest: The oldest closure that is not over.
-        first_index: What the first worker that asks is numbered.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class ParameterServer:
         max_staleness: int | None = None,
         epoch: int = 0,
         oldest: int = 0,
-        first_index: int = 0,
     ) -> None:
         self._server = server
         self._max_staleness = max_staleness
@@ -68,8 +66,7 @@ class ParameterServer:
         self._seen: dict[int, set[tuple[Key, int]]] = {}
         self._attempts: dict[int, set[str]] = {}
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
-        self._indices: dict[str, int] = {}
-        self._first_index = first_index
+        self._over: set[int] = set()
         self._totals = ServerStatistics()
 
     # ---- variables -----------------------------------------------------------------------
@@ -145,7 +142,7 @@ class ParameterServer:
             totals.dropped += len(items)
             return []
         self._forget_below(stamp.oldest)
-        if stamp.closure < self._oldest:
+        if stamp.closure < self._oldest or stamp.closure in self._over:
             totals.dropped += len(items)
             return []
         attempts = self._attempts.setdefault(stamp.closure, set())
@@ -160,6 +157,7 @@ class ParameterServer:
     def _forget_below(self, oldest: int) -> None:
         if oldest > self._oldest:
             self._oldest = oldest
+            self._over = {closure for closure in self._over if closure >= oldest}
             for record in (self._seen, self._attempts):
                 for closure in [closure for closure in record if closure < oldest]:
                     del record[closure]
@@ -242,6 +240,7 @@ class ParameterServer:
                 self._restored.setdefault(number, {})[key] = given
         self._epoch = epoch
         self._oldest = oldest
+        self._over.clear()
         self._seen.clear()
         self._attempts.clear()
 
@@ -255,13 +254,15 @@ class ParameterServer:
 
     # ---- the rest --------------------------------------------------------------------------
 
-    def worker_index(self, name: str) -> int:
-        """Return the index of a worker, the next free one at its first call."""
-        return self._indices.setdefault(name, self._first_index + len(self._indices))
+    def report(self, oldest: int, over: Sequence[int] = ()) -> ServerStatistics:
+        """Learn which closures are over; return what was done so far.
 
-    def report(self, oldest: int) -> ServerStatistics:
-        """Learn which closures are over; return what was done so far."""
+        Args:
+            oldest: The oldest closure that is not over.
+            over: Later ones that are over all the same.
+        """
         self._forget_below(oldest)
+        self._over.update(number for number in over if number >= self._oldest)
         return replace(self._totals)
 
     def __repr__(self) -> str:

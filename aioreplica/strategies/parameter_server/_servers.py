@@ -66,6 +66,7 @@ class Servers:
         self.num_servers = num_servers
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
+        self._has_engine = False
         self.lock = asyncio.Lock()
         self.is_started = False
         self.variables: WeakValueDictionary[int, ServedVariable] = WeakValueDictionary()
@@ -125,17 +126,18 @@ class Servers:
         async with self.lock:
             if not self.is_started:
                 await self.engine.start(self.num_servers)
+                self._has_engine = True
                 for server in range(self.num_servers):
                     await self._create(server)
                 self.is_started = True
             self.require_all()
             await self.place(self.pending.values())
 
-    async def _create(self, server: int, first_index: int = 0) -> None:
-        args = (
-            server, self._max_staleness, self.epoch, self.oldest, first_index
-        )  # fmt: skip
-        self._handles[server] = await self.engine.create_state(ParameterServer, args, server)
+    async def _create(self, server: int) -> None:
+        args = (server, self._max_staleness, self.epoch, self.oldest)
+        self._handles[server] = await self.engine.create_state(
+            self.strategy_id, ParameterServer, args, server
+        )
 
     async def place(self, variables: Iterable[ServedVariable]) -> None:
         batch = [*variables]
@@ -228,7 +230,7 @@ class Servers:
         """Make lost servers anew, without variables."""
         for server in range(self.num_servers):
             if server not in self._handles:
-                await self._create(server, first_index=self.engine.num_workers)
+                await self._create(server)
                 for number, recipe in self._recipes.items():
                     await self.call(server, "learn", number, recipe)
 
@@ -307,11 +309,11 @@ class Servers:
                 everyone = dict.fromkeys(range(self.num_servers), (number, recipe))
                 await self.all(everyone, "learn")
 
-    async def report(self, oldest: int) -> list[ServerStatistics]:
+    async def report(self, oldest: int, over: Sequence[int] = ()) -> list[ServerStatistics]:
         """Tell all servers which closures are over; return what they have done."""
         self.oldest = oldest
         living = [server for server in range(self.num_servers) if server in self._handles]
-        found = await self.all(dict.fromkeys(living, (oldest,)), "report")
+        found = await self.all(dict.fromkeys(living, (oldest, tuple(over))), "report")
         return [found[server] for server in living]
 
     # ---- closing -------------------------------------------------------------------------------
@@ -320,7 +322,10 @@ class Servers:
         """Let the cluster go; the variables are lost with it."""
         was_started, self.is_started = self.is_started, False
         self._handles.clear()
-        await self.engine.aclose()
+        if self._has_engine:
+            self._has_engine = False
+            self.engine.release(self.strategy_id)
+            await self.engine.aclose()
         if was_started:
             for number in tuple(self.variables):
                 if number not in self.pending:

@@ -65,8 +65,8 @@ class ParameterServerStrategy(Strategy):
         security: Any = None,
     ) -> None:
         if max_staleness is not None:
-            _check_count("max_staleness", max_staleness, 0)
-        _check_count("num_ps", num_ps, 1)
+            check_count("max_staleness", max_staleness, 0)
+        check_count("num_ps", num_ps, 1)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise TypeError(
                 "variable_partitioner must be a function of shape and dtype, such as "
@@ -257,7 +257,13 @@ class ParameterServerStrategy(Strategy):
         raise TypeError(f"{self!r} cannot be pickled: a cluster is its own. Make another one.")
 
 
-def _check_count(name: str, value: Any, lowest: int) -> None:
+def check_count(name: str, value: Any, lowest: int) -> None:
+    """Check a number that was given.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is below the lowest.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}.")
     if value < lowest:

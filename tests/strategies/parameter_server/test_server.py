@@ -163,6 +163,11 @@ def test_new_settings_leave_the_slots() -> None:
     assert value_of(server) == -16.0
 
 
-def test_workers_are_numbered_as_they_ask() -> None:
-    server = new_server(first_index=2)
-    assert [server.worker_index(name) for name in ("b", "a", "b")] == [2, 3, 2]
+def test_closures_that_are_over_write_nothing_whatever_their_number() -> None:
+    server = new_server()
+    server.report(3, (5, 6, 2))
+    for closure in (2, 5, 6):
+        server.push(Stamp(0, closure, 0), [Write(W, 0, "assign_add", np.ones(()))])
+    assert server.report(3).dropped == 3
+    server.push(Stamp(0, 4, 0), [Write(W, 0, "assign_add", np.ones(()))])
+    assert server.report(7).pushes == 1

@@ -26,6 +26,10 @@ from aioreplica.errors import (
     StallError,
     WorkerLostError,
 )
+from aioreplica.strategies.parameter_server._queue import MAX_WAITING
+
+UNDER_WAY = 1 + MAX_WAITING
+"""Closures that one worker has."""
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: ar.optimizers.SGD(0.1, momentum=0.9),
@@ -172,8 +176,9 @@ async def test_a_full_queue() -> None:
         ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
         ar.ClusterCoordinator(strategy, queue_size=1) as coordinator,
     ):
-        for _ in range(17):  # 16 under way, and one in the queue
+        for _ in range(UNDER_WAY + 1):  # one in the queue
             coordinator.schedule_nowait(wait_for_gate)
+            await asyncio.sleep(0)
         with pytest.raises(WouldBlock):
             coordinator.schedule_nowait(wait_for_gate)
         waiting = asyncio.ensure_future(coordinator.schedule(wait_for_gate))
@@ -235,7 +240,7 @@ def test_a_worker_that_hangs_is_restarted_and_its_place_is_taken() -> None:
     async def main() -> None:
         async with opened(1) as (_, coordinator):
             await coordinator.schedule(ignore_all_until_gate_0, timeout_s=1.0)
-            with pytest.raises(StallError, match=r"has not answered for 27 s.*is restarted"):
+            with pytest.raises(StallError, match=r"has not answered for 11 s.*is told to restart"):
                 await coordinator.join()
             await coordinator.schedule(note_begun, (1,))
             await coordinator.join()
@@ -243,6 +248,111 @@ def test_a_worker_that_hangs_is_restarted_and_its_place_is_taken() -> None:
         assert began == [1]
 
     art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_a_healthy_worker_with_much_to_do_is_not_thought_to_hang() -> None:
+    """The clock of a closure starts when the one before has ended."""
+
+    async def main() -> None:
+        async with opened(1) as (strategy, coordinator):
+            for _ in range(60):
+                coordinator.schedule_nowait(asyncio.sleep, (0.9,), timeout_s=1.0)
+            await coordinator.join()
+            assert [*strategy.engine.workers_now] == ["worker-0"]
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_without_any_worker_all_that_waits_is_lost_in_the_end() -> None:
+    async def main() -> None:
+        async with opened(2) as (strategy, coordinator):
+            done = await coordinator.schedule(abs, (-1,))
+            await coordinator.join()
+            begun = [
+                await coordinator.schedule(wait_for_own_gate, (number,)) for number in range(12)
+            ]
+            await until(lambda: len(began) == 2)
+            for name in [*strategy.engine.workers_now]:
+                strategy.engine.lose_worker(name)
+            clock = asyncio.get_running_loop().time
+            start_s = clock()
+            with pytest.raises(WorkerLostError, match="no worker for 60 s"):
+                await done.fetch()  # its result has gone with the worker
+            assert clock() - start_s == pytest.approx(60.0)
+            for remote in begun:
+                with pytest.raises(WorkerLostError, match="no worker for 60 s, and 12 closures"):
+                    await remote.fetch()
+            with pytest.raises(WorkerLostError, match="no worker"):
+                await coordinator.join()
+            strategy.engine.add_worker()
+            assert await done.fetch() == 1
+            assert await (await coordinator.schedule(abs, (-2,))).fetch() == 2
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_one_that_ends_with_each_of_its_workers_is_given_up() -> None:
+    async def main() -> None:
+        async with opened(1) as (strategy, coordinator):
+            await coordinator.schedule(wait_for_own_gate, (0,))
+            later = await coordinator.schedule(note_begun, (1,))
+            for turn in range(5):
+                await until(lambda turn=turn: began.count(0) == turn + 1)  # type: ignore[misc]
+                strategy.engine.lose_worker(f"worker-{turn}")
+                strategy.engine.add_worker()
+            with pytest.raises(WorkerLostError, match=r"wait_for_own_gate #0 .* worker-0, .*-4"):
+                await coordinator.join()
+            with pytest.raises(ClosureCancelledError):
+                await later.fetch()
+
+    art.run(main)
+
+
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.Event().wait()
+
+
+@pytest.mark.asyncio
+async def test_an_async_closure_that_cancels_itself_has_failed() -> None:
+    async with opened(1) as (_, coordinator):
+        remote = await coordinator.schedule(cancel_itself)
+        with pytest.raises(RuntimeError, match="cancelled its own task"):
+            await remote.fetch()
+        with pytest.raises(RuntimeError, match="cancelled its own task"):
+            await coordinator.join()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_gates")
+async def test_strategies_that_share_an_engine_end_only_what_is_their_own() -> None:
+    engine = LocalClosureEngine(2)
+    async with (
+        ar.ParameterServerStrategy(engine) as kept,
+        ar.ClusterCoordinator(kept) as coordinator,
+    ):
+        with kept.scope():
+            counter = ar.Variable(0)
+        mine = await coordinator.schedule(wait_for_own_gate, (0,))
+        await until(lambda: began == [0])
+        await coordinator.schedule(count_twice, (counter,))
+        async with (
+            ar.ParameterServerStrategy(engine) as other,
+            ar.ClusterCoordinator(other) as another,
+        ):
+            for number in (1, 2):
+                await another.schedule(wait_for_own_gate, (number,))
+            await until(lambda: len(began) == 2)
+        assert engine.num_workers == 2
+        gates[0].set()
+        await mine.fetch()
+        await coordinator.join()
+        assert int(await counter.read()) == 2
 
 
 @pytest.mark.usefixtures("no_gates")
@@ -272,7 +382,7 @@ def test_room_that_is_given_to_a_cancelled_schedule_goes_to_the_next() -> None:
             ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy,
             ar.ClusterCoordinator(strategy, queue_size=1) as coordinator,
         ):
-            for number in range(17):  # 16 under way, and one in the queue
+            for number in range(UNDER_WAY + 1):  # one in the queue
                 coordinator.schedule_nowait(wait_for_own_gate, (number,))
             first, second = (
                 asyncio.ensure_future(coordinator.schedule(note_begun, (number,)))
@@ -293,7 +403,7 @@ def test_room_that_is_given_to_a_cancelled_schedule_goes_to_the_next() -> None:
             assert first.cancelled()
             assert began[:2] == [0, 1]
             assert 2 not in began  # no other closure has ended meanwhile
-            for number in range(1, 17):
+            for number in range(1, UNDER_WAY + 1):
                 gates.setdefault(number, asyncio.Event()).set()
             await coordinator.join()
         assert began[-1] == 101
@@ -310,9 +420,9 @@ def note_submitted(engine: LocalClosureEngine) -> list[int]:
     """Return a list that will tell how many closures were sent together each time."""
     submit, sizes = engine.submit, list[int]()
 
-    def submit_and_note(tasks: Any) -> Any:
+    def submit_and_note(worker: str, tasks: Any) -> Any:
         sizes.append(len(tasks))
-        return submit(tasks)
+        return submit(worker, tasks)
 
     engine.submit = submit_and_note  # type: ignore[method-assign]
     return sizes
@@ -350,7 +460,7 @@ async def test_an_error_ends_the_closures_sent_with_it() -> None:
 async def test_closures_that_cannot_be_sent_fail_together_once() -> None:
     async with opened(1) as (strategy, coordinator):
 
-        def refuse(tasks: Any) -> Any:
+        def refuse(worker: str, tasks: Any) -> Any:
             raise OSError("no way out")
 
         submit, strategy.engine.submit = strategy.engine.submit, refuse
@@ -378,8 +488,8 @@ async def test_a_result_goes_when_it_was_fetched_or_cannot_be() -> None:
             made: list[weakref.ref[Any]] = []
             submit = strategy.engine.submit
 
-            def submit_and_note(tasks: Any) -> Any:
-                submissions = submit(tasks)
+            def submit_and_note(worker: str, tasks: Any) -> Any:
+                submissions = submit(worker, tasks)
                 made.extend(map(weakref.ref, submissions))
                 return submissions
 

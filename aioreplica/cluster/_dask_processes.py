@@ -1,0 +1,135 @@
+"""A Dask cluster of processes on this machine, which nobody else can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from typing import Any, final
+
+from ._closures import PARAMETER_SERVER, WORKER
+
+END_S = 10.0
+"""How long the processes of a local cluster have to end, and a worker to restart, in seconds."""
+
+CONNECT_S = 5.0
+"""How long a process of a local cluster tries to reach another one, before that counts as lost."""
+
+
+@final
+class DaskProcesses:
+    """A scheduler in this process, and a process for each parameter server and worker.
+
+    All listen on 127.0.0.1 and let in only who has the keys and certificates that `start` makes.
+    """
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+        self._security: Any = None
+        self._nannies: dict[str, Any] = {}
+        self._num_named = 0
+        self._quiet = ExitStack()
+
+    async def start(self, num_servers: int, num_workers: int) -> tuple[str, Any]:
+        """Start all processes; return the scheduler's address, and what lets a client in.
+
+        Raises:
+            ImportError: If the package for certificates is not installed.
+        """
+        distributed = load_dask()
+        self._security = _temporary_security()
+        self._quiet.enter_context(distributed.utils.silence_logging_cmgr(logging.WARNING))
+        self._scheduler = await distributed.Scheduler(
+            host="127.0.0.1",
+            port=0,
+            protocol="tls://",
+            security=self._security,
+            dashboard=False,
+            dashboard_address="127.0.0.1:0",
+        )
+        names = [(f"ps-{i}", PARAMETER_SERVER) for i in range(num_servers)]
+        names += [(f"worker-{i}", WORKER) for i in range(num_workers)]
+        self._num_named = num_workers
+        results = await asyncio.gather(
+            *(self._start_process(name, role) for name, role in names), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return self._scheduler.address, self._security
+
+    async def add_worker(self) -> str:
+        """Start one more worker; return its name."""
+        name = f"worker-{self._num_named}"
+        self._num_named += 1
+        await self._start_process(name, WORKER)
+        return name
+
+    async def _start_process(self, name: str, role: str) -> None:
+        nanny = load_dask().Nanny(
+            self._scheduler.address,
+            protocol="tls://",
+            security=self._security,
+            nthreads=1,
+            name=name,
+            host="127.0.0.1",
+            resources={role: 1},
+            memory_limit=0,
+            dashboard=False,
+            config={"distributed.comm.timeouts.connect": f"{CONNECT_S:g}s"},
+            silence_logs=logging.CRITICAL,  # errors of closures are raised in the program
+        )
+        self._nannies[name] = nanny
+        await nanny
+
+    async def remove(self, name: str) -> None:
+        """End a process.
+
+        Raises:
+            ValueError: If there is no such process.
+        """
+        nanny = self._nannies.pop(name, None)
+        if nanny is None:
+            raise ValueError(f"There is no process {name!r} in {self!r}.")
+        await nanny.close(timeout=END_S)
+
+    async def aclose(self) -> None:
+        """End all processes."""
+        nannies, self._nannies = [*self._nannies.values()], {}
+        closing = [nanny.close(timeout=END_S) for nanny in nannies]
+        await asyncio.gather(*closing, return_exceptions=True)
+        scheduler, self._scheduler = self._scheduler, None
+        if scheduler is not None:
+            await scheduler.close()
+        self._quiet.close()
+
+    def __repr__(self) -> str:
+        return f"<DaskProcesses | {', '.join(self._nannies) or 'none'}>"
+
+
+def load_dask() -> Any:
+    """Import Dask distributed.
+
+    Raises:
+        ImportError: If it is not installed; says how.
+    """
+    try:
+        import distributed
+    except ImportError as error:
+        raise ImportError(
+            "Parameter servers run on Dask distributed, which is not installed. Install the extra "
+            '`dask`: pip install "aioreplica[dask]". For tests, ar.cluster.LocalClosureEngine '
+            "needs none."
+        ) from error
+    return distributed
+
+
+def _temporary_security() -> Any:
+    """Return keys and certificates of one cluster, which only its processes ever have."""
+    try:
+        return load_dask().Security.temporary()
+    except ImportError as error:
+        raise ImportError(
+            "A cluster of processes protects its connections by TLS, for which the package "
+            '`cryptography` is needed. Install the extra `dask`: pip install "aioreplica[dask]".'
+        ) from error
