@@ -85,6 +85,7 @@ class DaskClosureEngine(ClosureEngine):
         self._num_users = 0
         self._workers: dict[str, int] = {}
         self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
+        self._states: dict[str, list[_DaskState]] = {}
         self._watchers: list[Watcher] = []
         self._background: set[OwnedTask[Any]] = set()
         self._keys = count()
@@ -115,6 +116,7 @@ class DaskClosureEngine(ClosureEngine):
                 f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for "
                 f"parameter server {server}. Start one.", ranks=(server,),
             )  # fmt: skip
+        place = places[server % len(places)]
         data = pickle.dumps((factory, tuple(args)), protocol=5)
         future = self._client.submit(
             _Host,
@@ -122,12 +124,14 @@ class DaskClosureEngine(ClosureEngine):
             actor=True,
             pure=False,
             key=f"parameter-server-{server}-{uuid4().hex}",
-            workers=[places[server % len(places)]],
+            workers=[place],
             allow_other_workers=False,
         )
         with self._client.as_current():  # an actor looks for it
             actor = await future
-        return _DaskState(owner, server, actor, self._client, future)
+        state = _DaskState(owner, server, actor, self._client, future)
+        self._states.setdefault(place, []).append(state)
+        return state
 
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
         """Send tasks to a worker, up to `MESSAGE_BYTES` in one message."""
@@ -217,6 +221,8 @@ class DaskClosureEngine(ClosureEngine):
         if action == "remove-worker":
             for gone in self._looks:
                 gone.add(told["worker"])
+            for state in self._states.pop(told["worker"], ()):
+                state.lose()
             if self._workers.pop(told["worker"], None) is not None:
                 self._forget(told["worker"])
                 self._tell()
@@ -285,8 +291,11 @@ class DaskClosureEngine(ClosureEngine):
             task.cancel()
             await task.ended()
         self._workers.clear()
+        self._states.clear()
         self._submissions.clear()
         if client is not None:
+            with suppress(Exception):  # it never connected, or the scheduler is gone
+                client.unsubscribe_topic("all")
             with suppress(TimeoutError, OSError):
                 await client.close()
         own, self._own = self._own, None
@@ -420,13 +429,36 @@ class _DaskState(StateHandle):
         self._actor = actor
         self._client = client  # None on workers, where actors find their own
         self._future = future  # keeps the actor alive
+        self._is_lost: asyncio.Future[None] | None = None
+        if client is not None:
+            self._is_lost = asyncio.get_running_loop().create_future()
         # An actor whose worker is gone waits for its future, which would wait for ever: no other
         # worker may have it.
         actor._future = None
         data = pickle.dumps(actor, protocol=5)
         self._reduced = _state_on_worker, (owner, server, actor.key, data)
 
+    def lose(self) -> None:
+        """Learn that its worker is gone."""
+        if self._is_lost is not None and not self._is_lost.done():
+            self._is_lost.set_result(None)
+
     async def call(self, method: str, *args: Any) -> Any:
+        """Call in the program, until the scheduler says that the worker is gone.
+
+        A connection to it would be tried again and again, for half a minute.
+        """
+        assert self._is_lost is not None
+        calling = OwnedTask[Any](self._call(method, args), f"call of server {self.server}")
+        try:
+            await asyncio.wait([calling.task, self._is_lost], return_when=asyncio.FIRST_COMPLETED)
+            if calling.is_done:
+                return await calling
+        finally:
+            calling.cancel()
+        raise self._lost(ConnectionError("its process is gone"))
+
+    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
         try:
             with self._client.as_current():
                 pending = self._actor.call(method, args)

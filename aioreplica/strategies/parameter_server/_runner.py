@@ -316,15 +316,8 @@ class ClosureRunner:
             self.start(cancelling, "cancel what runs elsewhere")
         for closure in closures:
             if len(closure.lost_with) >= self._max_attempts:
-                self.failed(closure, self._given_up(closure))
+                self.failed(closure, _given_up(closure, self._max_attempts))
         self.pump()
-
-    def _given_up(self, closure: ScheduledClosure) -> WorkerLostError:
-        return WorkerLostError(
-            f"The closure {closure.fn_name} #{closure.number} was lost with each worker that ran "
-            f"it: {', '.join(closure.lost_with)}. It may end their processes, as a crash or too "
-            f"little memory does; otherwise raise max_attempts, which is {self._max_attempts}."
-        )
 
     # ---- for the coordinator ---------------------------------------------------------------
 
@@ -488,6 +481,14 @@ def _settle_again(closure: ScheduledClosure, error: BaseException | None) -> Non
     else:
         again.set_exception(error)
         again.exception()  # looked at: who asked may have gone
+
+
+def _given_up(closure: ScheduledClosure, max_attempts: int) -> WorkerLostError:
+    return WorkerLostError(
+        f"The closure {closure.fn_name} #{closure.number} was lost with each worker that ran it: "
+        f"{', '.join(closure.lost_with)}. It may end their processes, as a crash or too little "
+        f"memory does; otherwise raise max_attempts, which is {max_attempts}."
+    )
 
 
 def _cancelled(closure: ScheduledClosure, error: BaseException) -> ClosureCancelledError:
