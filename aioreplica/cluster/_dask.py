@@ -90,7 +90,6 @@ class DaskClosureEngine(ClosureEngine):
         self._background: set[OwnedTask[Any]] = set()
         self._keys = count()
         self._looks: list[set[str]] = []  # workers that went while the scheduler answers
-        self._servers: list[str] = []
 
     async def start(self, num_servers: int) -> None:
         """Connect to the scheduler, or start one and its processes."""
@@ -98,8 +97,7 @@ class DaskClosureEngine(ClosureEngine):
             try:
                 await self._connect(num_servers)
                 infos = await self._look()
-                self._servers = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
-                self._check_roles(infos, num_servers)
+                _check_roles(infos, num_servers)
             except BaseException:
                 await self.aclose()
                 raise
@@ -339,30 +337,6 @@ class DaskClosureEngine(ClosureEngine):
             ) from error
         self._client.subscribe_topic("all", self._learn_of)
 
-    def _check_roles(self, infos: Sequence[tuple[str, Any]], num_servers: int) -> None:
-        both = [
-            str(info["name"])
-            for _, info in infos
-            if PARAMETER_SERVER in info["resources"] and WORKER in info["resources"]
-        ]
-        if both:
-            raise ValueError(
-                f"Dask workers {', '.join(both)} have both resources, 'PS' and 'W': a closure "
-                "there would wait for the parameter server in its own process. Give each one of "
-                "them."
-            )
-        if len(self._servers) < num_servers:
-            raise ValueError(
-                f"{num_servers} parameter servers were asked for, but "
-                f"{len(self._servers)} of the {len(infos)} Dask workers have the resource 'PS'. "
-                "Start more: dask worker ADDRESS --nthreads 1 --resources 'PS=1'."
-            )
-        if not self._workers:
-            raise ValueError(
-                f"None of the {len(infos)} Dask workers has the resource 'W'. Start some: "
-                "dask worker ADDRESS --nthreads 1 --resources 'W=1'."
-            )
-
     async def _infos(self) -> list[tuple[str, Any]]:
         """Ask the scheduler for its workers, in order of their names."""
         if self._client is None:
@@ -398,6 +372,29 @@ class DaskClosureEngine(ClosureEngine):
                 "workers of another one with Dask."
             )
         return self._own
+
+
+def _check_roles(infos: Sequence[tuple[str, Any]], num_servers: int) -> None:
+    """Check that there are enough servers, and workers, and that nobody is both."""
+    roles = {str(info["name"]): info["resources"] for _, info in infos}
+    both = [name for name, role in roles.items() if PARAMETER_SERVER in role and WORKER in role]
+    if both:
+        raise ValueError(
+            f"Dask workers {', '.join(both)} have both resources, 'PS' and 'W': a closure there "
+            "would wait for the parameter server in its own process. Give each one of them."
+        )
+    num_found = sum(PARAMETER_SERVER in role for role in roles.values())
+    if num_found < num_servers:
+        raise ValueError(
+            f"{num_servers} parameter servers were asked for, but {num_found} of the {len(infos)} "
+            "Dask workers have the resource 'PS'. Start more: dask worker ADDRESS --nthreads 1 "
+            "--resources 'PS=1'."
+        )
+    if not any(WORKER in role for role in roles.values()):
+        raise ValueError(
+            f"None of the {len(infos)} Dask workers has the resource 'W'. Start some: dask worker "
+            "ADDRESS --nthreads 1 --resources 'W=1'."
+        )
 
 
 @final

@@ -4,6 +4,7 @@ from .._export import export_public
 from ._array_dataset import ArrayDataset as ArrayDataset
 from ._batches import ArraySpec as ArraySpec
 from ._batches import num_examples as num_examples
+from ._batches import spec_of as spec_of
 from ._batches import split_batch as split_batch
 from ._batches import split_sizes as split_sizes
 from ._dataset import Dataset as Dataset

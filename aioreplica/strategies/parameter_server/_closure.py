@@ -25,6 +25,7 @@ from ...optimizers import (
 from ...values import Done, Variable, Weighted, local_value
 from ._messages import Array, Count, Gradient, Item, Key, Pull, Stamp, Write
 from ._packing import Packed, Reduced, pack, unpack
+from ._splits import Element, LeasedIterator, SplitReader
 from ._variables import ServedVariable, fitting_push, split_value
 
 MAX_RESULT_BYTES = 1024**3
@@ -118,12 +119,14 @@ class ClosureContext:
     def __init__(self, closure: Closure, worker: ClosureWorker) -> None:
         self.closure = closure
         self.worker = worker
+        self._index = closure.worker_index
         self._stamp = closure.stamp._replace(attempt=uuid4().hex)
         self._values: dict[int, Array] = {}
         self._versions: dict[Key, int] = {}
         self._written: set[Key] = set()  # since their versions were noted
         self._ordinals: dict[Key, int] = {}
         self._lock = threading.RLock()
+        self._births: dict[int, int] = {}
         self._why_over: str | None = None
 
     # ---- reading ---------------------------------------------------------------------------
@@ -327,12 +330,36 @@ class ClosureContext:
 
     def worker_index(self) -> int:
         """Return the index of the worker."""
-        return self.closure.worker_index
+        return self._index
 
     def resource(self, number: int, factory: Packed) -> Any:
         """Return what a factory has made on this worker, made at the first use."""
         owner = self.closure.strategy_id
         return self.worker.once(owner, ("resource", number), lambda: self._made(factory))
+
+    def iterator(self, number: int, factory: Packed, num_splits: int, birth: int) -> LeasedIterator:
+        """Return an iterator whose elements are this closure's."""
+        self._births[number] = birth
+        return LeasedIterator(number, num_splits, self.resource(number, factory), self)
+
+    def take(
+        self, iterator: int, num_splits: int, ordinal: int, ended: Element | None
+    ) -> Element | None:
+        """Ask the server that keeps the leases for an element."""
+        self._require_running()
+        birth, index = self._births[iterator], self.closure.worker_index
+        found: Element | None = self.closure.servers[0].begin(
+            "take", self._stamp, iterator, num_splits, birth, ordinal, index, ended
+        )()
+        return found
+
+    def read(self, reader: SplitReader, element: Element) -> Any:
+        """Read an element; the dataset sees the index of the worker that its split is for."""
+        self._index = element.split
+        try:
+            return reader.read(element)
+        finally:
+            self._index = self.closure.worker_index
 
     def _made(self, factory: Packed) -> Any:
         fn, args, kwargs = unpack(factory, self)

@@ -14,10 +14,11 @@ import numpy as np
 from ...cluster import ClosureEngine
 from ...context import CARRIER, CLOSURE
 from ...errors import ContextError
-from ...input import InputContext
+from ...input import InputContext, spec_of
 from ...optimizers import Optimizer, OptimizerRecipe, recipe_of
 from ...values import Variable, VariableOptions
 from ._messages import Spec
+from ._splits import SplitReader
 from ._variables import ServedVariable, new_served
 
 Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -99,6 +100,9 @@ class HomeSide:
         if isinstance(thing, ServedVariable) and thing.strategy is self._strategy:
             options = VariableOptions(thing.name, thing.trainable, thing.aggregation)
             return variable_in_closure, (thing.spec, options)
+        if isinstance(thing, PerWorkerIterator):
+            thing.require_owner(self._strategy)
+            return iterator_in_closure, (thing.number, thing.factory, thing.num_splits, thing.birth)
         if isinstance(thing, PerWorkerResource):
             thing.require_owner(self._strategy)
             return resource_in_closure, (thing.number, thing.factory)
@@ -156,6 +160,12 @@ def resource_in_closure(number: int, factory: Packed) -> Any:
     return side.resource(number, factory)
 
 
+def iterator_in_closure(number: int, factory: Packed, num_splits: int, birth: int) -> Any:
+    """Return what the closure that unpickles has of an iterator."""
+    side: Any = CARRIER.get()
+    return side.iterator(number, factory, num_splits, birth)
+
+
 def pack_call(fn: Any, args: Any, kwargs: Any, side: HomeSide, what: str) -> Packed:
     """Pickle a function with its arguments, or something else that goes to workers.
 
@@ -192,6 +202,7 @@ class PerWorkerResource:
         self._label = label
         self.number = number
         self.factory = factory
+        strategy.servers.release_after(self)
 
     def require_owner(self, strategy: Any) -> None:
         """Check that a strategy made it.
@@ -219,8 +230,9 @@ class PerWorkerResource:
 class PerWorkerDataset(PerWorkerResource):
     """A dataset that each worker makes for itself; `iter` gives an iterator of each worker's.
 
-    Pass the iterator to closures; `next(iterator)` there gives the next element. Each iterator has
-    a dataset of its own on each worker. A worker that was restarted begins anew.
+    Pass the iterator to closures; `next(iterator)` there gives the next element of the worker's
+    part, and when that is at its end of others' parts: each element is for one closure, which gets
+    the same if it runs again. When nothing is left for a closure, `next` raises StopIteration.
 
     Attributes:
         make: Makes the dataset on a worker.
@@ -228,17 +240,39 @@ class PerWorkerDataset(PerWorkerResource):
 
     make: DatasetOf
 
+    @property
+    def element_spec(self) -> Any:
+        """Shape and dtype of the elements: a structure of `ArraySpec`, with None for the batch.
+
+        Made from the first element of the first worker's part, here; or the dataset's own.
+
+        Raises:
+            ValueError: If that part is empty.
+            Exception: What the dataset raises.
+        """
+        return self.make.element_spec()
+
     def __iter__(self) -> PerWorkerIterator:
         strategy = self._strategy
         make = _IteratorOf(self.make)
         factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")
         number = strategy.servers.next_resource()
-        return PerWorkerIterator(strategy, number, factory, f"of {self._label}")
+        iterator = PerWorkerIterator(strategy, number, factory, f"of {self._label}")
+        iterator.num_splits, iterator.birth = self.make.num_splits, strategy.servers.birth
+        return iterator
 
 
 @final
 class PerWorkerIterator(PerWorkerResource):
-    """An iterator of each worker, for `next(iterator)` in closures."""
+    """An iterator of each worker, for `next(iterator)` in closures.
+
+    Attributes:
+        num_splits: Of its dataset.
+        birth: Which server knows what was taken.
+    """
+
+    num_splits: int
+    birth: int
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -257,30 +291,52 @@ class DatasetOf:
     Args:
         dataset_fn: Returns an iterable.
         takes_context: Whether it takes an InputContext.
-        num_workers: How many workers there are.
+        num_splits: How many parts there are: one for each worker there was when it was made.
     """
 
-    def __init__(self, dataset_fn: Any, takes_context: bool, num_workers: int) -> None:
+    def __init__(self, dataset_fn: Any, takes_context: bool, num_splits: int) -> None:
         self._dataset_fn = dataset_fn
         self._takes_context = takes_context
-        self._num_workers = num_workers
+        self.num_splits = num_splits
 
-    def __call__(self) -> Any:
-        """Call the function."""
+    def part(self, split: int) -> Any:
+        """Make a part of it."""
         if not self._takes_context:
             return self._dataset_fn()
+        return self._dataset_fn(InputContext(self.num_splits, split, self.num_splits))
+
+    def __call__(self) -> Any:
+        """Make the part of this worker."""
         closure: Any = CLOSURE.get()
         index = closure.worker_index()
-        count = max(self._num_workers, index + 1)
-        return self._dataset_fn(InputContext(count, index, count))
+        if self._takes_context and index >= self.num_splits:
+            raise ContextError(
+                f"Worker {index} came after the dataset was made, in {self.num_splits} parts, and "
+                "has none. Pass `iter(dataset)` to closures, whose elements all workers share, or "
+                "make the dataset anew."
+            )
+        return self.part(index)
+
+    def element_spec(self) -> Any:
+        """Describe the elements of the first part."""
+        part = self.part(0)
+        known = getattr(part, "element_spec", None)
+        if known is not None:
+            return known
+        for element in part:
+            return spec_of(element)
+        raise ValueError("The first part of the dataset is empty, so its elements are not known.")
 
 
 @final
 class _IteratorOf:
-    """Makes an iterator on a worker."""
+    """Makes a reader of splits on a worker."""
 
     def __init__(self, make: DatasetOf) -> None:
         self._make = make
 
-    def __call__(self) -> Any:
-        return iter(self._make())
+    def __call__(self) -> SplitReader:
+        return SplitReader(self._read)
+
+    def _read(self, split: int) -> Any:
+        return iter(self._make.part(split))

@@ -159,6 +159,11 @@ class ClosureQueue:
         """The least closure that is not over, or the number after the last one."""
         return next(iter(self._unfinished), self._next)
 
+    @property
+    def newest(self) -> int:
+        """The number after the last closure."""
+        return self._next
+
     def index_of(self, worker: str) -> int:
         """Return the index of a worker; the next free one if it has just gone."""
         known = self._workers.get(worker)

@@ -220,7 +220,7 @@ class ClosureRunner:
                 self.fail(error, closure)
                 return
             self.queue.drop(_now(), closure)
-            self._end(self._tell_and_settle([closure], error, closure, (closure.number,)))
+            self._end(self._tell_and_settle([closure], error, closure, is_alone=True))
 
     def fail(self, error: BaseException, failed: ScheduledClosure | None = None) -> None:
         """Cancel what is not over; the next `schedule` or `join` raises the error.
@@ -242,13 +242,14 @@ class ClosureRunner:
         closures: list[ScheduledClosure],
         error: BaseException,
         failed: ScheduledClosure | None,
-        numbers: Sequence[int] = (),
+        *,
+        is_alone: bool = False,
     ) -> None:
         waiting = [c.submission for c in closures if c.submission and c.began_s is None]
         is_of_all = failed is None and isinstance(error, WorkerLostError)
         try:
             await self._strategy.engine.cancel(waiting)
-            await self._tell_servers(numbers)
+            await self._tell_servers([each.number for each in closures if each.is_under_way])
         finally:
             for closure in closures:
                 if not closure.settled.done():
@@ -256,8 +257,8 @@ class ClosureRunner:
                     own = is_of_all or closure is failed
                     _settle(closure, error if own else _cancelled(closure, error))
                 self._ended(closure)
-            self.queue.ended(is_alone=bool(numbers))
-            if not numbers:
+            self.queue.ended(is_alone=is_alone)
+            if not is_alone:
                 self._wake_room()
             self.pump()
 
@@ -321,9 +322,10 @@ class ClosureRunner:
 
     # ---- for the coordinator ---------------------------------------------------------------
 
-    async def report(self, over: Sequence[int] = ()) -> None:
+    async def report(self, failed: Sequence[int] = ()) -> None:
         """Tell the servers which closures are over; ask what they have done."""
-        self._reports = await self._strategy.servers.report(self.queue.oldest, over)
+        queue = self.queue
+        self._reports = await self._strategy.servers.report(queue.oldest, queue.newest, failed)
 
     def raise_error(self) -> None:
         error = self.queue.take_error()

@@ -17,6 +17,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ...errors import WorkerLostError
 from ...optimizers import Optimizer, OptimizerRecipe, merge_gradients, take_step
 from ...typing import VariableAggregation
 from ...values import PlainVariable, VariableOptions, combined, fitting
@@ -35,6 +36,7 @@ from ._messages import (
     Write,
     num_bytes,
 )
+from ._splits import Element, Leases
 
 Pulled = tuple[int, Array | None]
 
@@ -48,6 +50,7 @@ class ParameterServer:
         max_staleness: Gradients that are older, in versions, are dropped; None drops none.
         epoch: Counts how often the servers were restored.
         oldest: The oldest closure that is not over.
+        birth: How often a server of this number was made before.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ParameterServer:
         max_staleness: int | None = None,
         epoch: int = 0,
         oldest: int = 0,
+        birth: int = 0,
     ) -> None:
         self._server = server
         self._max_staleness = max_staleness
@@ -67,6 +71,8 @@ class ParameterServer:
         self._attempts: dict[int, set[str]] = {}
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
         self._over: set[int] = set()
+        self._birth = birth
+        self._leases: dict[int, Leases] = {}
         self._totals = ServerStatistics()
 
     # ---- variables -----------------------------------------------------------------------
@@ -254,15 +260,50 @@ class ParameterServer:
 
     # ---- the rest --------------------------------------------------------------------------
 
-    def report(self, oldest: int, over: Sequence[int] = ()) -> ServerStatistics:
+    def take(
+        self,
+        stamp: Stamp,
+        iterator: int,
+        num_splits: int,
+        birth: int,
+        ordinal: int,
+        index: int,
+        ended: Element | None,
+    ) -> Element | None:
+        """Lease an element of an iterator to a closure; None if nothing is left for it.
+
+        Raises:
+            WorkerLostError: If the server that knew what was taken is gone.
+        """
+        if birth != self._birth:
+            raise WorkerLostError(
+                "What was taken from an iterator of per-worker datasets was lost with a parameter "
+                "server. Make a new iterator, and begin the epoch anew."
+            )
+        leases = self._leases.setdefault(iterator, Leases(num_splits))
+        is_over = stamp.closure < self._oldest or stamp.closure in self._over
+        if is_over and not leases.has_learned(stamp.closure):
+            return None
+        if ended is not None:
+            leases.end(stamp.closure, *ended)
+        return leases.take(stamp.closure, ordinal, index)
+
+    def report(
+        self, oldest: int, failed: Sequence[int] = (), dropped: Sequence[int] = ()
+    ) -> ServerStatistics:
         """Learn which closures are over; return what was done so far.
 
         Args:
             oldest: The oldest closure that is not over.
-            over: Later ones that are over all the same.
+            failed: Those that have ended badly; some may be above `oldest`.
+            dropped: Iterators that nobody has any more.
         """
+        for leases in self._leases.values():
+            leases.settle(oldest, frozenset(failed))
+        for iterator in dropped:
+            self._leases.pop(iterator, None)
         self._forget_below(oldest)
-        self._over.update(number for number in over if number >= self._oldest)
+        self._over.update(number for number in failed if number >= self._oldest)
         return replace(self._totals)
 
     def __repr__(self) -> str:

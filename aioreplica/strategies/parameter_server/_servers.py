@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, final
@@ -34,6 +35,9 @@ from ._partition import Shard
 from ._server import ParameterServer
 from ._variables import ServedVariable, split_value
 
+LEASES = 0
+"""Number of the server that knows what closures have taken from iterators."""
+
 
 @final
 class Servers:
@@ -50,6 +54,7 @@ class Servers:
         strategy_id: Tells the strategy from others, on workers.
         epoch: Counts how often a checkpoint was restored.
         oldest: The oldest closure that is not over, as the servers were told last.
+        birth: How often the server was made anew that keeps the leases of iterators.
         is_started: Whether the servers were made.
         lock: Held while servers are made, and variables placed on them.
         variables: By number, as long as the program has them.
@@ -67,6 +72,9 @@ class Servers:
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
         self._has_engine = False
+        self._dropped: list[int] = []  # filled by whatever thread collects
+        self._leaving: dict[int, int] = {}
+        self.birth = 0
         self.lock = asyncio.Lock()
         self.is_started = False
         self.variables: WeakValueDictionary[int, ServedVariable] = WeakValueDictionary()
@@ -134,7 +142,7 @@ class Servers:
             await self.place(self.pending.values())
 
     async def _create(self, server: int) -> None:
-        args = (server, self._max_staleness, self.epoch, self.oldest)
+        args = (server, self._max_staleness, self.epoch, self.oldest, self.birth)
         self._handles[server] = await self.engine.create_state(
             self.strategy_id, ParameterServer, args, server
         )
@@ -230,6 +238,7 @@ class Servers:
         """Make lost servers anew, without variables."""
         for server in range(self.num_servers):
             if server not in self._handles:
+                self.birth += server == LEASES
                 await self._create(server)
                 for number, recipe in self._recipes.items():
                     await self.call(server, "learn", number, recipe)
@@ -309,12 +318,38 @@ class Servers:
                 everyone = dict.fromkeys(range(self.num_servers), (number, recipe))
                 await self.all(everyone, "learn")
 
-    async def report(self, oldest: int, over: Sequence[int] = ()) -> list[ServerStatistics]:
-        """Tell all servers which closures are over; return what they have done."""
+    async def report(
+        self, oldest: int, newest: int = 0, failed: Sequence[int] = ()
+    ) -> list[ServerStatistics]:
+        """Tell all servers which closures are over; return what they have done.
+
+        Args:
+            oldest: The oldest closure that is not over.
+            newest: The number after the last closure; what nobody has any more may be used by
+                those below.
+            failed: Closures that have ended badly.
+        """
         self.oldest = oldest
+        dropped = self._release_dropped(oldest, newest)
         living = [server for server in range(self.num_servers) if server in self._handles]
-        found = await self.all(dict.fromkeys(living, (oldest, tuple(over))), "report")
+        calls = dict.fromkeys(living, (oldest, tuple(failed), dropped))
+        found = await self.all(calls, "report")
         return [found[server] for server in living]
+
+    def release_after(self, resource: Any) -> None:
+        """Have workers let go of a resource when the program has let go of it."""
+        weakref.finalize(resource, self._dropped.append, resource.number).atexit = False
+
+    def _release_dropped(self, oldest: int, newest: int) -> tuple[int, ...]:
+        """Release what was dropped before the oldest closure was scheduled; return its numbers."""
+        while self._dropped:
+            self._leaving[self._dropped.pop()] = newest
+        gone = tuple(number for number, after in self._leaving.items() if after <= oldest)
+        for number in gone:
+            del self._leaving[number]
+        if gone:
+            self.engine.release(self.strategy_id, [("resource", number) for number in gone])
+        return gone
 
     # ---- closing -------------------------------------------------------------------------------
 
