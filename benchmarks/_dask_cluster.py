@@ -1,4 +1,4 @@
-"""A Dask cluster on this machine, which ours and the bare calls of Dask share."""
+"""A Dask cluster on this machine with TLS, which ours and the bare calls of Dask share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from distributed import Client, Nanny, Scheduler, SpecCluster, wait
+from distributed import Client, Nanny, Scheduler, Security, SpecCluster, wait
 
 NUM_WORKERS = 2
 HOST = {"host": "127.0.0.1", "dashboard": False, "dashboard_address": "127.0.0.1:0"}
@@ -35,14 +35,16 @@ class BareTable:
 async def dask_client(num_workers: int = NUM_WORKERS) -> AsyncIterator[Any]:
     """Start a scheduler, a worker for parameters and others for closures; give a client."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
+    security = Security.temporary()
+    tls = {"security": security, "protocol": "tls://", **HOST}
     workers = {
-        name: {"cls": Nanny, "options": {"nthreads": 1, "resources": {role: 1}, **HOST, **QUIET}}
+        name: {"cls": Nanny, "options": {"nthreads": 1, "resources": {role: 1}, **tls, **QUIET}}
         for name, role in [("ps", "PS"), *((f"worker{i}", "W") for i in range(num_workers))]
     }
-    scheduler = {"cls": Scheduler, "options": dict(HOST)}
+    scheduler = {"cls": Scheduler, "options": dict(tls)}
     async with (
-        SpecCluster(workers, scheduler=scheduler, asynchronous=True) as cluster,
-        Client(cluster, asynchronous=True) as client,
+        SpecCluster(workers, scheduler=scheduler, security=security, asynchronous=True) as cluster,
+        Client(cluster, asynchronous=True, security=security) as client,
     ):
         await client.wait_for_workers(num_workers + 1)
         yield client

@@ -3,7 +3,8 @@
 `--kills` kills a worker in the middle of 24 closures, so many times. A push that is lost or counts
 twice, closures one by one that differ from one replica in this process, and asynchronous training
 that is more than 1 % less accurate, change the exit status; targets of speed are printed with marks
-and do not.
+and do not. `--spot` does something else: it trains on `dask` processes with TLS while workers are
+killed every few seconds and others come, and counts what was learned.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kills", type=int, help="workers to kill (20; quick: 2)")
     parser.add_argument("--no-speed", action="store_true", help="leave the comparisons out")
     parser.add_argument("--no-training", action="store_true", help="leave the trainings out")
+    parser.add_argument("--spot", action="store_true", help="only train while workers are killed")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of --spot (300; quick: 12)")
     default = Path("benchmark-results-parameter_server.json")
     parser.add_argument("--output", type=Path, default=default, metavar="PATH")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("distributed") is None:
         sys.exit('Dask is not installed: pip install "aioreplica[dask]".')
+    if options.spot:
+        _spot(12.0 if options.quick else options.seconds)
+        return
     num_kills = (2 if options.quick else 20) if options.kills is None else options.kills
     rows: list[Row] = []
     if not options.no_speed:
@@ -48,6 +54,16 @@ def main(arguments: Sequence[str]) -> None:
     write_json(options.output, "parameter_server", rows, is_quick=options.quick, counts=counts)
     if failures:
         raise SystemExit("; ".join(failures))
+
+
+def _spot(seconds: float) -> None:
+    from ._parameter_spot import run_spot
+
+    pause_s = min(2.0, seconds / 6)
+    spot = asyncio.run(run_spot(round(seconds / pause_s), pause_s=pause_s))
+    print(spot, flush=True)
+    if not spot.is_good:
+        raise SystemExit("an example was lost or learned twice, or something was kept")
 
 
 def _measure(*, is_quick: bool) -> list[Row]:

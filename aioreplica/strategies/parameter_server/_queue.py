@@ -23,8 +23,11 @@ from typing import Any, Literal, final
 from ...cluster import Submission
 from ._packing import Packed
 
-MAX_WAITING, MIN_WAITING = 4, 2
-"""Closures that wait with a worker, so that it goes on while messages are on their way."""
+FIRST_WAITING, MIN_WAITING, MAX_WAITING = 4, 2, 16
+"""Closures that wait with a worker before it is known how long they take, at least and at most."""
+
+FILL_S = 0.05
+"""How long a worker has work while messages are on their way: Dask sends some every 10 ms."""
 
 LONG_S = 1.0
 """A closure that takes as long has one closure wait behind it."""
@@ -252,10 +255,11 @@ class ClosureQueue:
 
     def _num_waiting(self) -> int:
         """Return how many closures may wait with a worker, by how long the last ones took."""
-        mean_s = self._mean_s or 0.0
-        if mean_s >= LONG_S:
+        if self._mean_s is None:
+            return FIRST_WAITING
+        if self._mean_s >= LONG_S:
             return 1
-        return MIN_WAITING if mean_s >= SLOW_S else MAX_WAITING
+        return max(MIN_WAITING, min(MAX_WAITING, math.ceil(FILL_S / max(self._mean_s, 1e-6))))
 
     def finished(self, now: float, closure: ScheduledClosure) -> None:
         """Learn that a closure has ended well."""

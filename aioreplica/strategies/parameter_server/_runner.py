@@ -84,9 +84,7 @@ class ClosureRunner:
         if self._outbox and (self._sending is None or self._sending.is_done):
             self._sending = self.start(self._send(), "closures on their way")
         while self.room and self.queue.has_room:
-            waiter = self.room.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
+            if _wake(self.room.popleft()):
                 break
         if self.queue.is_idle and self.idle:
             self._wake_idle()
@@ -258,15 +256,9 @@ class ClosureRunner:
                     _settle(closure, error if own else _cancelled(closure, error))
                 self._ended(closure)
             self.queue.ended(is_alone=is_alone)
-            if not is_alone:
-                self._wake_room()
+            while self.room and not is_alone:
+                _wake(self.room.popleft())
             self.pump()
-
-    def _wake_room(self) -> None:
-        while self.room:
-            waiter = self.room.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
 
     async def _tell_servers(self, numbers: Sequence[int] = ()) -> None:
         """Tell servers of the end of closures; one that does not answer has it in its queue."""
@@ -472,6 +464,14 @@ class WorkerWatch:
             self._runner.failed(closure, error)
         if count:
             self._runner.fail(error)
+
+
+def _wake(waiter: asyncio.Future[BaseException | None]) -> bool:
+    """Wake who waits; False if nobody does any more."""
+    if waiter.done():
+        return False
+    waiter.set_result(None)
+    return True
 
 
 def _settle_again(closure: ScheduledClosure, error: BaseException | None) -> None:

@@ -26,9 +26,9 @@ from aioreplica.errors import (
     StallError,
     WorkerLostError,
 )
-from aioreplica.strategies.parameter_server._queue import MAX_WAITING
+from aioreplica.strategies.parameter_server._queue import FIRST_WAITING
 
-UNDER_WAY = 1 + MAX_WAITING
+UNDER_WAY = 1 + FIRST_WAITING
 """Closures that one worker has."""
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
