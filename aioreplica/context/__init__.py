@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._living import Living as Living
+from ._place import BESIDE as BESIDE
 from ._place import CARRIER as CARRIER
 from ._place import CLOSURE as CLOSURE
 from ._place import CLUSTER as CLUSTER

@@ -193,6 +193,9 @@ DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", def
 CREATORS: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("aioreplica_creators", default=())
 """Functions that make variables here, outermost first, each with the strategy that it is for."""
 
+BESIDE: ContextVar[Any] = ContextVar("aioreplica_beside", default=None)
+"""Variable beside which new ones are to live; strategies with one place for all need not look."""
+
 
 class Carrier(Protocol):
     """Carrier of objects to another process and back."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from .._functions import is_async, require_no_yield
 from ..collectives import CommunicationOptions
-from ..context import CREATORS, PLACE
+from ..context import BESIDE, CREATORS, PLACE
 from ..devices import Device, list_devices, require_device
 from ..errors import ContextError
 from ..replica import RunningReplica, update_variable
@@ -329,7 +329,7 @@ class Extended:
     ) -> AbstractContextManager[Strategy]:
         """Return a context manager in which new variables live where `var` does.
 
-        They belong to the same strategy and to the same devices.
+        They belong to the same strategy and to the same devices, or parameter servers.
 
         Args:
             var: A variable, or what `non_slot_devices(var_list)` gave.
@@ -350,9 +350,9 @@ class Extended:
                     f"strategy lives on all of {', '.join(map(str, known)) or 'none'}. Pass what "
                     "extended.non_slot_devices(var_list) gave."
                 )
-        else:
-            require_own(var, self._runtime, what)
-        return self._runtime.facade.scope()  # type: ignore[no-any-return]  # see there
+            return self._runtime.facade.scope()  # type: ignore[no-any-return]  # see there
+        require_own(var, self._runtime, what)
+        return _beside(var, self._runtime.facade.scope())
 
     @contextmanager
     def variable_creator_scope(self, creator: Callable[..., Variable]) -> Iterator[None]:
@@ -445,6 +445,16 @@ class Extended:
     def require_static_shapes(self) -> bool:
         """True if shapes have to stay the same from step to step: on cores of a TPUStrategy."""
         return self._runtime.topology is not None
+
+
+@contextmanager
+def _beside(variable: Variable, scope: AbstractContextManager[Strategy]) -> Iterator[Strategy]:
+    token = BESIDE.set(variable)
+    try:
+        with scope as strategy:
+            yield strategy
+    finally:
+        BESIDE.reset(token)
 
 
 def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:

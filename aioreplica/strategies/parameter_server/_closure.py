@@ -114,6 +114,11 @@ class ClosureContext:
     Args:
         closure: Which one.
         worker: Where it runs.
+
+    Attributes:
+        closure: As given.
+        worker: As given.
+        recipes: Which settings its optimizers have, by number.
     """
 
     def __init__(self, closure: Closure, worker: ClosureWorker) -> None:
@@ -127,6 +132,7 @@ class ClosureContext:
         self._ordinals: dict[Key, int] = {}
         self._lock = threading.RLock()
         self._births: dict[int, int] = {}
+        self.recipes: dict[int, int] = {}
         self._why_over: str | None = None
 
     # ---- reading ---------------------------------------------------------------------------
@@ -262,7 +268,8 @@ class ClosureContext:
                 key = (spec.variable_id, i)
                 read = self._versions.get(key)
                 self._written.add(key)
-                item = Gradient(key, self._ordinal(key), number, part, None, read)
+                recipe = self.recipes.get(number, 0)
+                item = Gradient(key, self._ordinal(key), number, part, None, read, recipe)
                 items.setdefault(spec.shards[i].server, []).append(item)
             self._values.pop(spec.variable_id, None)
         if global_step is not None:

@@ -106,6 +106,7 @@ class Gradient(NamedTuple):
         gradient: An array, IndexedSlices, or a Weighted of one.
         iteration: How many updates were done before; None if a `Count` of the same push says that.
         read_version: The version of the shard that it was computed from, None if it was not read.
+        recipe: Which settings of the optimizer, those of when the closure was scheduled.
     """
 
     key: Key
@@ -114,6 +115,7 @@ class Gradient(NamedTuple):
     gradient: Any
     iteration: int | None
     read_version: int | None
+    recipe: int = 0
 
 
 Item: TypeAlias = Write | Count | Gradient

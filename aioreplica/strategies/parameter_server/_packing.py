@@ -79,12 +79,12 @@ class HomeSide:
         strategy: Whose variables may be named.
 
     Attributes:
-        recipes: Of the optimizers that were named, pickled, by number.
+        recipes: Of the optimizers that were named, by number: which settings, and these, pickled.
     """
 
     def __init__(self, strategy: Any) -> None:  # Any: it needs this class
         self._strategy = strategy
-        self.recipes: dict[int, bytes] = {}
+        self.recipes: dict[int, tuple[int, bytes]] = {}
 
     def find(self, name: Any) -> Any:
         """Return the variable that a result names."""
@@ -118,7 +118,10 @@ class HomeSide:
     def reduced(self, thing: Any) -> Reduced | None:
         """Send optimizers as what they are made of; the strategy itself cannot travel."""
         if thing is self._strategy or isinstance(thing, ClosureEngine):
-            raise TypeError(f"{thing!r} cannot be used in a closure: it lives in the program.")
+            raise ContextError(
+                f"{thing!r} cannot be used in a closure: it lives in the program. Pass the closure "
+                "what it needs of it: variables, optimizers, numbers."
+            )
         if not isinstance(thing, Optimizer):
             return None
         iterations = thing.settings.iterations
@@ -130,10 +133,11 @@ class HomeSide:
             )
         recipe = self._recipe(thing)
         number = iterations.spec.variable_id
-        self.recipes[number] = pack(recipe, self).data
-        self._strategy.servers.know(number, thing.settings)
-        settings = thing.settings
-        return optimizer_in_closure, (recipe, iterations, settings.skipped, settings.norm)
+        data, settings = pack(recipe, self).data, thing.settings
+        version = self._strategy.servers.know(number, settings, data)
+        self.recipes[number] = version, data
+        counters = iterations, settings.skipped, settings.norm
+        return optimizer_in_closure, (recipe, version, *counters)
 
     def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
         return recipe_of(optimizer, self._strategy._runtime.variable_table.all())
@@ -146,11 +150,14 @@ def variable_in_closure(spec: Spec, options: VariableOptions) -> ServedVariable:
 
 def optimizer_in_closure(
     recipe: OptimizerRecipe,
-    iterations: Variable,
+    version: int,
+    iterations: ServedVariable,
     skipped: Variable | None,
     norm: Variable | None,
 ) -> Optimizer:
     """Return what a closure has of an optimizer."""
+    side: Any = CARRIER.get()
+    side.recipes[iterations.spec.variable_id] = version
     return recipe.rebuilt(iterations, skipped, norm)
 
 

@@ -67,7 +67,7 @@ class ScheduledClosure:
     fn_name: str
     is_async: bool
     call: Packed
-    recipes: dict[int, bytes]
+    recipes: dict[int, tuple[int, bytes]]
     timeout_s: float | None
     settled: asyncio.Future[None]
     is_isolated: bool = False

@@ -139,7 +139,7 @@ class ClosureRunner:
         servers, engine = self._strategy.servers, self._strategy.engine
         await servers.ready()
         for closure in closures:
-            await servers.learn(closure.recipes)
+            await servers.learn(closure.recipes, closure.number)
         together: dict[str, list[ScheduledClosure]] = {}
         for closure in dict.fromkeys(closures):  # meanwhile its worker may have gone
             if closure.state == "running" and closure.submission is None:

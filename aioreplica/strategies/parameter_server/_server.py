@@ -67,6 +67,8 @@ class ParameterServer:
         self._oldest = oldest
         self._shards: dict[Key, PlainVariable] = {}
         self._optimizers: dict[int, Optimizer] = {}
+        self._versions: dict[int, int] = {}
+        self._former: dict[tuple[int, int], tuple[Optimizer, int]] = {}
         self._seen: dict[int, set[tuple[Key, int]]] = {}
         self._attempts: dict[int, set[str]] = {}
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
@@ -87,14 +89,22 @@ class ParameterServer:
             )
             self._shards[new.key] = PlainVariable(value, options)
 
-    def learn(self, optimizer: int, data: bytes) -> None:
-        """Take an optimizer, or new settings of one whose slots stay."""
+    def learn(self, optimizer: int, data: bytes, version: int = 0, closure: int = 0) -> None:
+        """Take an optimizer, or new settings of one whose slots stay.
+
+        Args:
+            optimizer: Its number.
+            data: Its recipe, pickled.
+            version: Which settings these are.
+            closure: The first one that has them; those before it have the ones before.
+        """
         recipe: OptimizerRecipe = pickle.loads(data)
         new = recipe.applying()
         old = self._optimizers.get(optimizer)
         if old is not None and old.slot_names == new.slot_names:
             new.settings.slots = old.settings.slots
-        self._optimizers[optimizer] = new
+            self._former[optimizer, self._versions[optimizer]] = old, closure
+        self._optimizers[optimizer], self._versions[optimizer] = new, version
         for key, slots in self._restored.pop(optimizer, {}).items():
             self._restore_slots(new, self._shards[key], slots)
 
@@ -164,6 +174,8 @@ class ParameterServer:
         if oldest > self._oldest:
             self._oldest = oldest
             self._over = {closure for closure in self._over if closure >= oldest}
+            former = self._former.items()
+            self._former = {key: each for key, each in former if each[1] > oldest}
             for record in (self._seen, self._attempts):
                 for closure in [closure for closure in record if closure < oldest]:
                     del record[closure]
@@ -195,7 +207,8 @@ class ParameterServer:
             done = counts.get(key)
             iteration = int(self._shards[key].components[0]) if done is None else done
             iteration = max(0, iteration - 1)
-        optimizer = self._optimizers[item.optimizer]
+        newest = self._optimizers[item.optimizer]
+        optimizer = self._former.get((item.optimizer, item.recipe), (newest, 0))[0]
         iterations = optimizer.settings.iterations
         iterations.store.write({iterations: (_frozen(np.int64(iteration)),)})
         merged = merge_gradients([shard], [[item.gradient]], is_mean=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from itertools import count, cycle
 from typing import Any, final
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ...cluster import ClosureEngine, StateHandle
+from ...context import BESIDE
 from ...errors import ContextError, WorkerLostError
 from ...values import IndexedSlices
 from ._messages import (
@@ -83,7 +84,8 @@ class Servers:
         self._numbers = count()
         self._resources = count()
         self._next_server = 0
-        self._recipes: dict[int, bytes] = {}
+        self._newest: dict[int, tuple[int, bytes]] = {}
+        self._recipes: dict[int, tuple[int, bytes]] = {}  # that servers have
         self.settings: dict[int, Any] = {}
 
     # ---- variables -------------------------------------------------------------------------
@@ -91,11 +93,15 @@ class Servers:
     def new_spec(
         self, name: str, value: Array, trainable: bool, cuts: Sequence[tuple[int, int]]
     ) -> Spec:
-        """Number a new variable and choose servers for its shards, one after the other."""
-        shards = []
-        for begin, end in cuts:
-            shards.append(Shard(self._next_server, begin, end))
-            self._next_server = (self._next_server + 1) % self.num_servers
+        """Number a new variable and choose servers for its shards: in turn, or as another one's."""
+        beside = BESIDE.get()
+        if isinstance(beside, ServedVariable) and beside.spec.variable_id in self.variables:
+            places = cycle([shard.server for shard in beside.spec.shards])
+            shards = [Shard(next(places), *cut) for cut in cuts]
+        else:
+            first = self._next_server
+            shards = [Shard((first + i) % self.num_servers, *cut) for i, cut in enumerate(cuts)]
+            self._next_server = (first + len(cuts)) % self.num_servers
         return Spec(next(self._numbers), name, value.shape, value.dtype, trainable, tuple(shards))
 
     def add(self, variable: ServedVariable) -> None:
@@ -111,9 +117,14 @@ class Servers:
         """Number a resource of the workers."""
         return next(self._resources)
 
-    def know(self, number: int, settings: Any) -> None:
-        """Remember the settings of an optimizer that closures use."""
+    def know(self, number: int, settings: Any, recipe: bytes) -> int:
+        """Remember the settings of an optimizer that closures use; return which ones they are."""
         self.settings[number] = settings
+        version, newest = self._newest.get(number, (-1, b""))
+        if recipe != newest:
+            version += 1
+            self._newest[number] = version, recipe
+        return version
 
     @property
     def handles(self) -> tuple[StateHandle, ...]:
@@ -240,8 +251,8 @@ class Servers:
             if server not in self._handles:
                 self.birth += server == LEASES
                 await self._create(server)
-                for number, recipe in self._recipes.items():
-                    await self.call(server, "learn", number, recipe)
+                for number, (version, recipe) in self._recipes.items():
+                    await self.call(server, "learn", number, recipe, version)
 
     # ---- reading and writing -----------------------------------------------------------------
 
@@ -310,13 +321,13 @@ class Servers:
 
     # ---- for the coordinator -------------------------------------------------------------------
 
-    async def learn(self, recipes: Mapping[int, bytes]) -> None:
-        """Tell all servers of optimizers that are new or have changed."""
-        for number, recipe in recipes.items():
-            if self._recipes.get(number) != recipe:
-                self._recipes[number] = recipe
-                everyone = dict.fromkeys(range(self.num_servers), (number, recipe))
-                await self.all(everyone, "learn")
+    async def learn(self, recipes: Mapping[int, tuple[int, bytes]], closure: int) -> None:
+        """Tell all servers of optimizers that are new or have changed, as a closure has them."""
+        for number, (version, recipe) in recipes.items():
+            if self._recipes.get(number, (-1, b""))[0] < version:
+                self._recipes[number] = version, recipe
+                what = number, recipe, version, closure
+                await self.all(dict.fromkeys(range(self.num_servers), what), "learn")
 
     async def report(
         self, oldest: int, newest: int = 0, failed: Sequence[int] = ()

@@ -33,8 +33,10 @@ def new_server(value: Any = 0.0, **options: Any) -> ParameterServer:
     return server
 
 
-def learn(server: ParameterServer, optimizer: Optimizer) -> None:
-    server.learn(ITERATIONS[0], pickle.dumps(recipe_of(optimizer, [])))
+def learn(server: ParameterServer, optimizer: Optimizer, version: int = 0) -> None:
+    """Take settings that the closure of the same number is the first to have."""
+    recipe = pickle.dumps(recipe_of(optimizer, []))
+    server.learn(ITERATIONS[0], recipe, version, closure=version)
 
 
 def value_of(server: ParameterServer, key: Key = W) -> Any:
@@ -68,8 +70,8 @@ def test_a_push_that_comes_again_is_dropped() -> None:
 def test_new_settings_of_an_optimizer_leave_its_slots() -> None:
     server, plain, velocity = new_server(), 0.0, 0.0
     for number, rate in enumerate((0.1, 0.2)):
-        learn(server, ar.optimizers.SGD(rate, momentum=0.5))
-        server.push(Stamp(0, number, 0), [gradient(0, 1.0, number)])
+        learn(server, ar.optimizers.SGD(rate, momentum=0.5), number)
+        server.push(Stamp(0, number, 0), [gradient(0, 1.0, number, recipe=number)])
         velocity = 0.5 * velocity + 1.0
         plain -= rate * velocity
     np.testing.assert_allclose(value_of(server), plain)
@@ -158,9 +160,22 @@ def test_new_settings_leave_the_slots() -> None:
     server = new_server(0.0)
     learn(server, ar.optimizers.SGD(1.0, momentum=0.5))
     server.push(Stamp(0, 0, 0), [gradient(0, 1.0)])
-    learn(server, ar.optimizers.SGD(10.0, momentum=0.5))
-    server.push(Stamp(0, 1, 0), [gradient(0, 1.0)])
+    learn(server, ar.optimizers.SGD(10.0, momentum=0.5), 1)
+    server.push(Stamp(0, 1, 0), [gradient(0, 1.0, recipe=1)])
     assert value_of(server) == -16.0
+
+
+def test_closures_of_before_have_the_settings_of_before() -> None:
+    server = new_server(0.0)
+    for version, rate in enumerate((1.0, 10.0, 100.0)):
+        learn(server, ar.optimizers.SGD(rate), version)
+    for closure in (2, 0, 1):
+        server.push(Stamp(0, closure, 0), [gradient(0, 1.0, recipe=closure)])
+    assert value_of(server) == -111.0
+    server.report(1)
+    assert len(server._former) == 1
+    server.report(2)
+    assert len(server._former) == 0
 
 
 def test_closures_that_are_over_write_nothing_whatever_their_number() -> None:

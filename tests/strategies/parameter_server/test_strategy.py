@@ -155,6 +155,24 @@ def not_finite(w: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_closures_have_the_learning_rate_of_when_they_were_scheduled() -> None:
+    async with opened(1, num_ps=2) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable([0.0, 0.0]), ar.optimizers.SGD(1.0)
+        for rate in (1.0, 10.0, 100.0, 1.0):
+            optimizer.learning_rate = rate
+            coordinator.schedule_nowait(push_ones, (w, optimizer))
+        await coordinator.join()
+        assert (await w.read()).tolist() == [1.0 + 10.0 + 100.0 + 1.0] * 2
+        server: Any = strategy.servers.handles[0]
+        assert len(server._state._former) == 0
+
+
+def push_ones(w: Any, optimizer: Any) -> None:
+    optimizer.apply_gradients([(-np.ones(2), w)])
+
+
+@pytest.mark.asyncio
 async def test_gradients_that_are_not_finite_change_nothing() -> None:
     async with opened(1) as (strategy, coordinator):
         with strategy.scope():
@@ -626,6 +644,10 @@ async def test_arguments_that_cannot_be_pickled_are_named() -> None:
     async with opened(1) as (_, coordinator):
         with pytest.raises(TypeError, match=r"captured variable 'lock' \(a .*lock\)"):
             await coordinator.schedule(lambda: lock)
+        with pytest.raises(ContextError, match="lives in the program"):
+            await coordinator.schedule(lambda: coordinator.strategy)
+        with pytest.raises(ContextError, match="lives in the program"):
+            await coordinator.schedule(str, ({"inside": [coordinator.strategy]},))
         other = ar.Variable(1.0, name="other")
         with pytest.raises(ContextError, match="'other' belongs to no strategy"):
             await coordinator.schedule(count_twice, (other,))
@@ -641,6 +663,22 @@ async def test_arguments_that_cannot_be_pickled_are_named() -> None:
             await coordinator.schedule(str, 3)
         with pytest.raises(TypeError, match="needs a function"):
             await coordinator.schedule(3)
+
+
+@pytest.mark.asyncio
+async def test_variables_live_beside_another_one() -> None:
+    partitioner = ar.MinSizePartitioner(8, 2)
+    async with opened(1, num_ps=3, variable_partitioner=partitioner) as (strategy, _):
+        with strategy.scope():
+            _first, table = ar.Variable(0.0), ar.Variable(np.zeros(4))
+        with strategy.extended.colocate_vars_with(table) as here:
+            assert here is strategy
+            beside, small = ar.Variable(np.ones(6)), ar.Variable(1.0)
+        with strategy.scope():
+            later = ar.Variable(0.0)
+        servers = [[shard.server for shard in v.shards] for v in (table, beside, small, later)]
+        assert servers == [[1, 2], [1, 2], [1], [0]]
+        assert (await beside.read()).tolist() == [1.0] * 6
 
 
 @pytest.mark.asyncio
