@@ -448,7 +448,7 @@ class Extended:
 
 
 @contextmanager
-def _beside(variable: Variable, scope: AbstractContextManager[Strategy]) -> Iterator[Strategy]:
+def _beside(variable: object, scope: AbstractContextManager[Strategy]) -> Iterator[Strategy]:
     token = BESIDE.set(variable)
     try:
         with scope as strategy:
