@@ -16,6 +16,7 @@ from ._across import reduce_across as reduce_across
 from ._across import reduces_to_itself as reduces_to_itself
 from ._across import sent_text as sent_text
 from ._across import widen_halves as widen_halves
+from ._compression import Compressed as Compressed
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
 from ._compression import TopK as TopK

@@ -22,6 +22,7 @@ from ._from_optax import from_optax as from_optax
 from ._from_torch import from_torch as from_torch
 from ._gradient import ScaledGradient as ScaledGradient
 from ._gradient import checked_pairs as checked_pairs
+from ._local_sgd import LocalSGD as LocalSGD
 from ._loss import DynamicLossScale as DynamicLossScale
 from ._loss import LossScale as LossScale
 from ._loss import LossScaling as LossScaling
@@ -50,6 +51,7 @@ __all__ = [
     "ElementwiseOptimizer",
     "ExponentialMovingAverage",
     "GradientAccumulator",
+    "LocalSGD",
     "LossScaling",
     "Optimizer",
     "OptimizerOptions",
