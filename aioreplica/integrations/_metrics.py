@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
@@ -13,7 +13,7 @@ from ..checkpoint import SAVE_BOUNDS_S, CheckpointManager, CheckpointStatistics
 from ..context import REGISTRY
 from ..devices import ProcessStatistics
 from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
-from ..telemetry import Totals, printable, usage
+from ..telemetry import BOUNDS_S, Totals, printable, usage
 
 
 @final
@@ -53,16 +53,24 @@ def _gauge(name: str, help_text: str, *labels: str) -> MetricFamily:
     return MetricFamily(name, help_text, is_counter=False, labels=("strategy", *labels))
 
 
+def _histogram(name: str, help_text: str, *labels: str) -> MetricFamily:
+    return MetricFamily(name, help_text, True, ("strategy", *labels), is_histogram=True)
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> tuple[tuple[str, int], ...]:
+    return tuple(zip((*map(str, bounds), "+Inf"), counts, strict=True))
+
+
 REPLICAS = _gauge("replicas", "Replicas of the strategy.", "kind")
 STEPS = _counter("steps", "Steps started.")
 ACTIVE = _gauge("active_runs", "Runs in progress.")
 RUNS = _counter("runs", "Runs that have ended.")
-RUN_SECONDS = _counter("run_seconds", "Seconds from begin to end of runs.")
+RUN_SECONDS = _histogram("run_seconds", "Seconds from begin to end of runs.")
 FAULTS = _counter("faults", "Runs that ended with an error.", "error")
 MERGES = _counter("collectives", "Meetings of replicas.", "collective")
 FAILED = _counter("failed_collectives", "Meetings that failed.", "collective")
 BYTES = _counter("collective_bytes", "Bytes brought to meetings.", "collective")
-WAITED = _counter("collective_wait_seconds", "Seconds replicas waited to meet.", "collective")
+WAITED = _histogram("collective_wait_seconds", "Seconds replicas waited to meet.", "collective")
 LATE = _gauge("replica_late_seconds", "Lateness in the newest merges, summed.", "replica")
 OPS = _counter("device_ops", "Ops that have ended.", "device")
 BUSY = _counter("device_busy_seconds", "Seconds spent in ops.", "device")
@@ -258,9 +266,8 @@ def _of_manager(name: str, now: CheckpointStatistics) -> Iterator[Measurement]:
     yield Measurement(FAILED_SAVES, label, now.num_failed)
     yield Measurement(SAVED_BYTES, label, now.num_bytes)
     yield Measurement(RETRIED, label, now.num_retried)
-    bounds = (*map(str, SAVE_BOUNDS_S), "+Inf")
-    counts = zip(bounds, (*now.save_counts, now.num_saved), strict=True)
-    yield Measurement(SAVE_SECONDS, label, now.save_s, tuple(counts))
+    buckets = _buckets(SAVE_BOUNDS_S, (*now.save_counts, now.num_saved))
+    yield Measurement(SAVE_SECONDS, label, now.save_s, buckets)
     yield Measurement(SAVING, label, now.is_saving)
     last = (now.last_step, now.last_save_s, now.last_saved_at, now.age_s)
     for metric, value in zip((LAST_STEP, LAST_SAVE, LAST_AT, AGE), last, strict=True):
@@ -318,7 +325,7 @@ def _of_process(labels: tuple[str, str], process: ProcessStatistics) -> Iterator
 def _of_totals(name: str, totals: Totals) -> Iterator[Measurement]:
     num_runs, run_s = totals.runs()
     yield Measurement(RUNS, (name,), num_runs)
-    yield Measurement(RUN_SECONDS, (name,), run_s)
+    yield Measurement(RUN_SECONDS, (name,), run_s, _buckets(BOUNDS_S, totals.run_counts()))
     for error, count in totals.faults().items():
         yield Measurement(FAULTS, (name, printable(error)), count)
     for collective, total in totals.collectives().items():
@@ -326,7 +333,8 @@ def _of_totals(name: str, totals: Totals) -> Iterator[Measurement]:
         yield Measurement(MERGES, labels, total.num_merges)
         yield Measurement(FAILED, labels, total.num_failed)
         yield Measurement(BYTES, labels, total.num_bytes)
-        yield Measurement(WAITED, labels, total.waited_s)
+        counts = totals.wait_counts(collective)
+        yield Measurement(WAITED, labels, total.waited_s, _buckets(BOUNDS_S, counts))
     for scalar, value in totals.scalars().items():
         yield Measurement(SCALAR, (name, printable(scalar)), value)
 

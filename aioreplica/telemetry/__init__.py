@@ -25,6 +25,7 @@ from ._sinks import MemorySink as MemorySink
 from ._sinks import events_to as events_to
 from ._sinks import log_observer as log_observer
 from ._sinks import printable as printable
+from ._statistics import BOUNDS_S as BOUNDS_S
 from ._statistics import CollectiveTotals as CollectiveTotals
 from ._statistics import ReplicaSkew as ReplicaSkew
 from ._statistics import ReplicaWait as ReplicaWait

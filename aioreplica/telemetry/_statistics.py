@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from threading import Lock
 from typing import final
 
@@ -203,6 +205,10 @@ class CollectiveTotals:
     waited_s: float = 0.0
 
 
+BOUNDS_S = (1e-4, 3e-4, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Bounds of the histograms of runs and of waits, in seconds."""
+
+
 @final
 class Totals:
     """Counts what happens in the runs of a strategy; read from any thread.
@@ -212,7 +218,8 @@ class Totals:
     """
 
     __slots__ = (
-        "_begun", "_collectives", "_faults", "_lock", "_num_runs", "_run_s", "_scalars", "observer",
+        "_begun", "_collectives", "_faults", "_lock", "_num_runs", "_run_counts", "_run_s",
+        "_scalars", "_wait_counts", "observer",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -220,6 +227,8 @@ class Totals:
         self._begun: dict[int, float] = {}
         self._num_runs = 0
         self._run_s = 0.0
+        self._run_counts = [0] * (len(BOUNDS_S) + 1)  # of runs, between the bounds
+        self._wait_counts: dict[str, list[int]] = {}
         self._collectives: dict[str, CollectiveTotals] = {}
         self._faults: Counter[str] = Counter()
         self._scalars: dict[str, float] = {}
@@ -237,14 +246,17 @@ class Totals:
     def _run_ended(self, run: ObservedRun) -> None:
         begin = self._begun.pop(run.step, None)
         if begin is not None:
+            seconds = time.perf_counter() - begin
             with self._lock:
                 self._num_runs += 1
-                self._run_s += time.perf_counter() - begin
+                self._run_s += seconds
+                self._run_counts[bisect_left(BOUNDS_S, seconds)] += 1
 
     def _merge_ended(self, merge: ObservedMerge, error: BaseException | None) -> None:
         _, _, _, name, _, num_bytes, members, visits = merge.entry(0.0)
         arrived = [at_s for _, _, at_s in visits]
-        waited_s = len(arrived) * max(arrived) - sum(arrived)
+        last_s = max(arrived)
+        waited_s = len(arrived) * last_s - sum(arrived)
         total_bytes = sum(num_bytes) if len(num_bytes) > 1 else num_bytes[0] * len(members)
         with self._lock:
             old = self._collectives.get(name, CollectiveTotals())
@@ -254,6 +266,9 @@ class Totals:
                 old.num_bytes + total_bytes,
                 old.waited_s + waited_s,
             )
+            counts = self._wait_counts.setdefault(name, [0] * (len(BOUNDS_S) + 1))
+            for at_s in arrived:
+                counts[bisect_left(BOUNDS_S, last_s - at_s)] += 1
 
     def _fault(self, _step: int, error: BaseException) -> None:
         with self._lock:
@@ -268,6 +283,16 @@ class Totals:
         """Return how many runs have ended, and the seconds they took."""
         with self._lock:
             return self._num_runs, self._run_s
+
+    def run_counts(self) -> tuple[int, ...]:
+        """Return how many runs took at most so long as each bound says, and how many in all."""
+        with self._lock:
+            return tuple(accumulate(self._run_counts))
+
+    def wait_counts(self, collective: str) -> tuple[int, ...]:
+        """Return the same of the waits of replicas in a kind of collective."""
+        with self._lock:
+            return tuple(accumulate(self._wait_counts.get(collective, [0] * (len(BOUNDS_S) + 1))))
 
     def collectives(self) -> dict[str, CollectiveTotals]:
         """Return the totals of each kind of collective, names in alphabetical order."""

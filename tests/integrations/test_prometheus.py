@@ -13,6 +13,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.checkpoint import SAVE_BOUNDS_S
 from aioreplica.errors import CheckpointError
+from aioreplica.telemetry import BOUNDS_S
 
 prometheus_client = pytest.importorskip("prometheus_client")
 
@@ -182,6 +183,22 @@ async def test_a_port_in_use_is_named(registry: Any) -> None:
             prometheus.serve(port, registry=registry),
         ):
             pass
+
+
+async def test_runs_and_waits_are_histograms(registry: Any, pair: ar.MirroredStrategy) -> None:
+    with prometheus.export(pair, registry=registry, name="x"):
+        for _ in range(3):
+            await pair.run(step)
+        found = parse(prometheus_client.generate_latest(registry).decode())
+    for name, labels, count in (
+        ("run_seconds", {"strategy": "x"}, 3),
+        ("collective_wait_seconds", {"strategy": "x", "collective": "all_reduce"}, 6),
+    ):
+        assert of(found, f"{name}_count", **labels) == count
+        assert of(found, f"{name}_sum", **labels) >= 0
+        counts = [of(found, f"{name}_bucket", le=str(b), **labels) for b in (*BOUNDS_S, "+Inf")]
+        assert counts == sorted(counts)
+        assert counts[-1] == count
 
 
 async def test_checkpoints_are_measured(registry: Any, tmp_path: Path) -> None:
