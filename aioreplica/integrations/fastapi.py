@@ -11,8 +11,8 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -26,13 +26,27 @@ if TYPE_CHECKING:
 __all__ = ["lifespan", "router"]
 
 
-def lifespan(service: OnlineService) -> Callable[[Any], AbstractAsyncContextManager[None]]:
-    """Return the `lifespan` of an application that runs the service's learner.
+def lifespan(*services: OnlineService) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+    """Return the `lifespan` of an application that runs the learners of some services.
 
-    It restores and catches up before the application starts, and learns what was taken before it
-    ends. An application with a lifespan of its own enters `service.lifespan()` there.
+    They restore, in the order given, before the application starts; at its end they learn what was
+    taken, the last one first. If one cannot be opened, those before it are closed. An application
+    with a lifespan of its own enters `service.lifespan()` there, of each.
+
+    Raises:
+        TypeError: If there is no service.
     """
-    return service.lifespan
+    if not services:
+        raise TypeError("lifespan needs at least one service.")
+
+    @asynccontextmanager
+    async def run(_app: object) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for service in services:
+                await stack.enter_async_context(service.lifespan())
+            yield
+
+    return run
 
 
 def router(service: OnlineService) -> APIRouter:

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 import examples.online_litestar
 import examples.online_starlette
+from aioreplica.errors import ContextError
 from aioreplica.integrations.fastapi import lifespan, router
 from examples.online_starlette import make_service
 
@@ -73,6 +74,34 @@ async def test_a_line_is_learned_in_every_framework(name: str) -> None:
     assert found["version"] > 0
     assert [bad.status_code, huge.status_code, foreign.status_code] == [422, 413, 403]
     assert stopped.status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_several_services_live_in_one_application() -> None:
+    services = {"a": make_service(), "b": make_service()}
+    app = FastAPI(lifespan=lifespan(*services.values()))
+    for name, service in services.items():
+        app.include_router(router(service), prefix=f"/{name}")
+    async with running(app) as client:
+        ready = [(await client.get(f"/{name}/readyz")).status_code for name in services]
+        await client.post("/a/learn", json={"input": [1, 2], "target": 1.0})
+        versions = await asyncio.gather(*(client.get(f"/{name}/snapshot") for name in services))
+    assert ready == [200, 200]
+    assert [each.status_code for each in versions] == [200, 200]
+    for service in services.values():
+        assert service._learner.state == "closed"
+    with pytest.raises(TypeError, match="at least one service"):
+        lifespan()
+
+
+@pytest.mark.asyncio
+async def test_if_one_cannot_be_opened_those_before_it_are_closed() -> None:
+    first, second = make_service(), make_service()
+    async with second.lifespan():  # so it is open already
+        with pytest.raises(ContextError, match="open already"):
+            async with lifespan(first, second)(None):
+                pass
+        assert first._learner.state == "closed"
 
 
 JSON = {"content-type": "application/json"}
