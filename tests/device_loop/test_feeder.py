@@ -350,6 +350,7 @@ async def test_an_error_of_the_iterator_comes_after_its_elements(
 ) -> None:
     """A step fails first: the error of the iterator, which has ended by it, is not lost."""
     mine, fails, failed = OSError("disk"), True, threading.Event()
+    both_there = threading.Barrier(2)
 
     def source() -> Iterator[int]:
         yield from range(3)
@@ -359,6 +360,7 @@ async def test_an_error_of_the_iterator_comes_after_its_elements(
     def step(ctx: ar.MultiStepContext, x: int) -> None:
         assert failed.wait(10)
         if x == 1 and fails:
+            both_there.wait(10)  # else the other replica may not have ended step 0 yet
             raise ValueError("mine")
 
     iterator = source()

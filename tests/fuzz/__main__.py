@@ -18,7 +18,7 @@ import warnings
 
 import aioreplica as ar
 from tests.fuzz.judge import shrink, try_beside_others, try_program
-from tests.fuzz.program import random_program
+from tests.fuzz.program import may_stall, random_program
 
 REAL_SHARE = 40  # every so many programs run on a real event loop
 
@@ -69,7 +69,10 @@ def main() -> int:
 
 def check_beside_others(seed: int) -> bool:
     """Run the program of a seed while other threads run theirs; print what is wrong with it."""
-    wrong = try_beside_others(random_program(seed, real=True))
+    program = random_program(seed, real=True)
+    if may_stall(program):  # the time in which it does is that of a quiet machine
+        return True
+    wrong = try_beside_others(program)
     if wrong is not None:
         print(f"\nThe program of seed {seed} went wrong: {wrong}", flush=True)
     return wrong is None
