@@ -377,6 +377,8 @@ WITHOUT_A_ROW = {
         *(f"Observer.__init__({each.name})" for each in fields(Observer)),
         "OnlineService.__init__(predict)", "OnlineService.__init__(report)",
         "OnlineService.__init__(validate)", "events_to(emit)",
+        *(f"Prequential.__init__({name})" for name in ("predict", "split", "detector", "on_drift")),
+        "LocalSGD.minimize(loss)",
     ),
     "called by the library, with functions of its own or checked before": (
         "differentiate_variables(loss)", "Strategy.__init__(new_variable)",
