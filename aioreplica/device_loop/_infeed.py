@@ -97,6 +97,14 @@ class Infeed:
         """Tell whether a device would have to wait."""
         return self._queues[replica_id].is_empty
 
+    def wait_for(self, count: int) -> None:
+        """Wait until so many elements are there for all devices, or as many as fit, or an end.
+
+        One thread that takes for all devices is woken once then, and not by each element.
+        """
+        last = self._hosts[-1][-1]  # what is there for it is there for all
+        self._queues[last].wait_for(min(count, self.capacity))
+
     def take(self, replica_id: int) -> tuple[Any, ...] | None:
         """Return the inputs of a replica's next step, None behind the last one; may block.
 
@@ -147,12 +155,13 @@ class DeviceQueue:
           decides; if that was `put`, the gate is opened.
     """
 
-    __slots__ = ("_gate", "_hungry", "_items")
+    __slots__ = ("_gate", "_hungry", "_items", "_wanted")
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._items: deque[Any] = deque()
         self._hungry: list[bool] = []
+        self._wanted = 1  # items that the thread waits for
 
     @property
     def is_empty(self) -> bool:
@@ -162,8 +171,21 @@ class DeviceQueue:
     def put(self, item: Any) -> None:
         """Enqueue something, from any thread."""
         self._items.append(item)
-        if self._hungry and self._claim():
+        if self._hungry and self._has(self._wanted) and self._claim():
             self._gate.open()
+
+    def wait_for(self, count: int) -> None:
+        """Wait until so many items are there, or a mark, on the one thread that takes.
+
+        Cancellation:
+            A CancelledError once the event loop is closed.
+        """
+        self._wanted = count  # before the entry below: who sees that one sees this
+        while not self._has(count):
+            self._hungry.append(True)
+            if not self._has(count) or not self._claim():
+                self._gate.wait()
+        self._wanted = 1
 
     def take(self) -> Any:
         """Return the first item; waits for one, on the one thread that takes.
@@ -178,6 +200,10 @@ class DeviceQueue:
                 self._hungry.append(True)
             if not self._items or not self._claim():
                 self._gate.wait()
+
+    def _has(self, count: int) -> bool:
+        items = self._items
+        return len(items) >= count or (bool(items) and type(items[-1]) is Mark)
 
     def _claim(self) -> bool:
         try:

@@ -257,6 +257,25 @@ async def test_a_cancelled_call_publishes_nothing_of_its_steps(pair: ar.Strategy
     assert (again.steps_run, w.version) == (3, 3)  # its elements went back
 
 
+async def test_chunks_are_progress_for_a_stall_timeout(pair: ar.Strategy) -> None:
+    w, _, step = model(pair, adam)
+    published = w.value
+
+    async def stream() -> AsyncIterator[Any]:
+        for number, element in enumerate(elements(pair, 130)):
+            if number == 128:
+                [group] = pair._runtime.lifecycle.active_groups()
+                async with asyncio.timeout(60):
+                    while group.progress()[2] < 64:  # the steps of the first chunk
+                        await asyncio.sleep(0)
+                assert w.value is published
+            yield element
+
+    result = await pair.run_steps(step, stream(), 130, compile="jax")
+
+    assert (result.steps_run, w.version) == (130, 130)
+
+
 # --- collectives and the rest of the context ------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from aioreplica.device_loop import Infeed
+from aioreplica.device_loop._infeed import DeviceQueue, Mark
 
 
 def look() -> None:
@@ -105,3 +106,47 @@ def test_room_made_while_the_filler_looks_is_not_missed(monkeypatch: pytest.Monk
     has_to_wait = infeed.wait_for_room(lambda: woken.append(1))
 
     assert woken == [1] if has_to_wait else woken == []
+
+
+class ScriptedGate:
+    """Puts items into a queue while its thread would wait, and notes when it is opened."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.queue: DeviceQueue | None = None
+        self.opened_behind: list[Any] = []
+
+    def open(self) -> None:
+        self.opened_behind.append(self.last)
+
+    def wait(self) -> None:
+        assert self.queue is not None
+        already = len(self.opened_behind)
+        while len(self.opened_behind) == already:
+            self.last = self.items.pop(0)
+            self.queue.put(self.last)
+
+
+@pytest.mark.parametrize(
+    ("items", "wakes"),
+    [(["a", "b", "c", "d"], "c"), (["a", Mark.END], Mark.END), ([Mark.ABORTED], Mark.ABORTED)],
+)
+def test_a_thread_that_wants_several_is_woken_once(items: list[Any], wakes: Any) -> None:
+    first, gate = items[0], ScriptedGate(items)
+    queue = gate.queue = DeviceQueue(gate)  # type: ignore[arg-type]  # a script
+
+    queue.wait_for(3)
+    queue.wait_for(1)  # they are there
+
+    assert gate.opened_behind == [wakes]
+    assert queue.take() == first
+
+
+def test_no_more_is_waited_for_than_fits() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 2, np.zeros(2**20))
+    assert infeed.capacity == 2
+
+    infeed.wait_for(64)
+
+    assert infeed.take(1) is not None

@@ -83,6 +83,7 @@ class Gang:
     def wait_for_all(self, blocking: BlockingContext) -> None:
         """Wait until all other threads are here, or the run has ended."""
         blocking.when_aborted(self._let_lead)
+        blocking.check_running()  # behind the line above: an abort is seen here, or calls that
         with blocking.waiting("the other devices"):
             self._all_here.wait()
         blocking.check_running()
@@ -196,15 +197,16 @@ class CompiledLoop:
         blocking = replica.blocking
         ahead = self._taken(blocking, None, waits=True)
         while ahead is not None:
-            chunk = ahead
-            ahead = self._ran(replica, chunk)
+            before = self._done
+            ahead = self._ran(replica, ahead)
+            for _ in range(self._done - before):
+                blocking.step_ended()  # a stall is noticed by steps that are not
             is_due = self._done - self._published >= self._every or self._done == self._num_steps
             if is_due:
-                self._publish(replica)
-            blocking.check_running()
+                self._publish()
             ahead = self._taken(blocking, ahead, waits=True)
         if self._done > self._published:  # the iterator was exhausted, or it failed
-            self._publish(replica)
+            self._publish()
 
     def _taken(
         self, blocking: BlockingContext, chunk: Chunk | None, *, waits: bool
@@ -219,15 +221,15 @@ class CompiledLoop:
         begun = 0 if chunk is None else chunk.num_steps
         left = self._num_steps - self._done - begun
         infeed, count = self._infeed, len(self._steps)
-        while left and (chunk is None or chunk.num_steps < self._room(chunk)):
+        while left and (chunk is None or chunk.num_steps < self._room()):
             if any(map(infeed.is_empty, range(count))):
                 if not waits:
                     break
                 number = self._done + (0 if chunk is None else chunk.num_steps)
+                room = self._room() - (0 if chunk is None else chunk.num_steps)
                 with blocking.waiting(f"the infeed for step {number}"):
-                    parts = [infeed.take(i) for i in range(count)]
-            else:
-                parts = [infeed.take(i) for i in range(count)]
+                    infeed.wait_for(min(left, room))
+            parts = [infeed.take(i) for i in range(count)]
             if parts[0] is None:
                 self._num_steps = self._done + (0 if chunk is None else chunk.num_steps)
                 break
@@ -240,9 +242,11 @@ class CompiledLoop:
             left -= 1
         return chunk if chunk is not None and chunk.num_steps else None
 
-    def _room(self, chunk: Chunk) -> int:
-        """Return how many steps fit in a chunk before values have to be published."""
-        return min(chunk.size, self._every - (self._done - self._published) % self._every)
+    def _room(self) -> int:
+        """Return how many steps a chunk may have before values have to be published."""
+        if self._program is None:
+            return 1
+        return min(self._size, self._every - (self._done - self._published) % self._every)
 
     def _begin(self, parts: Sequence[Any], element: Sequence[Sequence[Array]]) -> None:
         """Find the program, and put values of variables on its devices."""
@@ -289,7 +293,7 @@ class CompiledLoop:
             at = int(failed[0])
             self._carry, _, records = self._stepped(replica, program, chunk, begun, args, count=at)
             self._move_on(program, before, records, at)
-            self._fail(replica, program, int(codes[at]))
+            self._fail(program, int(codes[at]))
         self._move_on(program, before, records, chunk.num_steps)
         return ahead
 
@@ -393,24 +397,21 @@ class CompiledLoop:
 
     # ---- steps that fail -----------------------------------------------------------------
 
-    def _fail(self, replica: RunningReplica, program: StepProgram, code: int) -> None:
+    def _fail(self, program: StepProgram, code: int) -> None:
         """Publish the steps before the one that fails, and raise its error."""
         if self._done > self._published:
-            self._publish(replica)
+            self._publish()
         error = _failure(program, code, self._first + self._done)
         self._contexts[0].error = error
         raise error
 
     # ---- publication ---------------------------------------------------------------------
 
-    def _publish(self, replica: RunningReplica) -> None:
+    def _publish(self) -> None:
         """Publish the values behind the last step, as one write, and count the steps.
 
         Raises:
             ContextError: If somebody else has written a variable meanwhile.
-
-        Cancellation:
-            CancelledError if the run was aborted, with everything published.
         """
         program = self._program
         assert program is not None  # a step was run
@@ -429,8 +430,6 @@ class CompiledLoop:
         for _ in range(num_steps):
             for step in self._steps:
                 step.ended()
-        for _ in range(num_steps):
-            replica.blocking.step_ended()
 
     def _write(self, program: StepProgram, num_steps: int) -> None:
         changes: dict[Variable, tuple[Array, ...]] = {}

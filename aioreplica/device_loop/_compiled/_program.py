@@ -29,13 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from ...context import CurrentStrategy
-from ...errors import ContextError
 from ...optimizers import Optimizer
 from ...tree import TreeSpec, flatten, unflatten
 from ...values import Variable
 from ._trace import AXIS, StepTrace, Traced, TracedLoop
 from ._untraceable import explained
-from ._update import Prepared, prepared_for
+from ._update import Prepared, columns_for, multipliers_of, prepared_for
 
 Array = npt.NDArray[Any]
 Key: TypeAlias = tuple[str, bool]
@@ -210,8 +209,8 @@ class StepProgram:
         element, index, seeds = inputs
         found: dict[Optimizer, tuple[Traced, list[Prepared], Sequence[Traced]]] = {}
         for optimizer, base, columns in zip(self.applied, bases, table, strict=True):
-            variables, _ = self.applied[optimizer]
-            found[optimizer] = base, prepared_for(optimizer, variables, 0), columns
+            multipliers, _ = multipliers_of(optimizer, self.applied[optimizer][0])
+            found[optimizer] = base, prepared_for(optimizer, multipliers, 0), columns
         keys = dict(zip(self.keys, seeds, strict=True))
         values = dict(zip(self.state, state, strict=True))
         trace = self._trace(values, index, first, keys=keys, table=found, looks=looks)
@@ -307,24 +306,11 @@ class StepProgram:
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
     def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> list[list[Array]]:
-        """Call `prepare` for all updates that so many steps may make; return its numbers.
-
-        Raises:
-            ContextError: If it gives numbers in another structure than before.
-        """
+        """Call `prepare` for all updates that so many steps may make; return its numbers."""
         tables = []
         for optimizer, (variables, times) in self.applied.items():
-            base = bases[optimizer]
-            rows = [prepared_for(optimizer, variables, base + i) for i in range(num_steps * times)]
-            for row in rows:
-                if [each.kinds for each in row] != [each.kinds for each in rows[0]]:
-                    raise ContextError(
-                        f"prepare of {optimizer!r} gives another structure at another iteration, "
-                        "which cannot be compiled."
-                    )
-            numbers = [[n for each in row for n in each.numbers] for row in rows]
-            columns = map(np.array, zip(*numbers, strict=True))
-            tables.append([each.astype(_narrow(each.dtype)) for each in columns])
+            multipliers, _ = multipliers_of(optimizer, variables)
+            tables.append(columns_for(optimizer, multipliers, bases[optimizer], num_steps * times))
         return tables
 
 
@@ -343,7 +329,3 @@ def of_each(array: Traced) -> list[Array]:
     """Return what each device has of an array of all of them, as views."""
     shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     return [np.asarray(shard.data)[0] for shard in shards]
-
-
-def _narrow(dtype: np.dtype[Any]) -> Any:
-    return jax.dtypes.canonicalize_dtype(dtype)

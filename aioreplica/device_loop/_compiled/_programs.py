@@ -47,7 +47,7 @@ class CompiledSteps:
     @property
     def num_compiled(self) -> int:
         """Number of programs compiled so far."""
-        return self._num_gone + sum(each.num_compiled for each in self._found.values())
+        return self._num_gone + sum(each.num_compiled for each in tuple(self._found.values()))
 
     def arrays(self, part: Any) -> list[Array]:
         """Return the arrays of one replica's part of an element.
@@ -98,7 +98,8 @@ class CompiledSteps:
         begun = [(name, *_look_of(value)) for name, value in initial.items()]
         is_function = type(fn) is FunctionType
         own = weakref.ref(fn, self._forget) if is_function else fn  # with it go its variables
-        key = (own, spec, tuple(looks[0]), tuple(begun))
+        is_wide = jax.config.jax_enable_x64
+        key = (own, spec, tuple(looks[0]), tuple(begun), is_wide)
         found = self._found.pop(key, None)
         if found is None:
             self._count(fn)
@@ -117,7 +118,7 @@ class CompiledSteps:
 
     def _forget(self, own: object) -> None:
         """Let go of the programs of a step function that is gone."""
-        for key in [key for key in self._found if key[0] is own]:
+        for key in [key for key in tuple(self._found) if key[0] is own]:
             self._num_gone += self._found.pop(key).num_compiled
 
     def trial(self, program: StepProgram, size: int) -> Trial:
@@ -137,8 +138,11 @@ class CompiledSteps:
         state = []
         for variable, is_mirrored in zip(program.state, program.is_mirrored, strict=True):
             parts = components[variable]
-            known, array = self._kept.get(variable) or (None, None)
-            if known is not parts:
+            kept = self._kept.get(variable)
+            dtype = jax.dtypes.canonicalize_dtype(variable.dtype)  # it may have changed since
+            if kept is not None and kept[0] is parts and kept[1].dtype == dtype:
+                array = kept[1]
+            else:
                 narrow = [_narrowed(variable, part) for part in parts]
                 if is_mirrored:
                     _require_equal(variable, parts)

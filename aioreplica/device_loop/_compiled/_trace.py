@@ -27,7 +27,7 @@ from ...tree import Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp, VariableAggregation
 from ...values import IndexedSlices, Variable, Weighted
 from ._untraceable import without_io
-from ._update import Prepared, apply_traced, prepared_for, traced_scale
+from ._update import Prepared, apply_traced, multipliers_of, prepared_for, traced_scale
 
 Traced: TypeAlias = jax.Array
 AXIS = "replica"
@@ -263,10 +263,12 @@ class StepTrace:
                 "an optimizer for each."
             )
         self.applied[optimizer] = known, times + 1
-        iteration = optimizer.iterations.components[0]
+        multipliers, which = multipliers_of(optimizer, variables)
         if self._table is None:
-            prepared = prepared_for(optimizer, variables, int(iteration))
-            return [each.restore([jnp.float32(n) for n in each.numbers]) for each in prepared]
+            self.read(optimizer.iterations)
+            prepared = prepared_for(optimizer, multipliers, 0)
+            first = [each.restore([jnp.float32(n) for n in each.numbers]) for each in prepared]
+            return [first[i] for i in which]
         base, shapes, columns = self._table[optimizer]
         at = self.read(optimizer.iterations) - base
         found = [lax.dynamic_index_in_dim(column, at, keepdims=False) for column in columns]
@@ -274,7 +276,7 @@ class StepTrace:
         for each in shapes:
             rows.append(each.restore(found[used : used + len(each.numbers)]))
             used += len(each.numbers)
-        return rows
+        return [rows[i] for i in which]
 
     def fail(self, code: Traced) -> None:
         """Report a code that is not 0 if the step fails."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ...context import PLACE
@@ -169,11 +170,13 @@ class Prepared:
         numbers: The floats and ints, in order.
         restore: Returns the object with as many other numbers.
         kinds: What is not a number; equal for all steps.
+        names: Names of the numbers, if they are all the fields of a dataclass.
     """
 
     numbers: tuple[float, ...]
     restore: Callable[[Sequence[Any]], Any]
     kinds: tuple[Any, ...]
+    names: tuple[str, ...] | None = None
 
 
 def taken_apart(prepared: Any) -> Prepared:
@@ -185,10 +188,12 @@ def taken_apart(prepared: Any) -> Prepared:
     if is_dataclass(prepared) and not isinstance(prepared, type):
         names = [field.name for field in fields(prepared)]
         inner = taken_apart([getattr(prepared, name) for name in names])
+        are_floats = all(type(getattr(prepared, name)) is float for name in names)
         return Prepared(
             inner.numbers,
             lambda found: replace(prepared, **dict(zip(names, inner.restore(found), strict=True))),
             (type(prepared), *inner.kinds),
+            tuple(names) if are_floats else None,
         )
     leaves, spec = flatten(prepared)
     where = [i for i, leaf in enumerate(leaves) if _is_number(leaf)]
@@ -213,16 +218,59 @@ def _is_number(leaf: Any) -> bool:
     return isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool)
 
 
+def multipliers_of(
+    optimizer: Optimizer, variables: Sequence[Variable]
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return the different multipliers of the learning rate, and which one each variable has."""
+    of = optimizer.settings.multiplier_of
+    if of is None:
+        return (1.0,), (0,) * len(variables)
+    each = [of(variable) for variable in variables]
+    found = tuple(dict.fromkeys(each))
+    return found, tuple(map(found.index, each))
+
+
 def prepared_for(
-    optimizer: Optimizer, variables: Sequence[Variable], iteration: int
+    optimizer: Optimizer, multipliers: Sequence[float], iteration: int
 ) -> list[Prepared]:
-    """Call `prepare` for each variable's learning rate at an iteration; on the host."""
-    settings = optimizer.settings
-    rate = learning_rate_at(settings.learning_rate, iteration)
-    if settings.multiplier_of is None:
-        return [taken_apart(optimizer.prepare(rate, iteration))] * len(variables)
-    of = settings.multiplier_of
-    return [taken_apart(optimizer.prepare(rate * of(each), iteration)) for each in variables]
+    """Call `prepare` for each multiplier of the learning rate at an iteration; on the host."""
+    rate = learning_rate_at(optimizer.settings.learning_rate, iteration)
+    return [taken_apart(optimizer.prepare(rate * each, iteration)) for each in multipliers]
+
+
+def columns_for(
+    optimizer: Optimizer, multipliers: Sequence[float], iteration: int, count: int
+) -> list[npt.NDArray[Any]]:
+    """Call `prepare` for so many iterations; return an array for each of its numbers.
+
+    Raises:
+        ContextError: If it gives numbers in another structure than at iteration 0.
+    """
+    rate = optimizer.settings.learning_rate
+    is_fixed = type(rate) is float
+    first = prepared_for(optimizer, multipliers, 0)  # as when the step was recorded
+    rows = []
+    for number in range(iteration, iteration + count):
+        at: Any = rate if is_fixed else learning_rate_at(rate, number)
+        row: list[float] = []
+        for multiplier, like in zip(multipliers, first, strict=True):
+            prepared = optimizer.prepare(at * multiplier, number)
+            if type(prepared) is float:  # the common case
+                row.append(prepared)
+                continue
+            found = taken_apart(prepared) if like.names is None else None
+            if found is None:
+                row += [getattr(prepared, name) for name in like.names or ()]
+            elif found.kinds == like.kinds:
+                row += found.numbers
+            else:
+                raise ContextError(
+                    f"prepare of {optimizer!r} gives another structure at iteration {number} than "
+                    "at the first, which cannot be compiled."
+                )
+        rows.append(row)
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in columns]
 
 
 def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:

@@ -1,0 +1,144 @@
+"""Compiled steps beside programs of jax by hand: a scan over the same chunk, and a call per step.
+
+Needs the extra `jax`. All three train the same network with the same batches, in turns, in
+chunks of 64 steps; weights that differ are an error. A row says what a reader of the weights costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+import aioreplica as ar
+
+from ._command import parse_options
+from ._loops import open_runners
+from ._measure import take_turns
+from ._report import format_table, summarise, write_json
+from ._row import Row, Target, compared_row
+
+MLP = (784, 128, 10)
+SMALL = (8, 16, 4)
+READ_S = 0.001
+NUM_WARM = 1
+"""Samples of ours before it knows which of its two ways is faster: each has eight chunks."""
+
+NEAR = 2e-3
+"""How far weights may be apart, in units of the largest, after some hundred steps of float32."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much to measure.
+
+    Attributes:
+        num_rounds: Rounds of each comparison.
+        batch_sizes: Examples of a step of the MLP.
+        replicas: Numbers of replicas.
+        optimizers: Their names.
+    """
+
+    num_rounds: int
+    batch_sizes: tuple[int, ...]
+    replicas: tuple[int, ...]
+    optimizers: tuple[str, ...]
+
+
+FULL = Plan(7, (32, 256), (1, 2, 4), ("SGD", "Adam"))
+QUICK = Plan(1, (32,), (1, 2), ("SGD",))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print the table, write the JSON."""
+    options = parse_options("compiled", __doc__, arguments)
+    plan = QUICK if options.is_quick else FULL
+    ar.set_logical_devices("cpu", max(2, *plan.replicas))  # before jax is imported
+    rows: list[Row] = []
+    for name, runner in open_runners(options.loops):
+        rows += runner.run(measure(name, plan))
+    print(format_table(rows))
+    print(summarise(rows))
+    write_json(options.output, "compiled", rows, is_quick=options.is_quick)
+    print(f"Written to {options.output}.")
+
+
+async def measure(loop: str, plan: Plan) -> list[Row]:
+    """Measure everything once on the running loop, which is called `loop`."""
+    rows = []
+    for num_replicas in plan.replicas:
+        for optimizer in plan.optimizers:
+            models = [(f"MLP, batch {size}", MLP, size, 0.95) for size in plan.batch_sizes]
+            for name, sizes, size, share in (*models, ("small model", SMALL, 32, 0.8)):
+                case = (f"{name}, {optimizer}", sizes, size, num_replicas, optimizer)
+                rows += await _measure_case(loop, case, share, plan.num_rounds)
+    return rows
+
+
+async def _measure_case(
+    loop: str, given: tuple[str, tuple[int, ...], int, int, str], share: float, num_rounds: int
+) -> list[Row]:
+    from ._compiled_programs import ByHand, Case, Ours  # it imports jax
+
+    case = Case(*given)
+    devices = [f"cpu:{i}" for i in range(case.num_replicas)]
+    async with ar.MirroredStrategy(devices) as strategy:
+        ours = Ours(case, strategy)
+        scan, calls = ByHand(case, scans=True), ByHand(case, scans=False)
+        for _ in range(NUM_WARM):
+            await ours.sample()
+            await scan.sample()
+            await calls.sample()
+        _require_equal(case.name, ours.weights, scan.weights)
+        contenders = {"ours": ours.sample, "scan": scan.sample, "calls": calls.sample}
+        found = await take_turns(contenders, num_rounds=num_rounds)
+        both = {"ours": _while_read(ours, ours.sample), "floor": ours.sample}
+        read = await take_turns(both, num_rounds=num_rounds)
+    unit, count = "µs per step", case.num_replicas
+    return [
+        compared_row(
+            case.name, loop, count, unit, ours=found["ours"], against="lax.scan by hand",
+            floor=found["scan"], target=Target("ratio", 1 / share),
+        ),
+        compared_row(
+            case.name, loop, count, unit, ours=found["ours"], against="jit, a call per step",
+            floor=found["calls"], target=Target("ratio", 1.0),
+        ),
+        compared_row(
+            f"{case.name}, read at 1 kHz", loop, count, unit, ours=read["ours"],
+            against="without readers", floor=read["floor"], target=Target("ratio", 1.1),
+        ),
+    ]  # fmt: skip
+
+
+def _while_read(
+    training: object, sample: Callable[[], Awaitable[float]]
+) -> Callable[[], Awaitable[float]]:
+    """Return a sample during which a task reads all weights a thousand times a second."""
+
+    async def read() -> None:
+        kept: list[object] = []
+        while True:
+            kept = list(training.weights)  # type: ignore[attr-defined]  # ours
+            await asyncio.sleep(READ_S)
+            del kept
+
+    async def sampled() -> float:
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(read())
+            found = await sample()
+            reader.cancel()
+        return found
+
+    return sampled
+
+
+def _require_equal(name: str, ours: Sequence[np.ndarray], by_hand: Sequence[np.ndarray]) -> None:
+    for mine, other in zip(ours, by_hand, strict=True):
+        difference = float(np.max(np.abs(mine - other)) / np.max(np.abs(other)))
+        if difference > NEAR:
+            raise SystemExit(f"{name}: the weights differ by {difference:.1e} of the largest.")
