@@ -435,7 +435,7 @@ BEGINS_BY_ITSELF = {
     "Ticket.__await__": "of submit",
 }
 OF_THE_LIBRARY = {
-    "Communicator.all_gather_then_reduce", "ObservedWait.awaited",
+    "Communicator.all_gather_then_reduce", "LocalSGD.counted", "ObservedWait.awaited",
 }  # fmt: skip
 AWAITABLE = re.compile(r"\b(Coroutine|Awaitable|Future|Handle|Op|Ticket|RemoteValue)\b|^R$")
 
