@@ -58,6 +58,7 @@ __getattr__, __dir__, __all__ = export_lazily(
             "get_strategy",
             "has_strategy",
             "no_sync",
+            "pipeline",
             "prepare",
             "with_context",
         ),

@@ -56,6 +56,7 @@ from .strategies import get_replica_context as get_replica_context
 from .strategies import get_strategy as get_strategy
 from .strategies import has_strategy as has_strategy
 from .strategies import no_sync as no_sync
+from .strategies import pipeline as pipeline
 from .strategies import prepare as prepare
 from .strategies import with_context as with_context
 from .typing import ReduceOp as ReduceOp

@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = export_lazily(
     {
         "_distribute": ("ValueContext",),
         "_multi_worker": ("MultiWorkerMirroredStrategy",),
+        "_pipeline": ("pipeline",),
         "_prepare": ("no_sync", "prepare"),
         "_tpu": ("TPUStrategy",),
         "parameter_server": (

@@ -13,6 +13,7 @@ from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
+from ._pipeline import pipeline as pipeline
 from ._prepare import no_sync as no_sync
 from ._prepare import prepare as prepare
 from ._run_options import RunOptions as RunOptions
