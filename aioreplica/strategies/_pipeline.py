@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 
-from .._functions import is_async
+from .._functions import is_async, require_no_yield
 from ..autodiff import VariableReads, find_adapter
 from ..context import PLACE
 from ..devices import require_threads
@@ -82,9 +82,17 @@ async def pipeline(
     ctx = _running_context()
     pairs = _checked(ctx, stages, micro_batches, schedule)
     own = _Part(stages[ctx.replica_id_in_sync_group], backend)
-    place = _Place(ctx, ctx.replica_id_in_sync_group, len(stages))
+    await _take_turns(_Place(ctx, ctx.replica_id_in_sync_group, len(stages)), own, pairs, schedule)
+    whole: _Whole = await ctx.merge_call(_put_together, (own,))
+    return whole.loss, list(whole.pairs)
+
+
+async def _take_turns(
+    place: _Place, own: _Part, pairs: Sequence[tuple[Any, Any]], schedule: Schedule
+) -> None:
+    """Do one stage's passes forward and backward, in the order of the schedule."""
+    ctx, following = place.ctx, iter(pairs)
     kept: deque[tuple[Any, Any]] = deque()  # inputs and targets of a micro-batch
-    following = iter(pairs)
     for is_forward in _turns(schedule, place.behind, len(pairs)):
         if is_forward:
             inputs, targets = next(following)
@@ -100,8 +108,6 @@ async def pipeline(
         leaving = await ctx.run_on_device(_backward, own, place.is_first, inputs, targets, arriving)
         if not place.is_first:
             await ctx.send(leaving, place.index - 1, BACKWARD)
-    whole: _Whole = await ctx.merge_call(_put_together, (own,))
-    return whole.loss, list(whole.pairs)
 
 
 @final
@@ -322,6 +328,7 @@ def _checked(
     for stage in stages:
         if not callable(stage) or is_async(stage):
             raise TypeError(f"pipeline needs plain functions as its stages, got {stage!r}.")
+        require_no_yield(stage, "pipeline")
     if schedule not in SCHEDULES:
         legal = ", ".join(map(repr, SCHEDULES))
         raise ValueError(f"Unknown schedule {schedule!r}. Use one of {legal}.")

@@ -376,7 +376,7 @@ WITHOUT_A_ROW = {
     "tested apart": (
         *(f"Observer.__init__({each.name})" for each in fields(Observer)),
         "OnlineService.__init__(predict)", "OnlineService.__init__(report)",
-        "OnlineService.__init__(validate)", "events_to(emit)",
+        "OnlineService.__init__(validate)", "events_to(emit)", "pipeline(stages)",
         *(f"Prequential.__init__({name})" for name in ("predict", "split", "detector", "on_drift")),
         "LocalSGD.minimize(loss)",
     ),

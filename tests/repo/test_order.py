@@ -32,6 +32,7 @@ ALLOWED = {
     "cli/test_explore.py::PROGRAM": "a program that the testing kit runs",
     "input/test_read_ahead.py::seconds_of_an_epoch": "on a loop of its own, in virtual time",
     "libraries/": "programs that the testing kit runs, in simulated time",
+    "strategies/test_pipeline.py::Model": "stages that the testing kit runs, in virtual time",
     "testing/programs.py": "programs that the testing kit runs, in simulated time",
     "testing/test_exhaustive.py::RandomProgram": "a program that the testing kit runs",
     "testing/test_pytest.py::ASYNC_FIXTURES": "a test file that the testing kit runs",

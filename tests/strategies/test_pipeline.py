@@ -238,6 +238,10 @@ def test_1f1b_keeps_fewer_inputs_than_gpipe() -> None:
     assert [most_kept("gpipe", behind) for behind in range(4)] == [16] * 4
 
 
+def yielding(x: Any) -> Any:
+    yield x
+
+
 # ---- cancelled, and wrong ----------------------------------------------------------------------
 
 
@@ -285,12 +289,13 @@ async def test_different_numbers_of_micro_batches_are_a_mismatch() -> None:
     [
         ({"stages": [abs]}, ValueError, "1 stages for 2 replicas"),
         ({"stages": [abs, asyncio.sleep]}, TypeError, "plain functions"),
+        ({"stages": [abs, yielding]}, TypeError, "yielding"),
         ({"micro_batches": []}, ValueError, "no micro-batches"),
         ({"micro_batches": [1]}, ValueError, "Micro-batch 0 must be a pair"),
         ({"schedule": "2f2b"}, ValueError, "Unknown schedule '2f2b'"),
         ({"stages": [lambda x: {"a": x}, abs]}, TypeError, "takes one array"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 async def test_what_cannot_be_run_is_refused(
     change: dict[str, Any], error: type[Exception], text: str
