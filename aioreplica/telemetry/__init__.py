@@ -38,7 +38,6 @@ from ._statistics import usage as usage
 
 __all__ = [
     "CollectiveRecord",
-    "CollectiveTotals",
     "Event",
     "EventLog",
     "MemorySink",
