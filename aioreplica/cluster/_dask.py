@@ -311,8 +311,7 @@ class DaskClosureEngine(ClosureEngine):
         distributed = load_dask()
         target = self._target
         if isinstance(target, distributed.Client):
-            _require_asynchronous(target)
-            address, self._security = target.scheduler.address, target.security
+            address, self._security = _address_and_security(target)
         elif target is None:
             self._own = DaskProcesses()
             address, self._security = await self._own.start(num_servers, self._num_new_workers)
@@ -548,12 +547,14 @@ def _closure_worker(worker: Any = None) -> ClosureWorker:
     return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
 
 
-def _require_asynchronous(client: Any) -> None:
+def _address_and_security(client: Any) -> tuple[str, Any]:
+    """Return how to connect as a client does, which has to live on the running event loop."""
     if not client.asynchronous or client.loop.asyncio_loop is not asyncio.get_running_loop():
         raise ContextError(
             f"{client!r} does not live on the running event loop. Make it there: "
             "`await distributed.Client(address, asynchronous=True)`."
         )
+    return client.scheduler.address, client.security
 
 
 def _warn_if_open(address: str, security: Any) -> None:

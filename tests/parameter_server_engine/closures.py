@@ -179,3 +179,15 @@ def index_and_pid(gate: FileGate) -> tuple[int, int]:
     """Return the worker's index and its process."""
     gate.pass_through()
     return ar.cluster.current_worker_index(), os.getpid()
+
+
+def part_of(context: Any) -> Any:
+    """Return the rows that one worker learns."""
+    return range(context.input_pipeline_id, 24, context.num_input_pipelines)
+
+
+def learn_next(table: Any, iterator: Any, gate: FileGate) -> int:
+    """Take the next row, and add to it as `add_row` does."""
+    row: int = next(iterator)
+    add_row(table, row, gate)
+    return row

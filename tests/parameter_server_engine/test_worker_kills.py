@@ -187,6 +187,25 @@ async def test_resources_are_made_anew_on_a_new_worker(cluster: Any, gate: FileG
             await kill(pid)
 
 
+async def test_each_row_of_an_epoch_is_learned_once_whoever_is_killed(
+    cluster: Any, gate: FileGate
+) -> None:
+    strategy, coordinator = cluster
+    table = table_of(strategy)
+    iterator = iter(coordinator.create_per_worker_dataset(closures.part_of))
+    remotes = [
+        await coordinator.schedule(closures.learn_next, (table, iterator, gate)) for _ in range(24)
+    ]
+    first, second = await gate.reached(2)  # both have taken a row, and pushed half of it
+    await kill(first)
+    await gate.reached(3)
+    await kill(second)
+    gate.open()
+    await coordinator.join()
+    np.testing.assert_array_equal(await table.read(), np.ones((24, 2)))
+    assert sorted(await coordinator.fetch(remotes)) == list(range(24))
+
+
 async def test_variables_are_read_while_a_worker_is_away(cluster: Any, gate: FileGate) -> None:
     strategy, coordinator = cluster
     table = table_of(strategy)
