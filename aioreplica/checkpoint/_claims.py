@@ -92,12 +92,16 @@ def read_listing(storage: Storage) -> Listing:
         names = storage.list("")
     except (OSError, MemoryError) as error:
         raise not_listed(storage, error) from error
-    claims = [Claim(int(m[1]), int(m[2])) for m in map(_CLAIM.fullmatch, names) if m]
-    return Listing(
-        frozenset([int(m[1]) for m in map(STEP_FOLDER.fullmatch, names) if m]),
-        tuple(sorted(claims, reverse=True)),
-        frozenset([int(m[1]) for m in map(_PIN.fullmatch, names) if m]),
-    )
+    folders, pins, claims = set(), set(), []
+    for name in names:
+        if match := STEP_FOLDER.fullmatch(name):
+            folders.add(int(match[1]))
+        elif match := _CLAIM.fullmatch(name):
+            claims.append(Claim(int(match[1]), int(match[2])))
+        elif match := _PIN.fullmatch(name):
+            pins.add(int(match[1]))
+    claims.sort(reverse=True)
+    return Listing(frozenset(folders), tuple(claims), frozenset(pins))
 
 
 def not_listed(storage: Storage, error: Exception) -> CheckpointError:
