@@ -130,7 +130,9 @@ def kill(num_kills: int, seed: int = 0, *, rolls_back: bool = False) -> Kills:
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
             program = _program(folder, size, str(run * PER_RUN), *options)
-            lines += _until_killed(program, rng, "leaves" if rolls_back else "")
+            # While a rollback is under way, or after one that has returned, in turn.
+            begin = ("leaves out", "left out")[run % 2] if rolls_back else ""
+            lines += _until_killed(program, rng, begin)
         done = subprocess.run(
             _program(folder, size), capture_output=True, text=True, timeout=LIMIT_S, check=True
         )
