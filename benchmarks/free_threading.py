@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -38,6 +39,7 @@ from .processes import recurrent_slope, weights_and_inputs
 
 LOOP = "asyncio"
 SHARE = 0.9  # of the speed of bare threads
+LIMIT_S = 300.0
 P99 = 1.5  # of /predict beside training, to idle
 STEMS = ("quick", "brown", "fox", "jump", "over", "lazy", "dog", "sleep", "evening", "sun", "again")
 ENDS = ("", "s", "ed", "er", "ing", "ly", "ness", "able", "ish", "est", "ward", "less", "ful")
@@ -168,35 +170,41 @@ class BareThreads:
 
     def __init__(self, work: Callable[[], int], num_threads: int) -> None:
         self._work = work
-        self._begin = threading.Barrier(num_threads + 1)
-        self._end = threading.Barrier(num_threads + 1)
+        self._begin = threading.Barrier(num_threads + 1)  # its threads wait there between samples
+        self._end = threading.Barrier(num_threads + 1, timeout=LIMIT_S)
         self._results = [0] * num_threads
         self._is_over = False
         self._threads = [
-            threading.Thread(target=self._serve, args=(i,)) for i in range(num_threads)
+            threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
     def step(self) -> int:
         """Call the function once on each thread; return the sum."""
-        self._begin.wait()
+        self._begin.wait(LIMIT_S)
         self._end.wait()
         return sum(self._results)
 
     def close(self) -> None:
         """End the threads."""
         self._is_over = True
-        self._begin.wait()
+        with suppress(threading.BrokenBarrierError):  # one of them has failed
+            self._begin.wait(LIMIT_S)
         for thread in self._threads:
-            thread.join()
+            thread.join(LIMIT_S)
 
     def _serve(self, index: int) -> None:
         while True:
             self._begin.wait()
             if self._is_over:
                 return
-            self._results[index] = self._work()
+            try:
+                self._results[index] = self._work()
+            except BaseException:
+                self._begin.abort()
+                self._end.abort()
+                raise
             self._end.wait()
 
 
