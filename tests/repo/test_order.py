@@ -28,6 +28,8 @@ WAITS = {"wait", "result"}
 POLLS = {"sleep", "wait"}
 
 ALLOWED = {
+    "device_loop/test_infeed.py::test_a_thread_that_wants_several_is_woken_once":
+        "a number of batches, not of seconds",
     "benchmarks/test_real_bugs.py::LOST_UPDATE": "a program that the testing kit runs",
     "cli/test_explore.py::PROGRAM": "a program that the testing kit runs",
     "input/test_read_ahead.py::seconds_of_an_epoch": "on a loop of its own, in virtual time",
