@@ -100,12 +100,12 @@ class ByHand:
         )
         self._batches = case.batches()
 
-    async def sample(self) -> float:
+    async def sample(self, num_chunks: int = NUM_CHUNKS) -> float:
         """Run some chunks of steps; return the microseconds of each step."""
         begin = perf_counter()
-        for _ in range(NUM_CHUNKS):
+        for _ in range(num_chunks):
             self._run_chunk()
-        return (perf_counter() - begin) / CHUNK / NUM_CHUNKS * 1e6
+        return (perf_counter() - begin) / CHUNK / num_chunks * 1e6
 
     def _run_chunk(self) -> None:
         if self._scans:
@@ -192,11 +192,11 @@ class Ours:
 
         return step
 
-    async def sample(self) -> float:
+    async def sample(self, num_chunks: int = NUM_CHUNKS) -> float:
         """Run some chunks of steps; return the microseconds of each step."""
         begin = perf_counter()
-        count = NUM_CHUNKS * CHUNK
-        batches = iter(self._batches * NUM_CHUNKS)
+        count = num_chunks * CHUNK
+        batches = iter(self._batches * num_chunks)
         await self._strategy.run_steps(self._step, batches, count, compile="jax", every=CHUNK)
         return (perf_counter() - begin) / count * 1e6
 
