@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 from time import monotonic, sleep
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, cast, final
 
 from .._functions import is_async, require_no_yield
 from ..errors import CheckpointError
@@ -66,8 +66,7 @@ def as_retry(given: Any) -> Retry | None:
     if not callable(given) or is_async(given):
         raise TypeError(f"retry must be a number of seconds or a plain function, got {given!r}.")
     require_no_yield(given, "CheckpointManager(retry=)", "Return a number of seconds or None.")
-    function: Retry = given
-    return function
+    return cast("Retry", given)
 
 
 def _usual(

@@ -98,7 +98,7 @@ class CompiledSteps:
         begun = [(name, *_look_of(value)) for name, value in initial.items()]
         is_function = type(fn) is FunctionType
         own = weakref.ref(fn, self._forget) if is_function else fn  # with it go its variables
-        is_wide = jax.config.jax_enable_x64
+        is_wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         key = (own, spec, tuple(looks[0]), tuple(begun), is_wide)
         found = self._found.pop(key, None)
         if found is None:

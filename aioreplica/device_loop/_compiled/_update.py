@@ -321,7 +321,7 @@ def apply_traced(
     if no_weight:
         trace.fail(jnp.where(jnp.stack(no_weight).any(), NO_WEIGHT * MAX_VARIABLES, 0))
     if not skips:
-        if looks:
+        if of_finite is not None and after is not None:
             first = jnp.argmin(jnp.stack(finite))
             code = jnp.where(after, 0, UPDATE_NOT_FINITE * MAX_VARIABLES)
             trace.fail(jnp.where(of_finite, code, NOT_FINITE * MAX_VARIABLES + first))
