@@ -106,7 +106,8 @@ def _forced_gil() -> int | None:
 def _turned_gil_on() -> Iterator[str]:
     """Yield the extensions that turned the GIL on: CPython warns of them once, and notes that."""
     for module in list(sys.modules.values()):
-        for key in list(getattr(module, "__warningregistry__", {})):
+        # Not by getattr: some modules make up what they are asked for.
+        for key in list(getattr(module, "__dict__", {}).get("__warningregistry__") or ()):
             found = re.search(r"\(GIL\) has been enabled to load module '([^']+)'", str(key))
             if found:
                 yield found[1]
