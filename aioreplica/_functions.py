@@ -82,7 +82,7 @@ def unfinished_error(result: Any, fn: Any, what: str, instead: str = RETURN) -> 
     )
 
 
-def _called(fn: Any) -> tuple[Any, Any]:
+def _called(fn: Any) -> tuple[object, object]:
     """Return what a call runs: the function of a partial; and for an object its `__call__`."""
     while isinstance(fn, partial):
         fn = fn.func

@@ -134,12 +134,12 @@ def _is_real(array: Array) -> bool:
     return bool(array_namespace(array).isdtype(array.dtype, kinds))
 
 
-def finished(value: Any, use: Callable[[Any], Any]) -> Any:
+def finished(value: Any, use: Callable[[Any], object]) -> Any:
     """Return `use(value)`; if the value has to be awaited, an awaitable of that."""
     if not isinstance(value, Awaitable):
         return use(value)
 
-    async def later() -> Any:
+    async def later() -> object:
         return use(await value)
 
     return later()

@@ -65,8 +65,8 @@ class AutogradAdapter(Adapter):
     ) -> tuple[Any, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_AutogradInput] = []
-        weights: list[Any] = []
-        extra: list[Any] = []
+        weights: list[object] = []
+        extra: list[object] = []
 
         def traced(root: Array) -> Array:
             def watch(array: Array) -> Array:
@@ -149,7 +149,7 @@ defvjp(
 defjvp(_perform, None, lambda g, _ans, collective, _value: _perform(collective.again(), g))
 
 
-def is_traced(leaf: Any) -> bool:
+def is_traced(leaf: object) -> bool:
     """Tell whether autograd traces a value."""
     return bool(isbox(leaf))
 
@@ -173,15 +173,15 @@ class AutogradCall:
         name: str,
         fn: Callable[..., Any],
         *,
-        known: Callable[[Any], Any] | None = None,
+        known: Callable[[Any], object] | None = None,
     ) -> None:
         self._run = run
         self._gradient_of = gradient_of
         self._name = name
         self._fn = fn
         self._known = known
-        self._pullback: Callable[[Any], Any] | None = None
-        self._put_back: Callable[[Any], Any] | None = None
+        self._pullback: Callable[[Any], object] | None = None
+        self._put_back: Callable[[Any], object] | None = None
         self.value: Any = None
 
     def at(self, args: Sequence[Any]) -> Any:
@@ -201,12 +201,12 @@ class AutogradCall:
         )
         return outside.at([cotangent, *args])
 
-    def _evaluate(self, *args: Any) -> Any:
+    def _evaluate(self, *args: Any) -> object:
         if self._known is not None:
             return self._known(args[0])
         return _traced(self._fn, args, self._keep)
 
-    def _keep(self, traced: _Traced) -> Any:
+    def _keep(self, traced: _Traced) -> object:
         self._pullback, self._put_back = traced.pullback, traced.put_back
         return traced.value
 
@@ -228,16 +228,16 @@ class _Traced:
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _result(outside: AutogradCall, *_args: Any) -> Any:
+def _result(outside: AutogradCall, *_args: object) -> Any:
     return outside.value
 
 
 def _make_vjp(
-    argnums: Sequence[int], _ans: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> Callable[[Any], Any]:
+    argnums: Sequence[int], _ans: object, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> Callable[[Any], object]:
     outside, *rest = args
 
-    def pull_back(cotangent: Any) -> tuple[Any, ...]:
+    def pull_back(cotangent: object) -> tuple[object, ...]:
         parts = outside.gradient(cotangent, rest)
         return tuple(parts[i - 1] for i in argnums)
 
@@ -247,16 +247,18 @@ def _make_vjp(
 defvjp_argnums(_result, _make_vjp)
 
 
-def _vjp_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _vjp_of(fn: Callable[..., Any]) -> Callable[..., object]:
     """Return the function of (cotangent, *args) that gives the cotangents of the arguments."""
 
-    def pull_back(cotangent: Any, *args: Any) -> Any:
+    def pull_back(cotangent: object, *args: Any) -> object:
         return _traced(fn, args, lambda traced: traced.pullback(cotangent))
 
     return pull_back
 
 
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], use: Callable[[_Traced], Any]) -> Any:
+def _traced(
+    fn: Callable[..., Any], args: tuple[object, ...], use: Callable[[_Traced], object]
+) -> object:
     """Run a function in a trace of its own; return what `use` makes of that.
 
     If the function has to be awaited, what is returned has to be too. Traces have numbers of their
@@ -268,7 +270,7 @@ def _traced(fn: Callable[..., Any], args: tuple[Any, ...], use: Callable[[_Trace
     return finished(end, lambda end: use(_result_of(end, trace, args)))
 
 
-def _result_of(end: Any, trace: int, args: tuple[Any, ...]) -> _Traced:
+def _result_of(end: Any, trace: int, args: tuple[object, ...]) -> _Traced:
     if _is_of(end, trace):
         return _Traced(end._value, lambda cotangent: backward_pass(cotangent, end._node))
     leaves, spec = flatten(end)
@@ -277,7 +279,7 @@ def _result_of(end: Any, trace: int, args: tuple[Any, ...]) -> _Traced:
         return _Traced(end, lambda _cotangent: vspace(args).zeros())
     packed = make_sequence(tuple, *[leaves[i] for i in positions])
 
-    def put_back(values: Any) -> Any:
+    def put_back(values: Any) -> object:
         whole = list(leaves)
         for k, position in enumerate(positions):
             whole[position] = values[k]

@@ -94,7 +94,7 @@ class _Extra:
 
     __slots__ = ("_inner", "_leaves", "_positions", "_spec", "arrays")
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: object) -> None:
         ours, self._spec = flatten(tree)  # and in its leaves what only jax can open
         self._leaves, self._inner = jax.tree_util.tree_flatten(ours)
         self._positions = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, jax.Array)]

@@ -31,7 +31,7 @@ class JaxVariables:
         variables: One per array, in the order of `jax.tree.leaves`.
     """
 
-    def __init__(self, tree: Any, trainable: bool, name: str) -> None:
+    def __init__(self, tree: object, trainable: bool, name: str) -> None:
         require_outside_replicas("jax_variables")
         pairs, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
         self.name = name
@@ -41,7 +41,7 @@ class JaxVariables:
         if all(array is None for array in arrays):
             wanted = "floating-point array" if trainable else "array of numbers"
             raise ValueError(f"No leaf of {name!r} is a {wanted}, so there are no variables.")
-        self._leaves: list[Any] = []
+        self._leaves: list[object] = []
         for array, (path, leaf) in zip(arrays, pairs, strict=True):
             label = f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
             if array is None:
@@ -64,7 +64,7 @@ class JaxVariables:
         leaves = [as_jax(x.value) if isinstance(x, Variable) else x for x in self._leaves]
         return jax.tree_util.tree_unflatten(self._treedef, leaves)
 
-    def set_value(self, tree: Any) -> None:
+    def set_value(self, tree: object) -> None:
         """Set the variables from a pytree of the same structure, as one write.
 
         In a replica, state only: its own component. Leaves that are not variables are passed over.
@@ -94,7 +94,7 @@ class JaxVariables:
         return f"<JaxVariables {self.name} | {len(self.variables)} variables, {kind}>"
 
 
-def _array(leaf: Any, path: Any, kinds: str) -> Array | None:
+def _array(leaf: object, path: object, kinds: str) -> Array | None:
     """Return a leaf as what a variable starts with; None if it becomes none."""
     if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
         return None

@@ -60,7 +60,7 @@ def torch_module(module: Any, *, name: str | None = None) -> TorchModule:
     return TorchModule(module, name)
 
 
-def jax_variables(tree: Any, *, trainable: bool = True, name: str = "params") -> JaxVariables:
+def jax_variables(tree: object, *, trainable: bool = True, name: str = "params") -> JaxVariables:
     """Make variables of the arrays of a jax pytree, such as the parameters of a flax module.
 
     Call it in `strategy.scope()`; `.value` is the pytree with the values that the variables have

@@ -198,7 +198,7 @@ class TorchCall:
             return self._run(name, self._pull_back_kept, (cotangents,))
         count = len(cotangents)
 
-        def pull_back(*values: torch.Tensor) -> Any:
+        def pull_back(*values: torch.Tensor) -> object:
             given, inputs = values[:count], values[count:]
 
             def back(made: Tree) -> tuple[torch.Tensor, ...]:
@@ -212,19 +212,19 @@ class TorchCall:
 
         return TorchCall(self._run, self._gradient_of, name, pull_back).at([*cotangents, *args])
 
-    def _forward(self, *inputs: torch.Tensor) -> Any:
+    def _forward(self, *inputs: torch.Tensor) -> object:
         with torch.enable_grad():
             made = self._fn(*inputs)
         return _with_gradients(made) if isinstance(made, Awaitable) else made
 
-    def _pull_back_kept(self, cotangents: Sequence[torch.Tensor]) -> Any:
+    def _pull_back_kept(self, cotangents: Sequence[torch.Tensor]) -> object:
         found = torch.autograd.grad(
             self._made, self._inputs, cotangents, retain_graph=True, allow_unused=True
         )
         return _filled(found, self._inputs)
 
 
-async def _with_gradients(made: Awaitable[Any]) -> Any:
+async def _with_gradients(made: Awaitable[object]) -> object:
     with torch.enable_grad():
         return await made
 

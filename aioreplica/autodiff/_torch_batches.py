@@ -114,7 +114,7 @@ class _Parts:
     """Parts of a batch that the first replica of a process brings for all; others bring none."""
 
     def __init__(self) -> None:
-        self._parts: Sequence[Any] = ()
+        self._parts: Sequence[object] = ()
         self._first = self._fingerprint = 0
 
     def read(self, batch: Any, num_replicas: int, first: int) -> None:
@@ -129,11 +129,11 @@ class _Parts:
         return tuple((part, self._fingerprint) for part in here)
 
 
-def _hand_out(_strategy: Any, brought: Any) -> Any:
+def _hand_out(_strategy: object, brought: Any) -> object:
     return new_per_replica(brought.values[0].of_process(len(brought.values)))
 
 
-def fingerprint(batch: Any) -> int:
+def fingerprint(batch: object) -> int:
     """Return a checksum of how many rows a batch has, and of its first and last ones."""
     found = 0
     for leaf in flatten(batch)[0]:
@@ -150,7 +150,7 @@ def _num_batches(loader: Any) -> int:
         return 0
 
 
-def split(batch: Any, num_replicas: int) -> list[Any]:
+def split(batch: object, num_replicas: int) -> list[Any]:
     """Cut the tensors and arrays of a batch along the leading axis, a part for each replica.
 
     Raises:
@@ -183,7 +183,7 @@ def split(batch: Any, num_replicas: int) -> list[Any]:
     return parts
 
 
-def require_loader(loader: Any, num_replicas: int) -> None:
+def require_loader(loader: object, num_replicas: int) -> None:
     """Check that batches can be read from a loader in every epoch, and split.
 
     Raises:

@@ -89,7 +89,7 @@ class TorchModule:
         """
         return self._call("__call__", args, kwargs)
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: object) -> Any:
         """Call another method of the module, such as "encode", in the same way."""
         return self._call(method, args, kwargs)
 
@@ -172,7 +172,7 @@ class TorchModule:
 
     # ---- one call ------------------------------------------------------------------------
 
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         reads = OVERRIDES.get()
         if reads is None:
             with self._borrowed() as shell:
@@ -192,7 +192,7 @@ class TorchModule:
 
     def _call_shell(
         self, shell: _Shell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> object:
         state = {key: local_value(variable) for key, variable in self._buffers.items()}
         shell.bind({key: _tensor(value) for key, value in state.items()})
         before = shell.versions()
@@ -386,7 +386,7 @@ def _checked_array(key: str, tensor: torch.Tensor) -> Array:
     return array
 
 
-def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], Any], ...]:
+def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], object], ...]:
     """Return the hooks of a parameter, which are called with its gradient in a loss."""
     if getattr(tensor, "_post_accumulate_grad_hooks", None):
         raise TypeError(
@@ -396,7 +396,9 @@ def _checked_hooks(key: str, tensor: torch.Tensor) -> tuple[Callable[[torch.Tens
     return tuple((tensor._backward_hooks or {}).values())
 
 
-def _hooked(tensor: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], Any]]) -> torch.Tensor:
+def _hooked(
+    tensor: torch.Tensor, hooks: Sequence[Callable[[torch.Tensor], object]]
+) -> torch.Tensor:
     """Register the hooks of a parameter on its tensor in a loss, which has it until the end."""
     if tensor.requires_grad:
         for hook in hooks:

@@ -52,7 +52,7 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         func: Op,
         _types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
     ) -> Any:
         """Run one operation."""
         if not _may_be_random(func):
@@ -129,7 +129,7 @@ def _may_draw(part: nn.Module) -> bool:
     return not isinstance(rate, nn.Module) and bool(rate)  # a layer in it is a part of its own
 
 
-def _draws_nothing(func: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _draws_nothing(func: Op, args: Sequence[Any], kwargs: Mapping[str, object]) -> bool:
     """Tell whether an operation that may drop out is told not to."""
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:

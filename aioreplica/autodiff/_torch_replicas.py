@@ -66,7 +66,7 @@ class Averaging:
         self._flat: dict[object, torch.Tensor] = {}
         self._handles: list[Any] = []
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
+    def __reduce__(self) -> tuple[object, tuple[()]]:
         return Averaging, ()
 
     @classmethod
@@ -318,7 +318,7 @@ def no_sync(module: Any) -> Iterator[None]:
 # ---- refusals ----------------------------------------------------------------------------
 
 
-def _require_module(module: Any, num_replicas: int) -> None:
+def _require_module(module: object, num_replicas: int) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"ar.prepare takes a torch.nn.Module, got {module!r:.80} ({type(module).__name__})."
@@ -344,7 +344,7 @@ def _require_module(module: Any, num_replicas: int) -> None:
             )
 
 
-def _require_optimizer(optimizer: Any, module: nn.Module) -> None:
+def _require_optimizer(optimizer: object, module: nn.Module) -> None:
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -374,7 +374,7 @@ def _require_optimizer(optimizer: Any, module: nn.Module) -> None:
         )
 
 
-def _refuse_closure(optimizer: Any, args: Sequence[Any], kwargs: Any) -> None:
+def _refuse_closure(optimizer: object, args: Sequence[object], kwargs: Any) -> None:
     given = [*args[1:], *kwargs.values()]
     if any(map(callable, given)):
         raise TypeError(_closure_text(type(optimizer).__name__))

@@ -109,8 +109,8 @@ def run_outside(
     gradient_of: NameGradient,
     name: str,
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> Any:
     """Run a function on the host for a device program, as part of what a library differentiates.
 
@@ -129,7 +129,7 @@ def run_outside(
     if new_call is None:
         return run(name, partial(fn, **kwargs) if kwargs else fn, args)
 
-    def of_traced(*values: Any) -> Any:
+    def of_traced(*values: object) -> Any:
         whole = list(leaves)
         for position, value in zip(positions, values, strict=True):
             whole[position] = value
@@ -139,7 +139,7 @@ def run_outside(
     return new_call(run, gradient_of, name, of_traced).at([leaves[i] for i in positions])
 
 
-def _traced(leaves: Sequence[Any]) -> tuple[list[int], Any]:  # Any: a class of either library
+def _traced(leaves: Sequence[object]) -> tuple[list[int], Any]:  # Any: a class of either library
     """Return which leaves a library traces, and the class of its outside calls.
 
     A library that was not imported traces nothing, so nothing is imported here.

@@ -93,7 +93,7 @@ class VariableReads:
         """The traced variables, in order of their first read."""
         return tuple(dict.fromkeys(variable for variable, _ in self._watched))
 
-    def trace(self, loss: Callable[[], Any], watch: Watch, constant: Watch | None = None) -> Any:
+    def trace(self, loss: Callable[[], object], watch: Watch, constant: Watch | None = None) -> Any:
         """Run a loss with this object standing in for its variables.
 
         Args:
@@ -169,7 +169,7 @@ class VariableReads:
 
 
 def differentiate_variables(
-    loss: Callable[[], Any],
+    loss: Callable[[], object],
     variables: Sequence[Variable] | None = None,
     backend: str = "autograd",
     *,

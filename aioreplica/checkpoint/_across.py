@@ -26,7 +26,7 @@ from ._state import Cut, Entry, frozen, read_state, take_cut
 Array = npt.NDArray[Any]
 
 
-async def take_common_cut(state: Any, step: int) -> tuple[Cut, Any]:
+async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:
     """Take a cut, with the components that on-read variables have on all workers.
 
     Returns:
@@ -153,7 +153,7 @@ async def write_nothing(_step: int, _cut: Cut) -> None:
     """Leave it to the first worker."""
 
 
-def workers_of_state(state: Any) -> Any:
+def workers_of_state(state: object) -> Any:
     """Return the workers of the strategy whose variables are in a state, None if it has none.
 
     Raises:

@@ -270,7 +270,7 @@ def _dumped(entry: EntryRecord) -> str:
     return f'{text[:-1]},"value":{_in_pieces(entry.value)}}}'
 
 
-def _in_pieces(tree: Any) -> str:
+def _in_pieces(tree: object) -> str:
     """Return JSON, made in short calls: each keeps all other threads waiting."""
     if type(tree) is dict and len(tree) > 0:
         members = [f"{_JSON.encode(name)}:{_in_pieces(child)}" for name, child in tree.items()]
@@ -295,7 +295,7 @@ def parse_entries(data: bytes) -> dict[str, EntryRecord]:
 
 def _lean(entry: EntryRecord, *, with_value: bool = True) -> dict[str, Any]:
     """Return the fields that do not have their defaults, and always a value."""
-    found: dict[str, Any] = {"kind": entry.kind}
+    found: dict[str, object] = {"kind": entry.kind}
     for name in _OPTIONAL:
         field = getattr(entry, name)
         if field:

@@ -42,7 +42,7 @@ class FsspecStorage:
         <FsspecStorage memory://run-7>
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, **options: object) -> None:
         try:
             import fsspec
         except ModuleNotFoundError as missing:
@@ -134,7 +134,7 @@ class FsspecStorage:
 
 @final
 class _RemoteSink:
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: object) -> None:
         self._file: Any = file
 
     @_as_os_errors()
@@ -176,7 +176,7 @@ class _NoLock:
         """Do nothing."""
 
 
-def storage_of(directory: Any) -> Storage:
+def storage_of(directory: object) -> Storage:
     """Return the storage that a path, a URL or a storage names.
 
     Raises:

@@ -51,7 +51,7 @@ from ._writing import not_committed, pin_step, unpin_step, write_cut
 T = TypeVar("T")
 
 
-def _warn_of_failure(manager: Any) -> None:
+def _warn_of_failure(manager: object) -> None:
     """Warn of a save in the background that went wrong and was not waited for."""
     failure = getattr(manager, "_failure", None)  # a constructor may have raised
     if failure is not None:
@@ -137,7 +137,7 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------
 
-    async def save(self, step: int, state: Any, *, wait: bool = True) -> None:
+    async def save(self, step: int, state: object, *, wait: bool = True) -> None:
         """Save a state as a step; a step of that number is replaced.
 
         A save that is going on is waited for first, so at most one state is held at a time. All
@@ -183,7 +183,7 @@ class CheckpointManager:
     async def save_on_cancel(
         self,
         work: Coroutine[Any, Any, T],
-        state: Any,
+        state: object,
         step: Callable[[], int],
         *,
         grace_s: float = 30.0,
@@ -313,7 +313,9 @@ class CheckpointManager:
 
     # ---- restoring -----------------------------------------------------------------------
 
-    async def restore(self, state: Any, step: int | None = None, *, partial: bool = False) -> int:
+    async def restore(
+        self, state: object, step: int | None = None, *, partial: bool = False
+    ) -> int:
         """Put a saved state back into the objects it was taken from, or into others like them.
 
         The strategy, its kind and its number of replicas may be others. Everything is read and
@@ -561,7 +563,7 @@ def _end_cut_off(manager: CheckpointManager) -> None:
     )
 
 
-def _require_step_function(step: Any) -> None:
+def _require_step_function(step: object) -> None:
     """Check what gives the number of a step: found out later, nothing could be saved."""
     if not callable(step) or is_async(step):
         raise TypeError(f"save_on_cancel needs a plain function as step, got {step!r}.")

@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 NUM_LISTED = 8
 
 
-def read_entry(storage: Storage, step: int, key: str, index: Any, stop: Stop) -> Any:
+def read_entry(storage: Storage, step: int, key: str, index: object, stop: Stop) -> Any:
     """Return an entry of a step, or a part of it; blocks.
 
     Args:
@@ -79,8 +79,8 @@ def _no_entry(storage: Storage, manifest: Manifest, key: str) -> CheckpointError
 
 
 def _read(
-    storage: Storage, manifest: Manifest, key: str, entry: EntryRecord, index: Any, stop: Stop
-) -> Any:
+    storage: Storage, manifest: Manifest, key: str, entry: EntryRecord, index: object, stop: Stop
+) -> object:
     ranges, kept = parts_of(entry.shape, index)
     arrays = []
     for number, record in enumerate(entry.tensors):
@@ -103,7 +103,7 @@ def _read(
     return np.array(aggregated(entry, arrays)) if len(arrays) > 1 else arrays[0]
 
 
-def parts_of(shape: tuple[int, ...], index: Any) -> tuple[list[range], tuple[int, ...]]:
+def parts_of(shape: tuple[int, ...], index: object) -> tuple[list[range], tuple[int, ...]]:
     """Return the indices to be read along each axis, and the shape of the result.
 
     Raises:

@@ -29,7 +29,7 @@ UNWIND_S = 1.0
 
 async def run_and_save(
     work: Coroutine[Any, Any, T],
-    state: Any,
+    state: object,
     step: Callable[[], int],
     write: Callable[[int, Cut], Awaitable[None]],
     grace_s: float,
@@ -120,7 +120,7 @@ async def _whole(work: Coroutine[Any, Any, None], name: str) -> None:
 
 async def _save_and_stop(
     training: OwnedTask[Any],
-    state: Any,
+    state: object,
     step: Callable[[], int],
     write: Callable[[int, Cut], Awaitable[None]],
     grace_s: float,
@@ -200,7 +200,7 @@ def _hanging_in(gates: Collection[StepGate]) -> str:
     return " ".join(lines)
 
 
-def _place_of(task: asyncio.Task[Any]) -> str:
+def _place_of(task: asyncio.Task[object]) -> str:
     """Return the innermost `file:line` of a task."""
     frames = task.get_stack()
     return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "-"

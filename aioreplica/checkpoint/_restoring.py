@@ -58,7 +58,7 @@ class Restored:
 
 
 async def restore_step(
-    storage: Storage, state: Any, step: int | None, *, partial: bool
+    storage: Storage, state: object, step: int | None, *, partial: bool
 ) -> Restored:
     """Restore a step, or the newest one that is not damaged.
 
@@ -105,7 +105,7 @@ def _nothing_left(
 
 
 async def _restore_from(
-    storage: Storage, manifest: Manifest, state: Any, *, is_partial: bool
+    storage: Storage, manifest: Manifest, state: object, *, is_partial: bool
 ) -> Plan:
     plan = make_plan(read_state(state), manifest, partial=is_partial)
     arrays = await read_tensors(storage, manifest, plan.keys)
@@ -296,7 +296,7 @@ def apply_plan(
                 own[entry.thing] = components_for(entry.thing, record, saved)
         else:
             values[entry.key] = value_of(entry.key, record, saved)
-    deferred: dict[int, dict[Any, Any]] = {}
+    deferred: dict[int, dict[Any, object]] = {}
     for key, owner in plan.deferred.items():
         record = manifest.entries[key]
         own_parts = deferred.setdefault(id(state.composites[record.object]), {})
@@ -337,7 +337,7 @@ def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
     return aggregated(record, saved) if record.kind == "variable" else np.array(saved[0])
 
 
-def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:
+def _put(entry: Entry, value: Any, undo: Callable[..., object]) -> None:
     """Replace one value; `undo` is called with what puts the old one back.
 
     Raises:
@@ -371,7 +371,7 @@ def _put(entry: Entry, value: Any, undo: Callable[..., Any]) -> None:
         thing.load_state_dict(value)
 
 
-def _set_generator(generator: Any, state: Any) -> None:
+def _set_generator(generator: Any, state: object) -> None:
     generator.state = state
 
 
@@ -384,5 +384,5 @@ def _fill_dict(old: dict[Any, Any], new: dict[Any, Any]) -> None:
     old.update(new)
 
 
-def _set_item(container: Any, index: Any, value: Any) -> None:
+def _set_item(container: Any, index: object, value: Any) -> None:
     container[index] = value

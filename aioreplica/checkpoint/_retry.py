@@ -50,7 +50,7 @@ Retry: TypeAlias = Callable[[OSError, int, float], float | None]
 """Told an error, how often the call was tried, and for how many seconds; returns the next pause."""
 
 
-def as_retry(given: Any) -> Retry | None:
+def as_retry(given: object) -> Retry | None:
     """Return the rule that a manager is given; of a number of seconds, the usual one.
 
     Raises:

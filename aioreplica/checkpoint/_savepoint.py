@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from typing import Any, final
+from typing import final
 
 from ..values import Variable
 from ._across import exchange_newest
@@ -44,7 +44,7 @@ class Savepoint:
 
     __slots__ = ("_cut", "_state")
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: object) -> None:
         self._state = state
         self._cut = look(read_state(state))
         self._cut.check()
@@ -75,7 +75,7 @@ class Savepoint:
         records = _described(self._cut)
         self._put(Manifest(0, 0, self._cut.next_steps, (), records), self._cut.arrays)
 
-    async def put_back_newest(self, workers: Any) -> None:
+    async def put_back_newest(self, workers: object) -> None:
         """Put back the savepoint of the worker that has done most steps; the first one of several.
 
         Every worker has to call this. On-read variables keep what this worker's own savepoint has,
@@ -111,7 +111,7 @@ class Savepoint:
         return f"<Savepoint | {len(self._cut.entries)} entries>"
 
 
-def model_variables(state: Any) -> dict[str, Variable]:
+def model_variables(state: object) -> dict[str, Variable]:
     """Return the variables of a state by key, without those of optimizers.
 
     Raises:

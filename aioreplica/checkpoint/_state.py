@@ -157,11 +157,11 @@ class DescribedState:
 
     __slots__ = ("_found", "_held", "_state", "_things")
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: object) -> None:
         self._state = state
         self._found: State | None = None
-        self._held: list[Any] = []
-        self._things: list[Any] = []
+        self._held: list[object] = []
+        self._things: list[object] = []
 
     def read(self) -> State:
         """Return its entries; as `read_state`."""
@@ -174,7 +174,7 @@ class DescribedState:
         return found
 
 
-def read_state(state: Any) -> State:
+def read_state(state: object) -> State:
     """Find the entries of a state.
 
     Raises:
@@ -209,7 +209,7 @@ def read_state(state: Any) -> State:
     return found
 
 
-def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None:
+def _walk(found: State, key: str, node: object, container: object, index: object) -> None:
     if is_variable(node):
         found.add(Entry(key, node))
     elif key and is_plain(node):
@@ -230,7 +230,7 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
                 raise TypeError(
                     f"The state has the key {name!r} in {key or 'its root'!r}. Keys are str or int."
                 )
-            own: Any = node if isinstance(node, MutableMapping) else None
+            own: object = node if isinstance(node, MutableMapping) else None
             _walk(found, _below(key, str(name)), child, own, name)
     elif isinstance(node, (list, tuple)):
         found.opened.append((node, _look_at_items))
@@ -260,34 +260,34 @@ def _walk(found: State, key: str, node: Any, container: Any, index: Any) -> None
 # them alive, no other thing can have one of these.
 
 
-def _look_at_items(nodes: Iterable[Any]) -> tuple[Any, Any]:
+def _look_at_items(nodes: Iterable[object]) -> tuple[object, object]:
     things = [*nodes]
     return [*map(id, things)], things
 
 
-def _look_at_mapping(node: Mapping[Any, Any]) -> tuple[Any, Any]:
+def _look_at_mapping(node: Mapping[Any, object]) -> tuple[object, object]:
     things = [*node.values()]
     return [*node, *map(id, things)], things
 
 
-def _look_at_parts(node: HasParts) -> tuple[Any, Any]:
+def _look_at_parts(node: HasParts) -> tuple[object, object]:
     return _look_at_items([node.checkpoint_parts])
 
 
-def _look_at_variables(node: HasVariables) -> tuple[Any, Any]:
+def _look_at_variables(node: HasVariables) -> tuple[object, object]:
     return _look_at_items(node.variables)
 
 
-def _look_at_entries(node: Composite) -> tuple[Any, Any]:
+def _look_at_entries(node: Composite) -> tuple[object, object]:
     entries = node.checkpoint_entries()
     return [(id(owner), name, id(each)) for (owner, name), each in entries.items()], entries
 
 
-def _look_at_plain(node: Any) -> tuple[Any, Any]:
+def _look_at_plain(node: object) -> tuple[object, object]:
     return is_plain(node), None
 
 
-def is_variable(node: Any) -> TypeGuard[Variable]:
+def is_variable(node: object) -> TypeGuard[Variable]:
     """Tell what isinstance does, in a third of the time: it is slow for abstract classes."""
     return Variable in type(node).__mro__
 
@@ -334,7 +334,7 @@ class Cut:
         Raises:
             TypeError: If an array has another dtype than those.
         """
-        known: set[Any] = set()
+        known: set[object] = set()
         for key, arrays in self.arrays.items():
             for array in arrays:
                 if array.dtype not in known:
@@ -404,7 +404,7 @@ def require_outside_steps(what: str) -> None:
         )
 
 
-async def take_cut(state: Any) -> Cut:
+async def take_cut(state: object) -> Cut:
     """Wait for steps under way, and read the state while new ones are held back.
 
     Raises:
@@ -427,7 +427,7 @@ async def take_cut(state: Any) -> Cut:
     return cut
 
 
-async def _look_at_home(found: State, state: Any) -> Cut:
+async def _look_at_home(found: State, state: object) -> Cut:
     """Read a state whose variables may live on parameter servers."""
     elsewhere = found.elsewhere()
     if not elsewhere:
@@ -465,7 +465,7 @@ def look(found: State) -> Cut:
     return Cut(next_steps, found.entries, arrays, values)
 
 
-def _plain_state(thing: Any) -> Any:
+def _plain_state(thing: object) -> object:
     if isinstance(thing, np.random.Generator):
         return thing.bit_generator.state
     return thing.state_dict() if isinstance(thing, Stateful) else thing
@@ -523,7 +523,7 @@ class PlainCopies:
             }
         return self._take_other(value, key, arrays)
 
-    def _take_other(self, value: Any, key: str, arrays: list[Array]) -> Any:
+    def _take_other(self, value: Any, key: str, arrays: list[Array]) -> object:
         if isinstance(value, (np.ndarray, np.generic)):
             arrays.append(frozen(value))
             return _Stored(len(arrays) - 1, isinstance(value, np.generic))
@@ -558,10 +558,10 @@ _KINDS: dict[type[Any], Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def encoded(copied: Any) -> Any:
+def encoded(copied: object) -> Any:
     """Return a copy of plain data as JSON has it."""
     return encode(copied, _encoded_array)
 
 
-def _encoded_array(stored: _Stored) -> Any:
+def _encoded_array(stored: _Stored) -> object:
     return {"$scalar" if stored.is_scalar else "$tensor": stored.number}

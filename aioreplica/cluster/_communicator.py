@@ -458,7 +458,7 @@ class Communicator(ABC):
                 future.exception()  # already known: every later call raises it
 
 
-def require_timeout(timeout: Any) -> float | None:
+def require_timeout(timeout: object) -> float | None:
     """Check a timeout in seconds.
 
     Raises:
@@ -474,7 +474,7 @@ def require_timeout(timeout: Any) -> float | None:
     return float(timeout)
 
 
-def as_array(x: Any, where: str) -> Any:
+def as_array(x: object, where: str) -> Any:
     """Return a C-contiguous NumPy array of numbers in native byte order; `x` itself if it is one.
 
     Raises:

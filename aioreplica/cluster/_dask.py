@@ -64,7 +64,7 @@ class DaskClosureEngine(ClosureEngine):
         target: Any = None,  # Any: a client of a package that need not be installed
         *,
         num_workers: int = 2,
-        security: Any = None,
+        security: object = None,
         timeout_s: float = 30.0,
     ) -> None:
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
@@ -177,7 +177,7 @@ class DaskClosureEngine(ClosureEngine):
             )
             self._in_background(releasing, "release of what workers keep")
 
-    def _in_background(self, work: Coroutine[Any, Any, Any], name: str) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, object], name: str) -> None:
         task = OwnedTask(work, name)
         self._background.add(task)
         task.when_done(lambda _error: self._background.discard(task))
@@ -419,7 +419,7 @@ class _Host:
 @final
 class _DaskState(StateHandle):
     def __init__(
-        self, owner: str, server: int, actor: Any, client: Any = None, future: Any = None
+        self, owner: str, server: int, actor: Any, client: Any = None, future: object = None
     ) -> None:
         self.server = server
         self._actor = actor
@@ -454,7 +454,7 @@ class _DaskState(StateHandle):
             calling.cancel()
         raise self._lost(ConnectionError("its process is gone"))
 
-    async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def _call(self, method: str, args: tuple[Any, ...]) -> object:
         try:
             with self._client.as_current():
                 pending = self._actor.call(method, args)
@@ -471,7 +471,7 @@ class _DaskState(StateHandle):
         except Exception as failure:
             raise self._lost(failure) from failure
 
-        def finish() -> Any:
+        def finish() -> object:
             try:
                 result, error = pending.result()
             except Exception as failure:
@@ -487,7 +487,7 @@ class _DaskState(StateHandle):
             f"Parameter server {self.server} was lost: {failure}", ranks=(self.server,)
         )
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return self._reduced
 
 
@@ -531,13 +531,13 @@ def _translated(error: Exception) -> Exception:
     return error
 
 
-def _run_task(data: bytes) -> Any:
+def _run_task(data: bytes) -> object:
     """Run a task in the thread that Dask has for it."""
     task: ClosureTask = pickle.loads(data)
     return task.run(_closure_worker())
 
 
-def _release(owner: str, keys: Sequence[Hashable] | None, dask_worker: Any) -> None:
+def _release(owner: str, keys: Sequence[Hashable] | None, dask_worker: object) -> None:
     """Let go of what this worker keeps; called on its event loop."""
     _closure_worker(dask_worker).release(owner, keys)
 
@@ -547,7 +547,7 @@ def _closure_worker(worker: Any = None) -> ClosureWorker:
     return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
 
 
-def _address_and_security(client: Any) -> tuple[str, Any]:
+def _address_and_security(client: Any) -> tuple[str, object]:
     """Return how to connect as a client does, which has to live on the running event loop."""
     if not client.asynchronous or client.loop.asyncio_loop is not asyncio.get_running_loop():
         raise ContextError(

@@ -124,7 +124,7 @@ def load_dask() -> Any:
     return distributed
 
 
-def _temporary_security() -> Any:
+def _temporary_security() -> object:
     """Return keys and certificates of one cluster, which only its processes ever have."""
     try:
         return load_dask().Security.temporary()

@@ -158,7 +158,7 @@ class Link:
         self._late: Turn | None = None  # in which the lane waits for others
         self._held: list[Poll] = []  # exchanges that the engine may not be done with
 
-    def put(self, fn: Callable[..., Any], *args: Any) -> Op[Any]:
+    def put(self, fn: Callable[..., Any], *args: object) -> Op[Any]:
         """Queue a call of the engine; on the event loop."""
         op: Op[Any] = Op(CompletionQueue.of_running_loop(), fn, args, {}, self.lane)
         op.put()

@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from ._resolver import ClusterResolver
 
@@ -213,6 +212,6 @@ def _range(ranges: str, text: str) -> list[str]:
     return ends
 
 
-def _short(text: Any) -> str:
+def _short(text: object) -> str:
     shown = repr(text)
     return shown if len(shown) <= 80 else f"{shown[:76]}...'"

@@ -281,5 +281,5 @@ def _name_of(function: str) -> bytes:
     return cut_text(function, NAME_BYTES)
 
 
-def _key_of(frame: Frame) -> tuple[Any, ...]:
+def _key_of(frame: Frame) -> tuple[object, ...]:
     return frame.run, frame.function, frame.sequence, frame.stage, frame.digest

@@ -401,7 +401,7 @@ def _results(calls: list[Call]) -> list[Any]:
     return [None] * size
 
 
-def _agreements(calls: list[Call], rows: Any) -> list[Any]:
+def _agreements(calls: list[Call], rows: object) -> list[Any]:
     said = [call.agrees is not None and call.agrees(rows) for call in calls]
     totals = None
     op = calls[0].op

@@ -249,7 +249,7 @@ class _LocalState(StateHandle):
     def begin(self, method: str, *args: Any) -> Callable[[], Any]:
         return lambda: self._call(method, args)
 
-    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+    def _call(self, method: str, args: tuple[Any, ...]) -> object:
         if self.is_lost:
             raise WorkerLostError(f"Parameter server {self.server} was lost.", ranks=(self.server,))
         with self._lock:
@@ -262,7 +262,7 @@ class _LocalSubmission(Submission):
         self.task = task
         self.done = asyncio.Event()
         self.running: OwnedTask[None] | None = None
-        self._value: Any = None
+        self._value: object = None
         self._error: Exception | None = None
 
     def settle(self, value: Any = None, error: Exception | None = None) -> None:

@@ -119,7 +119,7 @@ class MpiRuntime:
                 "MPI. Fork before connecting, or start processes with the 'spawn' method."
             )
 
-    async def run(self, what: str, timeout: float | None, fn: Any, *args: Any) -> Any:
+    async def run(self, what: str, timeout: float | None, fn: Any, *args: object) -> Any:
         """Run a call of MPI that blocks until the others have made it too.
 
         Raises:
@@ -279,13 +279,13 @@ class MpiEngine(Engine):
     def barrier(self) -> Poll:
         return poll_of(self._comm.Ibarrier().Test)
 
-    def add(self, source: Any, target: Any) -> Poll | None:
+    def add(self, source: object, target: Any) -> Poll | None:
         return None
 
     def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
         return MpiMessages(self._mpi, self._comm, ranks, tag_of(name, self._max_tag))
 
-    def _of(self, array: Any) -> Any:
+    def _of(self, array: Any) -> object:
         return [array, self._mpi.BYTE]
 
     # ---- notes ---------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class MpiMessages(Exchange):
         parts = np.split(send, np.cumsum(counts)[:-1])
         return self._exchange(parts, recv.reshape(self.size, counts[self.rank]))
 
-    def broadcast(self, buffer: Any, root: int) -> Poll:
+    def broadcast(self, buffer: object, root: int) -> Poll:
         others = [rank for rank in range(self.size) if rank != root]
         if self.rank == root:
             requests = [self._send(buffer, rank) for rank in others]
@@ -411,7 +411,7 @@ class MpiMessages(Exchange):
     def barrier(self) -> Poll:
         return self.all_gather(np.zeros(1, np.uint8), np.empty(self.size, np.uint8))
 
-    def add(self, source: Any, target: Any) -> Poll | None:
+    def add(self, source: object, target: Any) -> Poll | None:
         return None
 
     def _exchange(self, parts: Any, rows: Any) -> Poll:
@@ -420,10 +420,10 @@ class MpiMessages(Exchange):
         requests += [self._send(parts[rank], rank) for rank in others]
         return self._poll(requests, parts, rows)
 
-    def _send(self, array: Any, rank: int) -> Any:
+    def _send(self, array: Any, rank: int) -> object:
         return self._comm.Isend([array, self._mpi.BYTE], self._ranks[rank], self._tag)
 
-    def _receive(self, array: Any, rank: int) -> Any:
+    def _receive(self, array: Any, rank: int) -> object:
         return self._comm.Irecv([array, self._mpi.BYTE], self._ranks[rank], self._tag)
 
     def _poll(self, requests: list[Any], *held: Any) -> Poll:
@@ -441,7 +441,7 @@ def tag_of(group: str, most: int) -> int:
     return 1 + (int.from_bytes(digest, "little") >> 33) % most
 
 
-def poll_of(test: Any, *held: Any) -> Poll:
+def poll_of(test: Any, *held: object) -> Poll:
     """Return a poll function that holds what MPI may still use."""
 
     def poll(pause_s: float, _held: tuple[Any, ...] = held) -> bool:

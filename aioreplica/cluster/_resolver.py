@@ -95,7 +95,7 @@ class ClusterResolver:
         return self.rank == 0
 
 
-def _checked_spec(given: Any, source: str) -> dict[str, tuple[str, ...]]:
+def _checked_spec(given: object, source: str) -> dict[str, tuple[str, ...]]:
     if not isinstance(given, Mapping):
         raise TypeError(
             f"A cluster is a mapping of task types to lists of addresses, got {given!r} "

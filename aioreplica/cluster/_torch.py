@@ -289,10 +289,10 @@ class TorchEngine(Engine):
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
-    def all_gather(self, send: Any, recv: Any) -> Poll:
+    def all_gather(self, send: Any, recv: object) -> Poll:
         return self._messages.all_gather(send, recv)
 
-    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, send: Any, recv: object, counts: list[int]) -> Poll:
         return self._messages.all_to_all(send, recv, counts)
 
     def broadcast(self, buffer: Any, root: int) -> Poll:
@@ -458,7 +458,7 @@ class GlooMessages(Exchange):
         size: Of the group.
     """
 
-    def __init__(self, torch: Any, dist: Any, group: Any, rank: int, size: int) -> None:
+    def __init__(self, torch: Any, dist: Any, group: object, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._torch, self._dist, self._group = torch, dist, group
 
@@ -500,13 +500,13 @@ class GlooMessages(Exchange):
         group, self._group = self._group, None
         return group
 
-    def _tensor(self, array: Any) -> Any:
+    def _tensor(self, array: Any) -> object:
         """Return a tensor of an array's memory, which may be read-only where it is only sent."""
         memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
         return self._torch.from_numpy(np.frombuffer(memory, np.uint8))
 
 
-def _poll_of(work: Any, *held: Any) -> Poll:
+def _poll_of(work: Any, *held: object) -> Poll:
     """Return a poll function that waits for Gloo, and holds what it may still use."""
     gate = new_gate(None)
     work.get_future().add_done_callback(lambda _: gate.open())

@@ -297,5 +297,5 @@ def cause_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _as_they_are(parts: Any) -> Any:
+def _as_they_are(parts: object) -> Any:
     return parts

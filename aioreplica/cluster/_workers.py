@@ -150,7 +150,7 @@ class Workers:
                 yield turn
 
     async def aggregate(
-        self, what: str, name: str, aggregation: VariableAggregation, arrays: Sequence[Any]
+        self, what: str, name: str, aggregation: VariableAggregation, arrays: Sequence[object]
     ) -> Any:
         """Combine a variable's components, or values for them, as its aggregation says.
 

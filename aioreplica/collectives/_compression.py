@@ -179,7 +179,7 @@ class Compressed:
         self._rows = rows
         self._members = members
         self._coded = [_is_coded(leaf) for leaf in rows[0]]
-        self._lost: dict[Key, Any] = {}
+        self._lost: dict[Key, object] = {}
         self._taken = self._take() if compression.error_feedback else {}
 
     def encode(self) -> list[list[Any]]:
@@ -211,7 +211,7 @@ class Compressed:
 
         Nothing is taken if something of it does not fit.
         """
-        taken: dict[Key, Any] = {}
+        taken: dict[Key, object] = {}
         try:
             for replica_id, row in zip(self._members, self._rows, strict=True):
                 for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True)):
@@ -230,7 +230,7 @@ class Compressed:
             for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True))
         ]
 
-    def _encoded(self, leaf: Any, key: Key) -> Any:
+    def _encoded(self, leaf: Any, key: Key) -> object:
         compression = self._compression
         value = np.asarray(leaf + self._taken[key]) if key in self._taken else leaf
         code = compression.encode(value)
@@ -240,11 +240,11 @@ class Compressed:
             self._lost[key] = compression.lost(value, code)
         return code
 
-    def _decoded(self, code: Any, leaf: Any) -> Any:
+    def _decoded(self, code: Any, leaf: Any) -> object:
         result = self._compression.decode(code, leaf.shape, leaf.dtype)
         result.flags.writeable = False
         return result
 
 
-def _is_coded(leaf: Any) -> bool:
+def _is_coded(leaf: object) -> bool:
     return type(leaf) is np.ndarray and leaf.dtype in (np.float32, np.float64) and leaf.size > 0

@@ -15,7 +15,7 @@ from ..values import IndexedSlices
 _HALF = ("float16", "bfloat16")
 
 
-def array_like(leaf: Any) -> Any:
+def array_like(leaf: object) -> Any:
     """Return a leaf as something with shape and dtype: an array as it is, the rest by NumPy.
 
     Example:
@@ -29,12 +29,12 @@ def array_like(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def are_of_one_library(a: Any, b: Any) -> bool:
+def are_of_one_library(a: object, b: object) -> bool:
     """Tell whether two arrays can be combined without moving one to another library."""
     return type(a) is type(b) or backend_of(a) is backend_of(b)
 
 
-def require_untraced(leaf: Any, where: str) -> bool:
+def require_untraced(leaf: object, where: str) -> bool:
     """Check that nothing is lost if only the numbers of a leaf are sent; tell if NumPy's it is.
 
     Raises:
@@ -52,7 +52,7 @@ def require_untraced(leaf: Any, where: str) -> bool:
     return False
 
 
-def half_dtype(leaf: Any) -> Any:
+def half_dtype(leaf: object) -> Any:
     """Return the dtype of an array or IndexedSlices of half precision, None for any other leaf."""
     dtype = getattr(leaf, "dtype", None)
     if getattr(dtype, "itemsize", 0) != 2:
@@ -61,7 +61,7 @@ def half_dtype(leaf: Any) -> Any:
     return dtype if name in _HALF else None
 
 
-def widened(leaf: Any) -> Any:
+def widened(leaf: object) -> Any:
     """Return a leaf of half precision in float32."""
     if type(leaf) is IndexedSlices:
         return IndexedSlices(widened(leaf.values), leaf.indices, leaf.dense_shape)
@@ -71,7 +71,7 @@ def widened(leaf: Any) -> Any:
     return xp.astype(leaf, xp.float32)
 
 
-def narrowed(leaf: Any, dtype: Any) -> Any:
+def narrowed(leaf: object, dtype: Any) -> Any:
     """Return a leaf that was widened in its dtype again; read-only where it is a NumPy array."""
     if type(leaf) is IndexedSlices:
         return IndexedSlices(narrowed(leaf.values, dtype), leaf.indices, leaf.dense_shape)
@@ -84,7 +84,7 @@ def narrowed(leaf: Any, dtype: Any) -> Any:
     return rounded
 
 
-def share(value: Any, inputs: Sequence[Any]) -> list[Any]:
+def share(value: Any, inputs: Sequence[object]) -> list[Any]:
     """Return a result of a collective once per replica, where each replica's input lives.
 
     Args:
@@ -127,7 +127,7 @@ def require_sum(op: ReduceOp, where: str) -> None:
         )
 
 
-def require_dense(leaf: Any, where: str) -> None:
+def require_dense(leaf: object, where: str) -> None:
     """Check that a leaf is not sparse.
 
     Raises:

@@ -32,7 +32,7 @@ async def broadcast_tree(turn: Turn, value: Tree, root: int) -> Tree:
 
     data, arrays = (b"", []) if turn.rank != root else packed_tree(value)
 
-    async def carry(wire: Wire, slots: list[bytes]) -> Any:
+    async def carry(wire: Wire, slots: list[bytes]) -> object:
         size = int.from_bytes(slots[root], "little")
         header = json.loads(await broadcast_bytes(wire, data, size, root))
         found: list[npt.NDArray[Any]] = []
@@ -60,7 +60,7 @@ def packed_tree(value: Tree) -> tuple[bytes, list[npt.NDArray[Any]]]:
 
     arrays: list[npt.NDArray[Any]] = []
 
-    def leaf(each: Any) -> Any:
+    def leaf(each: object) -> object:
         if not isinstance(each, (np.ndarray, np.generic)) or each.dtype.kind not in "biufcUS":
             raise TypeError(
                 f"Other workers can be sent NumPy arrays, numbers, text, bytes and None in lists, "

@@ -97,7 +97,7 @@ class Layout:
 
     __slots__ = ("_pack_bytes", "others", "packs", "singles")
 
-    def __init__(self, leaves: Sequence[Any], bytes_per_pack: int) -> None:
+    def __init__(self, leaves: Sequence[object], bytes_per_pack: int) -> None:
         self.packs: list[Pack] = []
         self.singles: list[int] = []
         self.others: list[int] = []
@@ -242,7 +242,7 @@ class ReductionPlan:
         self.results[index] = reduce_leaves(self._op, [row[index] for row in self._rows])
 
 
-def _read_only(total: Any) -> Any:
+def _read_only(total: Any) -> object:
     shared = total.view()
     shared.flags.writeable = False
     return shared
@@ -281,7 +281,7 @@ def _reduce_pack(
         reduce_block(op, total[begin:end], parts, count)
 
 
-def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> object:
     """Lay arrays out one behind the other, in C order; bytes are copied without looking inside."""
     try:
         return np.frombuffer(b"".join(arrays), dtype)

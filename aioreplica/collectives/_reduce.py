@@ -26,7 +26,7 @@ from ._kind import (
 _PYTHON_NUMBERS = (bool, int, float, complex)
 
 
-def leaf_bytes(leaf: Any) -> int:
+def leaf_bytes(leaf: object) -> int:
     """Return the size of a leaf in bytes, 0 for what is not an array."""
     if type(leaf) is np.ndarray:
         return leaf.nbytes
@@ -34,7 +34,7 @@ def leaf_bytes(leaf: Any) -> int:
     return size if isinstance(size, int) else 0  # that of a class is a descriptor
 
 
-def require_reducible(leaf: Any, where: str, op: ReduceOp = ReduceOp.SUM) -> None:
+def require_reducible(leaf: object, where: str, op: ReduceOp = ReduceOp.SUM) -> None:
     """Check that a leaf can be reduced with an operator.
 
     Raises:
@@ -60,7 +60,7 @@ def require_reducible(leaf: Any, where: str, op: ReduceOp = ReduceOp.SUM) -> Non
         )
 
 
-def leaf_difference(first: Any, other: Any) -> str | None:
+def leaf_difference(first: Any, other: object) -> str | None:
     """Say why two leaves cannot be reduced together, None if they can."""
     if type(first) is IndexedSlices or type(other) is IndexedSlices:
         return slices_difference(first, other)
@@ -113,7 +113,7 @@ def reduce_leaves(op: ReduceOp, values: Sequence[Any]) -> Any:
     return total
 
 
-def _reduce_numbers(op: ReduceOp, values: Sequence[Any]) -> Any:
+def _reduce_numbers(op: ReduceOp, values: Sequence[Any]) -> object:
     if op is ReduceOp.MIN or op is ReduceOp.MAX:
         nans = (value for value in values if value != value)  # noqa: PLR0124 - only NaN does
         nan = next(nans, None)  # which wins, as in NumPy
@@ -228,7 +228,7 @@ def _unwrap(total: Any) -> Any:
     return total[()] if type(total) is np.ndarray and total.ndim == 0 else total
 
 
-def require_axis(leaf: Any, axis: int, where: str) -> None:
+def require_axis(leaf: object, axis: int, where: str) -> None:
     """Check that a leaf has the axis along which it shall be joined.
 
     Raises:
@@ -257,7 +257,7 @@ def require_axis(leaf: Any, axis: int, where: str) -> None:
         )
 
 
-def gather_difference(first: Any, other: Any, axis: int) -> str | None:
+def gather_difference(first: Any, other: object, axis: int) -> str | None:
     """Say why two leaves cannot be joined along `axis`, None if they can."""
     a, b = array_like(first), array_like(other)
     if not are_of_one_library(a, b):
@@ -272,7 +272,7 @@ def gather_difference(first: Any, other: Any, axis: int) -> str | None:
     return None
 
 
-def concatenate(values: Sequence[Any], axis: int) -> Any:
+def concatenate(values: Sequence[object], axis: int) -> Any:
     """Join one leaf of every replica along `axis`, in replica order.
 
     Returns:

@@ -124,7 +124,7 @@ class KeptIterators:
         return f"<KeptIterators | {len(self._kept)}>"
 
 
-def open_iterator(source: Any) -> Iterator[Any] | AsyncIterator[Any]:
+def open_iterator(source: object) -> Iterator[Any] | AsyncIterator[Any]:
     """Return the iterator of what run_steps was given; an iterator is its own.
 
     Raises:
@@ -239,7 +239,7 @@ class ThreadFeeder(Feeder):
 
     def __init__(
         self,
-        iterator: Iterator[Any],
+        iterator: Iterator[object],
         iterators: KeptIterators | None,
         infeed: Infeed,
         steps: Sequence[LoopStep],
@@ -365,7 +365,7 @@ class TaskFeeder(Feeder):
 
     def __init__(
         self,
-        iterator: Iterator[Any] | AsyncIterator[Any],
+        iterator: Iterator[object] | AsyncIterator[object],
         iterators: KeptIterators | None,
         infeed: Infeed,
         steps: Sequence[LoopStep],
@@ -485,7 +485,7 @@ class TaskFeeder(Feeder):
 
 
 def new_feeder(
-    iterator: Iterator[Any] | AsyncIterator[Any],
+    iterator: Iterator[object] | AsyncIterator[object],
     iterators: KeptIterators | None,
     infeed: Infeed,
     steps: Sequence[LoopStep],
@@ -497,7 +497,7 @@ def new_feeder(
     return TaskFeeder(iterator, iterators, infeed, steps, num_wanted)
 
 
-def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[Any, ...]]:
+def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[object, ...]]:
     if all(type(leaf) is PerReplica and len(leaf) == num_replicas for leaf in element):
         return list(zip(*(leaf.values for leaf in element), strict=True)) or [()] * num_replicas
     return split_per_replica(element, num_replicas, "an element of the iterator")

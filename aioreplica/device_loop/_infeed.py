@@ -55,7 +55,7 @@ class Infeed:
 
     # ---- the feeder's side ---------------------------------------------------------------
 
-    def put(self, parts: Sequence[tuple[Any, ...]]) -> None:
+    def put(self, parts: Sequence[tuple[object, ...]]) -> None:
         """Enqueue one element, a tuple of inputs per replica: host by host, in replica order."""
         if self.num_put == 0:
             num_bytes = sum(getattr(leaf, "nbytes", 0) for part in parts for leaf in leaves(part))
@@ -159,7 +159,7 @@ class DeviceQueue:
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self._items: deque[Any] = deque()
+        self._items: deque[object] = deque()
         self._hungry: list[bool] = []
         self._wanted = 1  # items that the thread waits for
 
@@ -168,7 +168,7 @@ class DeviceQueue:
         """True if taking would have to wait."""
         return not self._items
 
-    def put(self, item: Any) -> None:
+    def put(self, item: object) -> None:
         """Enqueue something, from any thread."""
         self._items.append(item)
         if self._hungry and self._has(self._wanted) and self._claim():

@@ -17,7 +17,7 @@ from ..replica import RunningReplica, add_note_once
 T = TypeVar("T")
 
 
-def outside_compilation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def outside_compilation(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
     """Run a function on the host, from inside a device program, and wait for its result.
 
     On the event loop things are possible that are not on a device thread: awaiting, logging,

@@ -109,8 +109,8 @@ class MultiStepContext:
 
     def __init__(
         self,
-        last_step_outputs: Mapping[str, Any] | None = None,
-        non_tensor_outputs: Mapping[str, Any] | None = None,
+        last_step_outputs: Mapping[str, object] | None = None,
+        non_tensor_outputs: Mapping[str, object] | None = None,
         steps_run: int = 0,
         events: EventLog | None = None,
         replica_id: int | None = None,
@@ -259,7 +259,7 @@ async def combine_outputs(
     """
     first = contexts[0]
     _require_equal_names(contexts, device_names, step)
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, object] = {}
     for name in first.last_step_outputs:
         values = [context.last_step_outputs[name] for context in contexts]
         value = values[0] if has_plain_values else regroup_results(values, device_names)

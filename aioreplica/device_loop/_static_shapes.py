@@ -30,7 +30,7 @@ class StaticShapes:
         self._arrays: list[list[Look] | None] = [None] * num_replicas  # of tuples of arrays only
         self._looks: list[list[Look]] = [[] for _ in range(num_replicas)]
 
-    def check(self, step: int, parts: Sequence[Any]) -> None:
+    def check(self, step: int, parts: Sequence[object]) -> None:
         """Check the parts of one element, one per replica.
 
         Raises:
@@ -67,7 +67,7 @@ class StaticShapes:
         raise AssertionError("the elements do not differ")
 
 
-def _are_like(part: Any, looks: list[Look]) -> bool:
+def _are_like(part: object, looks: list[Look]) -> bool:
     """Tell quickly whether a part is a tuple of arrays that look like the first ones."""
     if type(part) is not tuple or len(part) != len(looks):
         return False
@@ -77,7 +77,7 @@ def _are_like(part: Any, looks: list[Look]) -> bool:
     return True
 
 
-def _look(leaf: Any) -> Look:
+def _look(leaf: object) -> Look:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return (type(leaf),) if shape is None or dtype is None else (shape, dtype)
 

@@ -522,9 +522,9 @@ def _tasks_that_await(ops: Sequence[AnyOp]) -> dict[AnyOp, tuple[str, str]]:
     return found
 
 
-def _awaited_op(task: asyncio.Task[Any]) -> tuple[AnyOp, str] | None:
+def _awaited_op(task: asyncio.Task[object]) -> tuple[AnyOp, str] | None:
     """Return the op that a task awaits, itself or in its coroutines, and `file:line` of that."""
-    awaited: Any = task.get_coro()  # Any: a chain of coroutines, generators and futures
+    awaited: object = task.get_coro()
     site = "-"
     for _ in range(MAX_DEPTH):
         if isinstance(awaited, Op):  # the task was made of it

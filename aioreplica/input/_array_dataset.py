@@ -60,7 +60,7 @@ class ArrayDataset:
 
     def __init__(
         self,
-        arrays: Any,
+        arrays: object,
         batch_size: int,
         *,
         shuffle: bool = False,
@@ -151,7 +151,7 @@ def array_source(dataset: ArrayDataset) -> Source:
             )
         return rest(start)
 
-    def identity() -> tuple[Any, ...]:
+    def identity() -> tuple[object, ...]:
         order = dataset._order_name
         return ("ArrayDataset", rows.num_examples, order, *rows.shapes(), *rows.sample())
 
@@ -252,7 +252,7 @@ class ArrayRows(Rows):
     file are copied too, so that reading the disk happens here.
     """
 
-    def __init__(self, arrays: Any) -> None:
+    def __init__(self, arrays: object) -> None:
         leaves, self._spec = flatten(arrays)
         self._is_mapped = any(isinstance(leaf, np.memmap) for leaf in leaves)
         named = paths(arrays)
@@ -305,7 +305,7 @@ class TableRows(Rows):
 
     def read(self, picked: Picked) -> Any:
         """Return a dict of arrays."""
-        rows: Any = picked if isinstance(picked, slice) else picked.tolist()
+        rows: object = picked if isinstance(picked, slice) else picked.tolist()
         columns = self._table[rows]
         batch = {name: to_array(columns[name], f"[{name!r}]") for name in self._table.column_names}
         if _is_torch_loaded():  # a column may be a view of the table's memory, even of a file's
@@ -313,7 +313,7 @@ class TableRows(Rows):
         return batch
 
 
-def rows_of(arrays: Any) -> Rows:
+def rows_of(arrays: object) -> Rows:
     """Return a reader of arrays or of a table."""
     arrays = columns_of(arrays)
     if isinstance(arrays, Table) and not isinstance(arrays, (Mapping, Sequence)):

@@ -252,7 +252,7 @@ def zipped_source(
             return None
         return min(known) if options.remainder == "drop" else max(known)
 
-    def identity() -> tuple[Any, ...]:
+    def identity() -> tuple[object, ...]:
         entries = tuple(entry for source in sources for entry in source.identity())
         return (*entries, *(source.offset_after(1) for source in sources))
 
@@ -495,7 +495,7 @@ class Joiner:
             placed[i] = leaves
         return placed
 
-    def join(self, parts: Sequence[Sequence[Any]], spec: TreeSpec) -> Any:
+    def join(self, parts: Sequence[Sequence[object]], spec: TreeSpec) -> Any:
         """Return the batch: PerReplica leaves, or the plain parts of the only replica."""
         if self._has_plain_values:
             return unflatten(spec, list(parts[0]))

@@ -44,7 +44,7 @@ class ArraySpec:
     dtype: np.dtype[Any]
 
 
-def spec_of(batch: Any) -> Any:
+def spec_of(batch: object) -> Any:
     """Return the pytree of specs of a batch of NumPy arrays.
 
     Example:
@@ -55,7 +55,7 @@ def spec_of(batch: Any) -> Any:
     return map_leaves(lambda array: ArraySpec((None, *array.shape[1:]), array.dtype), batch)
 
 
-def to_array(leaf: Any, path: str) -> Array:
+def to_array(leaf: object, path: str) -> Array:
     """Return a leaf as a NumPy array, without a copy where its library allows it.
 
     Raises:
@@ -148,7 +148,7 @@ class BatchReader:
     def _named(self, number: int) -> str:
         return f"{self._what.capitalize()} {number} of {self._label}"
 
-    def _uneven(self, batch: Any, arrays: Sequence[Array]) -> str:
+    def _uneven(self, batch: object, arrays: Sequence[Array]) -> str:
         named = ", ".join(f"{p}: {a.shape}" for p, a in zip(paths(batch), arrays, strict=True))
         if any(array.ndim == 0 for array in arrays):
             advice = " If the source yields single examples: ar.Dataset(source).batch(batch_size)."
@@ -181,7 +181,7 @@ def cut_leaves(arrays: list[Array], sizes: tuple[int, ...]) -> list[list[Array]]
     return [[array[cut] for array in arrays] for cut in bounds]
 
 
-def split_batch(batch: Any, num_replicas: int) -> list[Any]:
+def split_batch(batch: object, num_replicas: int) -> list[Any]:
     """Cut a pytree of arrays along the leading axis into one contiguous part per replica.
 
     The parts are views. A replica beyond the batch's size gets an empty part.
@@ -197,7 +197,7 @@ def split_batch(batch: Any, num_replicas: int) -> list[Any]:
     return [unflatten(spec, part) for part in parts]
 
 
-def num_examples(batch: Any) -> int:
+def num_examples(batch: object) -> int:
     """Return how many examples a batch holds: a whole one, or a replica's part.
 
     The weight of a batch: what a total over it has to be divided by.
@@ -220,7 +220,7 @@ def num_examples(batch: Any) -> int:
     raise ValueError(f"A batch holds arrays with one row per example, got {batch!r}.")
 
 
-def columns_of(batch: Any) -> Any:
+def columns_of(batch: object) -> Any:
     """Return a pytree with a dict of columns in place of every table; columns keep their dtypes.
 
     Raises:
@@ -258,7 +258,7 @@ def find_array(leaf: Any, path: str) -> Array | None:
     return array
 
 
-def _table_to_dict(leaf: Any) -> Any:
+def _table_to_dict(leaf: Any) -> object:
     library = _library_of(leaf, TABLES)
     if library is None:
         if _library_of(leaf, {"polars": ("LazyFrame",)}) is not None:
@@ -274,7 +274,7 @@ def _table_to_dict(leaf: Any) -> Any:
     return {name: leaf[name] for name in names}
 
 
-def _library_of(leaf: Any, kinds: dict[str, tuple[str, ...]]) -> str | None:
+def _library_of(leaf: object, kinds: dict[str, tuple[str, ...]]) -> str | None:
     for library, names in kinds.items():
         module = sys.modules.get(library)
         if module is not None and isinstance(leaf, tuple(_classes(module, names))):
@@ -282,7 +282,7 @@ def _library_of(leaf: Any, kinds: dict[str, tuple[str, ...]]) -> str | None:
     return None
 
 
-def _classes(module: Any, names: Iterable[str]) -> Iterable[type]:
+def _classes(module: object, names: Iterable[str]) -> Iterable[type]:
     return (getattr(module, name) for name in names if hasattr(module, name))
 
 

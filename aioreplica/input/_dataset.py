@@ -60,7 +60,7 @@ class Dataset:
         [[1, 4], [9]]
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: object) -> None:
         self._source = find_source(source)
 
     def map(self, fn: Callable[[Any], Any], *, num_parallel: int = 4) -> Dataset:
@@ -120,7 +120,7 @@ class Dataset:
         return f"<Dataset | {self._source.label}>"
 
 
-def find_source(dataset: Any) -> Source:
+def find_source(dataset: object) -> Source:
     """Return a source for whatever a user may call a dataset.
 
     Raises:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from ..devices import device
 from ._assemble import Joiner, Sharing, dealt_source, split_source, zipped_source
@@ -45,7 +45,7 @@ class InputTarget:
 
 
 def distribute_dataset(
-    target: InputTarget, dataset: Any, options: InputOptions | None
+    target: InputTarget, dataset: object, options: InputOptions | None
 ) -> DistributedDataset:
     """Split each global batch of a dataset over the replicas.
 
@@ -79,7 +79,7 @@ def distribute_dataset(
 
 
 def distribute_from_function(
-    target: InputTarget, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None
+    target: InputTarget, dataset_fn: Callable[[InputContext], object], options: InputOptions | None
 ) -> DistributedDataset:
     """Feed each replica whole batches of a dataset that `dataset_fn` makes.
 
@@ -123,7 +123,7 @@ def distribute_from_function(
     return _distributed(target, source, joiner, len(sources))
 
 
-def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Source:
+def _made(dataset_fn: Callable[[InputContext], object], context: InputContext) -> Source:
     """Call the function now; for an iterator, which can be read once only, also per epoch."""
     made = dataset_fn(context)
     if isinstance(made, (Iterator, AsyncIterator)):
@@ -134,7 +134,7 @@ def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> S
     return find_source(made)
 
 
-def _sharded(dataset: Any, options: InputOptions, context: InputContext) -> tuple[Source, str]:
+def _sharded(dataset: object, options: InputOptions, context: InputContext) -> tuple[Source, str]:
     """Return a source of what this worker reads, and how it is shared out."""
     num_pipelines, pipeline_id = context.num_input_pipelines, context.input_pipeline_id
     source = find_source(dataset)

@@ -56,7 +56,7 @@ class DistributedDataset:
     def __init__(
         self,
         source: Source,
-        known_spec: Callable[[], Any],
+        known_spec: Callable[[], object],
         open_loops: OpenLoops,
         on_begin: Callable[[], object],
         num_pipelines: int,
@@ -234,7 +234,7 @@ class DistributedDataset:
         self._settle()
         return _pack_state(self._place, self._num_pipelines, self._known_fingerprint())
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Make the next loop go on behind the batch that `state` names. A loop is ended.
 
         The number of replicas may be another one than when it was saved; for an ArrayDataset the
@@ -427,7 +427,7 @@ class DistributedIterator:
         return f"<DistributedIterator of {self._dataset!r}>"
 
 
-def _fingerprint_of(identity: tuple[Any, ...]) -> int:
+def _fingerprint_of(identity: tuple[object, ...]) -> int:
     """Return a number below 2**48 that differs from those of other datasets.
 
     It fits the numbers of every JSON reader.
@@ -441,7 +441,7 @@ def _fingerprint_of(identity: tuple[Any, ...]) -> int:
 
 def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, Any]:
     """Return a place as plain data."""
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "version": place.version,
         "epoch": place.epoch,
         "position": place.offset,
@@ -453,7 +453,7 @@ def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str,
     return state
 
 
-def _unpack_state(state: Any, num_pipelines: int, fingerprint: int, label: str) -> Start:
+def _unpack_state(state: object, num_pipelines: int, fingerprint: int, label: str) -> Start:
     """Return the place that a state names.
 
     Raises:

@@ -80,7 +80,7 @@ def source_of(dataset: Any) -> Source:
     return iterable_source(plain, dataset, is_async=inspect.isasyncgenfunction(plain))
 
 
-def _require_dataset(dataset: Any) -> None:
+def _require_dataset(dataset: object) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, (Mapping, DistributedValues)) or hasattr(dataset, "__array__"):
         raise TypeError(
@@ -96,7 +96,7 @@ def _require_dataset(dataset: Any) -> None:
         )
 
 
-def _sequence_source(batches: Sequence[Any]) -> Source:
+def _sequence_source(batches: Sequence[object]) -> Source:
     """Return a list or tuple of batches as a source: there already, so taken without a thread."""
     label = f"<{type(batches).__name__} of {len(batches)}>"
 
@@ -122,7 +122,7 @@ def _sequence_source(batches: Sequence[Any]) -> Source:
 
 
 def iterable_source(
-    dataset: Any, make: Callable[[], Any], *, is_async: bool, first_made: Any = None
+    dataset: object, make: Callable[[], object], *, is_async: bool, first_made: object = None
 ) -> Source:
     """Return an iterable, or a function that returns a new one for each pass, as a source.
 
@@ -141,7 +141,7 @@ def iterable_source(
     own = dataset if isinstance(dataset, Stateful) and first_made is None else None
     unused = [dataset if is_one_shot else first_made] if is_iterator else []
 
-    def next_made() -> Any:
+    def next_made() -> object:
         return unused.pop() if unused else make()
 
     def read(start: Start) -> Pass:
@@ -177,7 +177,7 @@ def iterable_source(
     )
 
 
-def _length_of(dataset: Any) -> int | None:
+def _length_of(dataset: object) -> int | None:
     if not isinstance(dataset, Sized):
         return None
     try:
@@ -219,7 +219,7 @@ async def _read_on_loop(
         await _aclose(iterator)
 
 
-async def _aclose(iterator: AsyncIterator[Any]) -> None:
+async def _aclose(iterator: AsyncIterator[object]) -> None:
     close = getattr(iterator, "aclose", None)
     if not callable(close):
         return
@@ -233,7 +233,7 @@ async def _aclose(iterator: AsyncIterator[Any]) -> None:
 
 
 async def _read_on_thread(
-    make: Callable[[], Any], start: Start, own: Stateful | None, label: str
+    make: Callable[[], object], start: Start, own: Stateful | None, label: str
 ) -> AsyncGenerator[Item, None]:
     """Make, advance and close an iterable on one thread; one that is async only, on the loop.
 
@@ -270,7 +270,7 @@ class _ThreadReader:
     __slots__ = ("_label", "_make", "_own", "iterator", "made", "own_state")
 
     def __init__(
-        self, make: Callable[[], Any], start: Start, own: Stateful | None, label: str
+        self, make: Callable[[], object], start: Start, own: Stateful | None, label: str
     ) -> None:
         self._make = make
         self._own = own
@@ -305,7 +305,7 @@ class _ThreadReader:
         close_iterator(iterator)
 
 
-def close_iterator(iterator: Any) -> None:
+def close_iterator(iterator: object) -> None:
     """Close a plain iterator that is not read on: a generator, a file, a loader with workers."""
     close = getattr(iterator, "close", None)
     if callable(close):
@@ -339,7 +339,7 @@ def _ended_early(label: str, goal: int, num_items: int) -> ValueError:
     )
 
 
-def label_of(dataset: Any) -> str:
+def label_of(dataset: object) -> str:
     """Return what to call a dataset of the user's in messages."""
     name = getattr(dataset, "__qualname__", None) or getattr(dataset, "__name__", None)
     if inspect.isgenerator(dataset) or inspect.isasyncgen(dataset):
@@ -349,7 +349,7 @@ def label_of(dataset: Any) -> str:
     return f"<{type(dataset).__qualname__}>"
 
 
-def warn_if_shuffled(dataset: Any) -> None:
+def warn_if_shuffled(dataset: object) -> None:
     """Warn if `dataset` is a DataLoader that will not give again what it gave before.
 
     Reading it again up to a place then skips examples that were not seen, and repeats others.
@@ -368,7 +368,7 @@ def warn_if_shuffled(dataset: Any) -> None:
         )
 
 
-def difference_of_loader(dataset: Any) -> str:
+def difference_of_loader(dataset: object) -> str:
     """Say why a DataLoader may give other workers other batches; empty if it does not."""
     torch = sys.modules.get("torch.utils.data")
     if torch is None or not isinstance(dataset, torch.DataLoader):
@@ -383,7 +383,7 @@ def difference_of_loader(dataset: Any) -> str:
     return ""
 
 
-def shut_down_workers(iterator: Any) -> None:
+def shut_down_workers(iterator: object) -> None:
     """End the worker processes of a DataLoader's iterator, which has no public method for it.
 
     Without it they live as long as the iterator, which the traceback of an error keeps. Workers

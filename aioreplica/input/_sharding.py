@@ -100,7 +100,7 @@ def shard_items(items: Sequence[T], num_input_pipelines: int, input_pipeline_id:
     return list(items[input_pipeline_id::num_input_pipelines])
 
 
-def chosen_sharding(sharding: str, dataset: Any, source: Source, num_workers: int) -> str:
+def chosen_sharding(sharding: str, dataset: object, source: Source, num_workers: int) -> str:
     """Return how a dataset is shared out over workers: what was asked for, or fits.
 
     Raises:

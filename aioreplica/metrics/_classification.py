@@ -32,7 +32,7 @@ class Accuracy(Metric):
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name, ("total", "count"))
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Compare predictions with labels.
 
         Args:
@@ -90,7 +90,7 @@ class TopKAccuracy(Metric):
         super().__init__(name, ("total", "count"))
         self._k = k
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: Any, y_pred: object, sample_weight: object = None) -> None:
         """Compare labels with scores.
 
         Args:
@@ -146,7 +146,7 @@ class Precision(Metric):
         super().__init__(name, ("true_positives", "false_positives"))
         self._threshold = float(threshold)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Compare scores with labels.
 
         Args:
@@ -194,7 +194,7 @@ class Recall(Metric):
         super().__init__(name, ("true_positives", "false_negatives"))
         self._threshold = float(threshold)
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Compare scores with labels.
 
         Args:
@@ -255,7 +255,7 @@ class AUC(Metric):
         self._thresholds[[0, -1]] = -1e-7, 1 + 1e-7
         self._curve = curve
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Count labels between the thresholds.
 
         Args:
@@ -309,7 +309,7 @@ def _area_of_precision(true: Array, false: Array, num_positives: float) -> float
 
 
 def _checked(
-    name: str, y_true: Any, y_pred: Any, sample_weight: Any
+    name: str, y_true: object, y_pred: object, sample_weight: object
 ) -> tuple[npt.NDArray[np.bool_], Array, Array]:
     labels, scores = numbers(name, "labels", y_true), numbers(name, "scores", y_pred)
     if labels.shape != scores.shape:
@@ -362,7 +362,7 @@ class MeanIoU(Metric):
         super().__init__(name, ("confusion",), (num_classes, num_classes))
         self._num_classes = num_classes
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+    def update_state(self, y_true: object, y_pred: object, sample_weight: object = None) -> None:
         """Compare predictions with labels.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class Mean(Metric):
     def __init__(self, name: str = "mean") -> None:
         super().__init__(name, ("total", "count"))
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add values.
 
         Args:
@@ -93,7 +93,7 @@ class MeanTensor(Metric):
             raise ValueError(f"shape must have no negative size, got {tuple(shape)}.")
         super().__init__(name, ("total", "count"), tuple(shape))
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add an array.
 
         Args:
@@ -142,7 +142,7 @@ class Sum(Metric):
     def __init__(self, name: str = "sum") -> None:
         super().__init__(name, ("total",))
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+    def update_state(self, values: object, sample_weight: object = None) -> None:
         """Add values.
 
         Args:

@@ -204,7 +204,9 @@ def _free_name(name: str) -> str | None:
     return free
 
 
-def weighted_total(name: str, values: Any, sample_weight: Any, *given: Any) -> tuple[float, float]:
+def weighted_total(
+    name: str, values: object, sample_weight: object, *given: object
+) -> tuple[float, float]:
     """Return the sum of values times weights, and the sum of weights.
 
     Args:
@@ -226,7 +228,7 @@ def weighted_total(name: str, values: Any, sample_weight: Any, *given: Any) -> t
     return float(np.sum(array[is_counted] * weights[is_counted])), float(np.sum(weights))
 
 
-def weights_like(name: str, array: Array, sample_weight: Any, *given: Any) -> Array:
+def weights_like(name: str, array: Array, sample_weight: Any, *given: object) -> Array:
     """Return a weight for each element of an array, 1 for None, 0 for what is masked.
 
     Args:

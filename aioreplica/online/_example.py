@@ -55,11 +55,11 @@ class ExampleSpec:
 
     __slots__ = ("_finite", "_template")
 
-    def __init__(self, template: Any, *, finite: bool = True) -> None:
+    def __init__(self, template: object, *, finite: bool = True) -> None:
         self._template = as_example(template)
         self._finite = finite
 
-    def __call__(self, example: Any) -> Any:
+    def __call__(self, example: object) -> Any:
         """Return the example as the template has it.
 
         Raises:
@@ -67,7 +67,7 @@ class ExampleSpec:
         """
         return self._fit(self._template, example, "")
 
-    def _fit(self, wanted: Any, given: Any, where: str) -> Any:
+    def _fit(self, wanted: object, given: object, where: str) -> object:
         if isinstance(wanted, dict):
             if not isinstance(given, Mapping):
                 raise ValueError(f"{_place(where)} is {_kind(given)}, expected an object.")
@@ -91,7 +91,7 @@ class ExampleSpec:
             return self._fit_array(wanted, given, where)
         return self._fit_number(type(wanted), given, where)
 
-    def _fit_array(self, wanted: Array, given: Any, where: str) -> Array:
+    def _fit_array(self, wanted: Array, given: object, where: str) -> Array:
         try:
             array = np.asarray(given)
         except (ValueError, TypeError, OverflowError, RecursionError):
@@ -118,7 +118,7 @@ class ExampleSpec:
         made.flags.writeable = False
         return made
 
-    def _fit_number(self, wanted: Any, given: Any, where: str) -> Any:
+    def _fit_number(self, wanted: Any, given: object, where: str) -> object:
         value: Any = given.item() if isinstance(given, np.generic) else given
         if wanted is float and type(value) is int and abs(value) < _MAX_INT:
             value = float(value)
@@ -138,12 +138,12 @@ def _place(where: str) -> str:
     return where or "The example"
 
 
-def _kind(given: Any) -> str:
+def _kind(given: object) -> str:
     text = repr(given)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(given).__name__})"
 
 
-def _described(template: Any) -> str:
+def _described(template: object) -> str:
     leaves, spec = flatten(template)
     named = [
         f"{x.dtype}{list(x.shape)}" if isinstance(x, np.ndarray) else type(x).__name__
@@ -152,7 +152,7 @@ def _described(template: Any) -> str:
     return str(unflatten(spec, named)).replace("'", "")
 
 
-def as_example(given: Any) -> Any:
+def as_example(given: object) -> Any:
     """Return an example as the learner keeps it: plain containers, read-only arrays, numbers.
 
     It is the same whether it stays in memory or comes back from the journal. Arrays are copied,
@@ -211,7 +211,7 @@ def _plain_array(array: Array) -> Array | None:
 # ---- storing -----------------------------------------------------------------------------
 
 
-def pack_example(example: Any) -> bytes:
+def pack_example(example: object) -> bytes:
     """Return an example (of `as_example`) as bytes; equal examples give equal bytes."""
     arrays: dict[str, Array] = {}
 
@@ -240,7 +240,7 @@ def unpack_example(data: bytes) -> Any:
 # ---- stacking ----------------------------------------------------------------------------
 
 
-def stack_examples(examples: Sequence[Any]) -> Any:
+def stack_examples(examples: Sequence[object]) -> Any:
     """Stack examples into a batch, leaf by leaf.
 
     Raises:
@@ -254,7 +254,7 @@ def stack_examples(examples: Sequence[Any]) -> Any:
         {'x': array([1., 2.])}
     """
     first, spec = flatten(examples[0])
-    columns: list[list[Any]] = [[leaf] for leaf in first]
+    columns: list[list[object]] = [[leaf] for leaf in first]
     for example in examples[1:]:
         leaves, own = flatten(example)
         if own != spec:

@@ -56,7 +56,7 @@ class Journal:
         keep_keys_s: float = 86400.0,
         busy_timeout_s: float = 5.0,
         max_bytes: int | None = None,
-        connect: Callable[..., Any] = sqlite3.connect,
+        connect: Callable[..., object] = sqlite3.connect,
     ) -> None:
         self.path = Path(path)
         """Where it is."""
@@ -184,7 +184,7 @@ class DeadLetters:
         """Take what an earlier opening keeps in memory, or has not written down."""
         self._kept, self._unsaved = other._kept, other._unsaved
 
-    async def add(self, number: int, example: Any, error: str) -> None:
+    async def add(self, number: int, example: object, error: str) -> None:
         """Set an example aside. If the journal cannot be written, `save` tries again."""
         self.num_added += 1
         if self._journal is None:

@@ -66,7 +66,7 @@ class JournalFile:
         path: Path,
         keep_keys_s: float,
         busy_timeout_s: float,
-        connect: Callable[..., Any],
+        connect: Callable[..., object],
         max_bytes: int | None,
     ) -> None:
         self._database = database = _JournalDatabase(path, busy_timeout_s, connect)
@@ -411,7 +411,7 @@ class _JournalDatabase:
         path: The real one: a link has no lock of its own.
     """
 
-    def __init__(self, path: Path, busy_timeout_s: float, connect: Callable[..., Any]) -> None:
+    def __init__(self, path: Path, busy_timeout_s: float, connect: Callable[..., object]) -> None:
         self.path = Path(os.path.realpath(path))
         self._busy_timeout_s = busy_timeout_s
         self._connect = connect
@@ -488,7 +488,7 @@ class _JournalDatabase:
             if self._is_exclusive:
                 self._drop()
 
-    def _connected(self) -> Any:
+    def _connected(self) -> object:
         try:
             return self._connected_with(is_exclusive=False)
         except sqlite3.OperationalError as error:
@@ -498,7 +498,7 @@ class _JournalDatabase:
             # other programs wait, until it can be written again.
             return self._connected_with(is_exclusive=True)
 
-    def _connected_with(self, *, is_exclusive: bool) -> Any:
+    def _connected_with(self, *, is_exclusive: bool) -> object:
         connection = self._connect(
             str(self.path),
             timeout=self._busy_timeout_s,

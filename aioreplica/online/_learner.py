@@ -100,7 +100,7 @@ class OnlineLearner:
         self,
         strategy: Strategy,
         step_fn: StepFunction,
-        variables: Any,
+        variables: object,
         *,
         max_batch: int,
         max_delay_s: float,
@@ -147,7 +147,7 @@ class OnlineLearner:
 
     # ---- examples in ---------------------------------------------------------------------
 
-    async def submit(self, example: Any, *, key: str | None = None) -> Ticket:
+    async def submit(self, example: object, *, key: str | None = None) -> Ticket:
         """Take an example; when it returns, the example is durable if there is a journal.
 
         Waits for a place in the queue, first come first served.
@@ -176,7 +176,7 @@ class OnlineLearner:
         await self._open_engine().intake.take(submission)
         return await submission.tickets[0].saved()
 
-    def submit_nowait(self, example: Any, *, key: str | None = None) -> Ticket:
+    def submit_nowait(self, example: object, *, key: str | None = None) -> Ticket:
         """Take an example if there is room; `await ticket.saved()` until it is durable.
 
         Raises:
@@ -187,7 +187,7 @@ class OnlineLearner:
         return ticket
 
     async def submit_many(
-        self, examples: Sequence[Any], *, key: str | None = None
+        self, examples: Sequence[object], *, key: str | None = None
     ) -> tuple[Ticket, ...]:
         """Take several examples with consecutive numbers, all or none; otherwise as `submit`.
 
@@ -201,14 +201,14 @@ class OnlineLearner:
         return submission.tickets
 
     def submit_many_nowait(
-        self, examples: Sequence[Any], *, key: str | None = None
+        self, examples: Sequence[object], *, key: str | None = None
     ) -> tuple[Ticket, ...]:
         """Take several examples if there is room for all; otherwise as `submit_nowait`."""
         submission = self._submission(examples, key)
         self._open_engine().intake.take_nowait(submission)
         return submission.tickets
 
-    def _submission(self, examples: Sequence[Any], key: str | None) -> ExampleGroup:
+    def _submission(self, examples: Sequence[object], key: str | None) -> ExampleGroup:
         self._open_engine()
         return _checked_submission(self._settings, self._validate, examples, key)
 
@@ -517,7 +517,7 @@ def _opened(engine: Engine | None) -> Engine:
 
 
 def _checked_submission(
-    settings: Settings, validate: Validation | None, examples: Sequence[Any], key: str | None
+    settings: Settings, validate: Validation | None, examples: Sequence[object], key: str | None
 ) -> ExampleGroup:
     """Check what is to be taken, before anything is."""
     if key is not None:
@@ -539,7 +539,7 @@ def _is_unicode(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
 
 
-def _optimizers(variables: Any) -> list[Optimizer]:
+def _optimizers(variables: object) -> list[Optimizer]:
     found = [each for each in leaves(variables) if isinstance(each, Optimizer)]
     if not found:
         raise ValueError(

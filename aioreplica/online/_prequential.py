@@ -78,11 +78,11 @@ class Prequential:
 
     def __init__(
         self,
-        predict: Callable[[Snapshot, Any], Any],
+        predict: Callable[[Snapshot, Any], object],
         metrics: Mapping[str, Figure | Metric],
         *,
         window: int = 1000,
-        split: Callable[[Any], tuple[Any, Any]] | None = None,
+        split: Callable[[Any], tuple[object, object]] | None = None,
         detector: Callable[[], Detector] | None = None,
         error: Figure | None = None,
         on_drift: Callable[[int, Mapping[str, float]], Awaitable[object] | object] | None = None,
@@ -221,7 +221,7 @@ class Prequential:
 _COUNTS = ("num_judged", "num_drifts", "drift_number")
 
 
-def _input_and_target(batch: Any) -> tuple[Any, Any]:
+def _input_and_target(batch: Any) -> tuple[object, object]:
     return batch["input"], batch["target"]
 
 

@@ -44,7 +44,7 @@ class Publishing:
         self._touch_at = 0.0
         self._backoff = Backoff(0.5, 30.0)
 
-    async def open(self, model: Mapping[str, Any]) -> None:
+    async def open(self, model: Mapping[str, object]) -> None:
         """Write the first snapshot, of variables by their keys; a full disk is asked again.
 
         Raises:

@@ -56,7 +56,7 @@ class Saving:
     def __init__(
         self,
         manager: CheckpointManager | None,
-        variables: Any,
+        variables: object,
         journal: OpenJournal | None,
         every_s: float,
         changed: Callable[[], None],
@@ -77,7 +77,7 @@ class Saving:
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
-        self._before: dict[str, Any] = {}
+        self._before: dict[str, object] = {}
         self._has_void = False  # perhaps
         self._due_at = math.inf
 
@@ -267,7 +267,7 @@ class Saving:
         self._changed()
         return await future
 
-    async def begin(self, learned: int, version: int, about: Mapping[str, Any]) -> None:
+    async def begin(self, learned: int, version: int, about: Mapping[str, object]) -> None:
         """Take the cut, between two steps; files are written in the background."""
         assert self._manager is not None  # or none is due
         waiters, self._waiters = self._waiters, []
@@ -325,7 +325,7 @@ class Saving:
             except OSError as error:  # the checkpoint is good; what could go goes next time
                 self.error = str(error)
 
-    async def finish(self, learned: int, version: int, about: Mapping[str, Any]) -> None:
+    async def finish(self, learned: int, version: int, about: Mapping[str, object]) -> None:
         """Save what is not saved yet, and wait for that.
 
         Raises:

@@ -43,7 +43,9 @@ class Settings:
     prequential: Prequential | None
 
 
-def check(strategy: Any, checkpoints: Any, validate: Any, step_check: Any, publish_if: Any) -> None:
+def check(
+    strategy: Any, checkpoints: object, validate: object, step_check: object, publish_if: object
+) -> None:
     """Check the arguments that are objects."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy must be an ar.Strategy, got {strategy!r}.")
@@ -78,7 +80,7 @@ def checked_errors(value: Any) -> tuple[type[Exception], ...]:
     return kinds
 
 
-def journal_of(given: Any) -> Journal | None:
+def journal_of(given: object) -> Journal | None:
     if isinstance(given, (str, os.PathLike)):
         return Journal(given)
     if given is not None and not isinstance(given, Journal):

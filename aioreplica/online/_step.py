@@ -110,9 +110,9 @@ class NotUndoneError(Exception):
 
 async def learn(
     strategy: Strategy,
-    step_fn: Callable[..., Any],
+    step_fn: Callable[..., object],
     state: DescribedState,
-    examples: Sequence[Any],
+    examples: Sequence[object],
     timeout_s: float | None = None,
     check: StepCheck | None = None,
 ) -> StepResult:
@@ -163,8 +163,8 @@ async def _in_time(
 
 async def _run_and_check(
     strategy: Strategy,
-    step_fn: Callable[..., Any],
-    examples: Sequence[Any],
+    step_fn: Callable[..., object],
+    examples: Sequence[object],
     savepoint: Savepoint,
     check: StepCheck | None,
 ) -> StepResult:
@@ -177,7 +177,7 @@ async def _run_and_check(
 
 
 async def _run(
-    strategy: Strategy, step_fn: Callable[..., Any], examples: Sequence[Any]
+    strategy: Strategy, step_fn: Callable[..., object], examples: Sequence[object]
 ) -> StepResult:
     size = sum(getattr(leaf, "nbytes", 8) for leaf in leaves(examples[0])) * len(examples)
     on_host = size > INLINE_BYTES
@@ -214,7 +214,7 @@ async def _require_finite(savepoint: Savepoint) -> None:
 
 def _first_non_finite(
     arrays: Sequence[tuple[str, Any]],
-) -> tuple[str, tuple[int, ...], Any] | None:
+) -> tuple[str, tuple[int, ...], object] | None:
     for key, array in arrays:
         is_finite = np.isfinite(array)
         if not is_finite.all():
@@ -263,7 +263,7 @@ class _Report:
             ctx, began = _current_replica(), perf_counter()
             self._hear(ctx, began, step_fn(ctx, batch))
 
-        chosen: Callable[[Any], Any] = step_on_loop if is_async(step_fn) else step_on_device
+        chosen: Callable[[Any], object] = step_on_loop if is_async(step_fn) else step_on_device
         chosen.__qualname__ = getattr(step_fn, "__qualname__", chosen.__qualname__)
         return chosen
 

@@ -129,7 +129,7 @@ class _Sum:
     def total(self, *, is_sparse: bool) -> Any:
         """Return the sum; zeros if nothing counted."""
         shape, dtype = self.variable.shape, working_dtype(self.variable.dtype)
-        whole: Any
+        whole: object
         if is_sparse:
             rows = [np.empty((0, *shape[1:]), dtype), *(part.values for part in self._rows)]
             indices = [np.empty(0, np.intp), *(part.indices for part in self._rows)]
@@ -159,7 +159,7 @@ class _Sum:
         """Add what `state` gave, of this replica or of one that no longer exists."""
         count, weight, scale = state["count"], state["weight"], state["scale"]
         shape = self.variable.shape
-        parts: list[Any] = [IndexedSlices(v, i, shape) for v, i in state["rows"]]
+        parts: list[object] = [IndexedSlices(v, i, shape) for v, i in state["rows"]]
         if state["total"] is not None:
             parts.append(state["total"])
         for part in parts:
@@ -211,7 +211,7 @@ class GradientAccumulator:
         self._optimizer = optimizer
         self._sums: dict[Variable, dict[int, _Sum]] = {}
 
-    def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Coroutine[Any, Any, None]:
+    def add(self, grads_and_vars: Iterable[tuple[object, object]]) -> Coroutine[Any, Any, None]:
         """Add gradients of one batch to this replica's sums.
 
         Args:
@@ -306,7 +306,7 @@ class GradientAccumulator:
     def __repr__(self) -> str:
         return f"<GradientAccumulator | {self.num_added} added for {len(self._sums)} variables>"
 
-    async def _add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+    async def _add(self, grads_and_vars: Iterable[tuple[object, object]]) -> None:
         replica = PLACE.get().replica
         size, work = self._addition(grads_and_vars)
         if size <= INLINE_STEP_BYTES:
@@ -317,7 +317,7 @@ class GradientAccumulator:
             await run_together([work])
 
     def _addition(
-        self, grads_and_vars: Iterable[tuple[Any, Any]]
+        self, grads_and_vars: Iterable[tuple[object, object]]
     ) -> tuple[int, Callable[[], None]]:
         """Return what adds gradients to this replica's sums, and how much it reads."""
         place = PLACE.get()
@@ -405,7 +405,7 @@ class BlockingAccumulator:
     def __init__(self, accumulator: GradientAccumulator) -> None:
         self._accumulator = accumulator
 
-    def add(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+    def add(self, grads_and_vars: Iterable[tuple[object, object]]) -> None:
         """Add gradients of one batch to this replica's sums.
 
         Args:
@@ -440,7 +440,7 @@ class BlockingAccumulator:
         return f"<BlockingAccumulator of {self._accumulator!r}>"
 
 
-def _add_all(sums: Sequence[_Sum], gradients: Sequence[Any], loop_step: LoopStep | None) -> None:
+def _add_all(sums: Sequence[_Sum], gradients: Sequence[object], loop_step: LoopStep | None) -> None:
     for each, gradient in zip(sums, gradients, strict=True):
         if loop_step is not None:
             each.keep(loop_step)

@@ -220,7 +220,7 @@ class AdamW(AdamRule):
         return 1 - prepared.learning_rate * self._decay
 
 
-def _checked_mask(mask: Any) -> Callable[[Variable], bool]:
+def _checked_mask(mask: object) -> Callable[[Variable], bool]:
     if mask is None:
         return lambda variable: True
     if callable(mask):

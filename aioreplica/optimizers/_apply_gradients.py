@@ -71,7 +71,7 @@ class ApplyGradients(Collective):
 
     __slots__ = ()
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Return "": what replicas bring is shown where it differs."""
         return ""
 
@@ -178,7 +178,7 @@ def _of(call: Call) -> Contribution:
     return contribution
 
 
-def _columns(calls: Sequence[Call]) -> tuple[Sequence[Variable], Sequence[Sequence[Any]]]:
+def _columns(calls: Sequence[Call]) -> tuple[Sequence[Variable], Sequence[Sequence[object]]]:
     """Return the variables, and a part of each gradient per replica, or one that is the sum."""
     _, variables, gradients, global_step, is_summed = calls[0].args
     if calls[0].argument is not None:
@@ -202,9 +202,9 @@ def _take_step_of_all(group: SyncGroup, calls: Sequence[Call]) -> Awaitable[None
 
 async def apply_across(
     optimizer: Optimizer,
-    pairs: Sequence[tuple[Any, Any]],
+    pairs: Sequence[tuple[object, object]],
     variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     global_step: Variable | None,
 ) -> None:
     """Sum over workers what has a part per replica; what is a sum already is one of all."""
@@ -229,7 +229,7 @@ async def take_step_across(
     reducer: Reducer,
     optimizer: Optimizer,
     variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     global_step: Variable | None,
     *,
     is_summed: bool = False,
@@ -291,7 +291,7 @@ def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str
 NOBODY = sys.maxsize
 
 
-def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[Any]]) -> str:
+def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[object]]) -> str:
     """Describe gradients by what has to be equal on all workers."""
     texts = []
     for variable, column in zip(variables, columns, strict=True):
@@ -309,7 +309,7 @@ def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[Any
 async def name_the_replica(
     turn: Turn,
     variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     take: Callable[[], Awaitable[None] | None],
 ) -> None:
     """Take a step; if a gradient is not finite, find the replica that has brought it.
@@ -353,7 +353,7 @@ async def name_the_replica(
 # ---- calls of replicas ---------------------------------------------------------------------------
 
 
-def require_loss(loss: Any, var_list: Any) -> None:
+def require_loss(loss: object, var_list: object) -> None:
     """Check what is to be differentiated with respect to what.
 
     Raises:
@@ -406,7 +406,7 @@ def require_replica(place: Place, what: str) -> None:
         )
 
 
-def push_elsewhere(optimizer: Any, pairs: Sequence[Any], global_step: Variable | None) -> Any:
+def push_elsewhere(optimizer: object, pairs: Sequence[object], global_step: Variable | None) -> Any:
     """Push gradients to parameter servers, if a closure runs here and they are for variables there.
 
     Returns:
@@ -433,7 +433,7 @@ class BlockingOptimizer:
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[object, object]],
         global_step: Variable | None = None,
         *,
         aggregate: bool = True,
@@ -461,7 +461,7 @@ class BlockingOptimizer:
 
     def minimize(
         self,
-        loss: Callable[[], Any],
+        loss: Callable[[], object],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
         *,
@@ -498,7 +498,7 @@ class BlockingOptimizer:
     def _meet(
         self,
         name: str,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[object, object]],
         global_step: Variable | None,
         is_summed: bool,
         frame: FrameType,
@@ -516,7 +516,7 @@ class BlockingOptimizer:
 def apply_alone(
     optimizer: Optimizer,
     place: Place,
-    grads_and_vars: Iterable[tuple[Any, Any]],
+    grads_and_vars: Iterable[tuple[object, object]],
     global_step: Variable | None,
     is_summed: bool,
 ) -> Coroutine[Any, Any, None]:
@@ -531,7 +531,7 @@ def apply_alone(
 async def minimize(
     optimizer: Optimizer,
     place: Place,
-    loss: Callable[[], Any],
+    loss: Callable[[], object],
     var_list: Sequence[Variable] | None,
     global_step: Variable | None,
     backend: str,
@@ -552,7 +552,7 @@ async def minimize(
 async def differentiate(
     optimizer: Optimizer,
     place: Place,
-    loss: Callable[[], Any],
+    loss: Callable[[], object],
     var_list: Sequence[Variable] | None,
     backend: str,
     has_aux: bool = False,
@@ -572,7 +572,7 @@ async def differentiate(
 def contribution_of(
     optimizer: Optimizer,
     place: Place,
-    grads_and_vars: Iterable[tuple[Any, Any]],
+    grads_and_vars: Iterable[tuple[object, object]],
     global_step: Variable | None,
     is_summed: bool,
 ) -> Contribution:

@@ -267,7 +267,7 @@ class TouchedRows:
 
 def run_rows(
     rule: BlockRule,
-    prepared: Any,
+    prepared: object,
     gradient: MergedGradient,
     group: Sequence[Variable],
     old: Sequence[Array],

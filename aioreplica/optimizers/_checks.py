@@ -67,7 +67,7 @@ def checked_decay(name: str, value: float) -> float:
     return checked_number(name, value, "in [0, 1)", lambda number: 0 <= number < 1)
 
 
-def checked_multipliers(given: Any) -> Callable[[Variable], float] | None:
+def checked_multipliers(given: object) -> Callable[[Variable], float] | None:
     """Return a function that gives the multiplier of a variable's learning rate; None for None.
 
     Raises:

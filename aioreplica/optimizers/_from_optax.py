@@ -22,7 +22,7 @@ Path = tuple[Any, ...]
 _PROBE = "the only variable"
 
 
-def from_optax(transformation: Any, **options: Unpack[OptimizerOptions]) -> Optimizer:
+def from_optax(transformation: object, **options: Unpack[OptimizerOptions]) -> Optimizer:
     """Make an optimizer of a gradient transformation of optax.
 
     The transformation gets all variables as one tree, a dict by their names, in one jitted call.
@@ -181,7 +181,7 @@ class _FromOptax(JointOptimizer):
         self.settings.restored = {}
         self._step = self._compiled(spec)
 
-    def _compiled(self, spec: Any) -> Any:
+    def _compiled(self, spec: Any) -> object:
         """Return the step as jax runs it: lists go in and out, so that no tree is built twice."""
         tree_util, update = self._jax.tree_util, self._transformation.update
         apply_updates, places = self._optax.apply_updates, self._places

@@ -24,11 +24,11 @@ NUM_UPDATES = "num_updates"  # a slot of our own: torch makes its state at the f
 
 
 def from_torch(
-    optimizer_class: Any,
+    optimizer_class: object,
     groups: Sequence[Group] | None = None,
     *,
-    scheduler: Callable[[Any], Any] | None = None,
-    **options: Any,
+    scheduler: Callable[[Any], object] | None = None,
+    **options: object,
 ) -> Optimizer:
     """Make an optimizer of a class of `torch.optim`.
 
@@ -94,7 +94,7 @@ class _Rule:
         torch: Any,
         optimizer_class: Any,
         groups: Sequence[Group] | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         self.torch = torch
         self._class = optimizer_class
@@ -247,10 +247,10 @@ class _FromTorch(JointOptimizer):
         self._rule = rule
         self._schedule = schedule
         self._lock = Lock()
-        self._made: tuple[Any, ...] = ()  # for which variables and factors
+        self._made: tuple[object, ...] = ()  # for which variables and factors
         self._variables: list[Variable] = []
-        self._optimizer: Any = None
-        self._parameters: list[Any] = []
+        self._optimizer: object = None
+        self._parameters: list[object] = []
         self._nothing = rule.torch.zeros(0)
 
     def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
@@ -348,7 +348,7 @@ class _FromTorch(JointOptimizer):
             self._variables = [*variables]  # so that their ids stay theirs
             parameters = [self._rule.parameter(variable.shape) for variable in variables]
             rule, where = self._rule, self._rule.group_of
-            empty: list[list[Any]] = [[] for _ in rule.groups]
+            empty: list[list[object]] = [[] for _ in rule.groups]
             for parameter, variable in zip(parameters, variables, strict=True):
                 empty[where[variable]].append(parameter)
             optimizer = rule.new_optimizer(empty, is_fused=is_fused)

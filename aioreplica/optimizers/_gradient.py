@@ -85,7 +85,7 @@ class ScaledGradient(NDArrayOperatorsMixin):
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.unscaled(), dtype=dtype, copy=copy or None)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: object) -> Any:
         scaled = [isinstance(part, ScaledGradient) for part in inputs]
         if method == "__call__" and not kwargs:
             if ufunc in _UNARY or (ufunc is np.multiply and not all(scaled)):
@@ -112,7 +112,7 @@ class ScaledGradient(NDArrayOperatorsMixin):
         return f"<ScaledGradient {self.values} | scale {self.scale:g}>"
 
 
-def _apply(ufunc: np.ufunc, parts: list[Any]) -> Any:
+def _apply(ufunc: np.ufunc, parts: list[Any]) -> object:
     """Call an operator, by its sign: arrays of other libraries and IndexedSlices know those."""
     if ufunc is np.negative:
         return -parts[0]
@@ -131,7 +131,7 @@ register_node(
 )
 
 
-def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[Variable]]:
+def checked_pairs(grads_and_vars: Iterable[tuple[object, Any]]) -> tuple[list[Any], list[Variable]]:
     """Split pairs into gradients and variables that fit; pairs whose gradient is None are dropped.
 
     Returns:
@@ -143,7 +143,7 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
         ValueError: If a shape or weight is wrong, a variable comes twice or is not trainable, or
             nothing is left.
     """
-    gradients: list[Any] = []
+    gradients: list[object] = []
     variables: dict[Variable, None] = {}
     without: list[Variable] = []
     for pair in grads_and_vars:
@@ -174,7 +174,7 @@ def checked_pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any],
 
 
 def merged_pairs(
-    grads_and_vars: Iterable[tuple[Any, Any]],
+    grads_and_vars: Iterable[tuple[object, object]],
 ) -> tuple[list[list[Any]], list[Variable]]:
     """Do the same for gradients that hold the parts of all replicas.
 
@@ -186,7 +186,7 @@ def merged_pairs(
         ValueError: As `checked_pairs`; or if a gradient is None on some replicas only, or has
             another number of parts than there are replicas.
     """
-    columns: list[list[Any]] = []
+    columns: list[list[object]] = []
     variables: dict[Variable, None] = {}
     missing: list[Variable] = []
     for pair in grads_and_vars:
@@ -227,7 +227,7 @@ def has_parts(gradient: Any) -> bool:
     return isinstance(gradient, DistributedValues) and not gradient.is_mirrored
 
 
-def _checked_pair(pair: Any, what: str) -> tuple[Any, Variable]:
+def _checked_pair(pair: object, what: str) -> tuple[object, Variable]:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{what} takes (gradient, variable) pairs, got {pair!r}.")
     gradient, variable = pair
@@ -264,7 +264,7 @@ def _no_gradient(without: Sequence[Variable], what: str) -> ValueError:
     )
 
 
-def _fitting(gradient: Any, variable: Variable) -> Any:
+def _fitting(gradient: Any, variable: Variable) -> object:
     dtype = working_dtype(variable.dtype)
     if type(gradient) is np.ndarray:  # the common case: it fits as it is
         if gradient.dtype == dtype and gradient.shape == variable.shape:
@@ -313,7 +313,7 @@ def _fitting(gradient: Any, variable: Variable) -> Any:
     return IndexedSlices(array.astype(dtype), gradient.indices, gradient.dense_shape)
 
 
-def _on_host(gradient: Any, variable: Variable) -> Any:
+def _on_host(gradient: Any, variable: Variable) -> object:
     """Return an array of another library as a NumPy array, of the same memory if it can be."""
     trace = trace_of(gradient)
     if trace is not None:
@@ -324,7 +324,7 @@ def _on_host(gradient: Any, variable: Variable) -> Any:
     return backend_of(gradient).get(gradient)
 
 
-def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[Any, ...]:
+def _parts(gradient: Any, variable: Variable, num_replicas: int) -> tuple[object, ...]:
     """Take a gradient of all replicas apart; what is not a PerReplica is one part: the sum."""
     if isinstance(gradient, Weighted):
         totals = _parts(gradient.total, variable, num_replicas)

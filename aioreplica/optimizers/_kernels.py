@@ -97,7 +97,9 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
     return is_finite
 
 
-def without_slots(first: Any, second: Any, how: Any, value: Any, new: Any, numbers: Any) -> int:
+def without_slots(
+    first: Any, second: object, how: Any, value: Any, new: Any, numbers: object
+) -> int:
     """Run a rule that keeps nothing."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
     is_finite, sound, largest = True, 0, how[4]
@@ -115,7 +117,14 @@ def without_slots(first: Any, second: Any, how: Any, value: Any, new: Any, numbe
 
 
 def with_slot(
-    first: Any, second: Any, how: Any, value: Any, slot: Any, new: Any, new_slot: Any, numbers: Any
+    first: Any,
+    second: object,
+    how: Any,
+    value: Any,
+    slot: Any,
+    new: Any,
+    new_slot: Any,
+    numbers: Any,
 ) -> int:
     """Run a rule that keeps one slot."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
@@ -136,7 +145,7 @@ def with_slot(
 
 def with_slots(
     first: Any,
-    second: Any,
+    second: object,
     how: Any,
     value: Any,
     slot: Any,
@@ -164,26 +173,26 @@ def with_slots(
     return found
 
 
-def descend(slope: Any, old: Any, numbers: Any) -> Any:
+def descend(slope: object, old: Any, numbers: Any) -> Any:
     """SGD without momentum."""
     return old - slope * numbers[0]
 
 
-def descend_with_momentum(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
+def descend_with_momentum(slope: object, old: Any, total: Any, numbers: Any) -> Any:
     """SGD along a decaying sum of gradients."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - direction * rate, direction
 
 
-def descend_with_nesterov(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
+def descend_with_nesterov(slope: object, old: Any, total: Any, numbers: Any) -> Any:
     """SGD along the sum as it will be one step on."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - (direction * momentum + slope) * rate, direction
 
 
-def adapt(slope: Any, old: Any, m: Any, v: Any, numbers: Any) -> Any:
+def adapt(slope: object, old: Any, m: object, v: object, numbers: Any) -> Any:
     """Adam and AdamW."""
     beta_1, share_1, beta_2, share_2, epsilon, size, kept = numbers
     mean = m * beta_1 + slope * share_1
@@ -198,14 +207,16 @@ def accumulate(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
     return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root(slope: Any, old: Any, rms: Any, numbers: Any) -> Any:
+def divide_by_root(slope: object, old: Any, rms: object, numbers: Any) -> Any:
     """RMSprop, neither centered nor with momentum."""
     rho, share, epsilon, rate = numbers
     square = rms * rho + slope * share * slope
     return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root_with_momentum(slope: Any, old: Any, rms: Any, total: Any, numbers: Any) -> Any:
+def divide_by_root_with_momentum(
+    slope: object, old: Any, rms: object, total: Any, numbers: Any
+) -> Any:
     """RMSprop with momentum, not centered."""
     rho, share, epsilon, momentum, rate = numbers
     square = rms * rho + slope * share * slope

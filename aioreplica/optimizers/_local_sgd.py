@@ -134,7 +134,7 @@ class LocalSGD:
 
     async def minimize(
         self,
-        loss: Callable[[], Any],
+        loss: Callable[[], object],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
         *,
@@ -169,7 +169,7 @@ class LocalSGD:
         return result
 
     async def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
+        self, grads_and_vars: Iterable[tuple[object, object]], global_step: Variable | None = None
     ) -> None:
         """Apply gradients by the optimizer, and exchange if it is time; a collective.
 
@@ -384,7 +384,7 @@ class LocalStep(Collective):
 
     __slots__ = ()
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Return "": whose step it is is shown where it differs."""
         return ""
 
@@ -427,7 +427,9 @@ def _write(arrays: dict[Variable, Array]) -> None:
     next(iter(changes)).store.write(changes)
 
 
-def _check(communicator: Any, optimizer: Any, every: Any, outer: Any, compression: Any) -> None:
+def _check(
+    communicator: object, optimizer: object, every: object, outer: object, compression: object
+) -> None:
     from ..cluster import Communicator
 
     if not isinstance(communicator, Communicator):

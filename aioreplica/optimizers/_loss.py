@@ -35,7 +35,7 @@ def differentiate_loss(
         ValueError: If the loss reads no trainable variable.
     """
 
-    def scaled() -> Any:
+    def scaled() -> object:
         found = loss()
         if scale is None:
             return found
@@ -60,7 +60,7 @@ def differentiate_loss(
     return (value, aux) if has_aux else value, completed
 
 
-def _completed(gradient: Any, value: Any, scale: float | None) -> Any:
+def _completed(gradient: Any, value: Any, scale: float | None) -> object:
     """Give a gradient the scale and the weight of its loss."""
     if gradient is not None and scale is not None:
         gradient = ScaledGradient(gradient, scale)
@@ -69,7 +69,7 @@ def _completed(gradient: Any, value: Any, scale: float | None) -> Any:
     return gradient
 
 
-def _times(value: Any, factor: float) -> Any:
+def _times(value: Any, factor: float) -> object:
     if isinstance(value, Weighted):
         return Weighted(value.total * factor, value.weight)
     return value * factor

@@ -237,7 +237,7 @@ class MergedGradient:
             index=where,
         )
 
-    def _unscaled(self, summed: Any) -> Any:
+    def _unscaled(self, summed: Any) -> object:
         rows = summed.values if isinstance(summed, IndexedSlices) else summed
         with np.errstate(all="ignore"):
             rows = _divided(rows, self.divisor, np.empty_like(rows))
@@ -293,7 +293,7 @@ class Clipping:
 
 
 def merge_gradients(
-    variables: Sequence[Variable], columns: Sequence[Sequence[Any]], *, is_mean: bool
+    variables: Sequence[Variable], columns: Sequence[Sequence[object]], *, is_mean: bool
 ) -> list[MergedGradient]:
     """Put the parts of all replicas together.
 
@@ -323,7 +323,7 @@ async def merge_over_workers(
     turn: Turn,
     reducer: Reducer,
     variables: Sequence[Variable],
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     *,
     is_mean: bool,
 ) -> list[MergedGradient]:
@@ -348,7 +348,7 @@ async def merge_over_workers(
     parts = []
     for column, total in zip(columns, totals, strict=True):
         first = column[0]
-        part: Any = total
+        part: object = total
         scale = scale_of(first)
         if scale is not None:
             part = ScaledGradient(part, scale)
@@ -366,7 +366,7 @@ async def merge_over_workers(
 
 async def _sum_here(
     reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[Sequence[Any], list[float], Mapping[int, Any], bool]:
+) -> tuple[Sequence[object], list[float], Mapping[int, object], bool]:
     """Sum parts without weight 0 over this worker's replicas, and the weights.
 
     Half precision is summed to float32; which sums that is comes with them. A single replica's
@@ -386,7 +386,7 @@ async def _sum_here(
         return (done if isinstance(done, list) else await done), weights, halves, False
 
 
-def summand_of(part: Any) -> Any:
+def summand_of(part: object) -> Any:
     """Return what is summed: an array or IndexedSlices; nothing of what has no weight."""
     total = part.total if isinstance(part, Weighted) else part
     if isinstance(total, ScaledGradient):
@@ -398,7 +398,7 @@ def summand_of(part: Any) -> Any:
     return np.zeros_like(total)
 
 
-def scale_of(part: Any) -> float | None:
+def scale_of(part: object) -> float | None:
     total = part.total if isinstance(part, Weighted) else part
     return total.scale if isinstance(total, ScaledGradient) else None
 
@@ -434,13 +434,13 @@ def _merge_one(variable: Variable, column: Sequence[Any], *, is_mean: bool) -> M
     return MergedGradient(variable, column, members, divisor, scale)
 
 
-def _values_at(part: Any, scale: float) -> Any:
+def _values_at(part: Any, scale: float) -> object:
     if type(part) is ScaledGradient:
         return part.at_scale(scale).values
     return part * scale
 
 
-def _require_one_kind(variable: Variable, column: Sequence[Any]) -> None:
+def _require_one_kind(variable: Variable, column: Sequence[object]) -> None:
     ids: dict[bool, list[int]] = {True: [], False: []}
     for replica_id, part in enumerate(column):
         ids[type(part) is IndexedSlices].append(replica_id)

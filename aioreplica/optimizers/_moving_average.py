@@ -218,7 +218,7 @@ class UpdateAverages(Collective):
 
     __slots__ = ()
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Return "": the averages are shown where they differ."""
         return ""
 

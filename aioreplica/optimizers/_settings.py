@@ -101,7 +101,7 @@ class StepSettings:
         What a checkpoint has brought and is not made yet is among it, as arrays.
         """
         scaling, rate = self.loss_scaling, self.learning_rate
-        named: dict[str, Any] = {"iterations": self.iterations}
+        named: dict[str, object] = {"iterations": self.iterations}
         if self.skipped is not None:
             named["skipped_steps"] = self.skipped
         if self.norm is not None:
@@ -113,7 +113,7 @@ class StepSettings:
         }
         for name, members in groups.items():
             named.update({f"{name}.{i}": member for i, member in enumerate(members)})
-        found: dict[tuple[Variable | None, str], Any] = {
+        found: dict[tuple[Variable | None, str], object] = {
             (None, name): each for name, each in {**named, **self.restored}.items()
         }
         for owner, slots in self.slots.made.items():
@@ -129,7 +129,7 @@ class StepSettings:
             return name in self.slots.names_of(owner) and owner not in self.slots.made
         return not self.shared and name.startswith(f"{SHARED}.")
 
-    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], object]) -> None:
         """Keep values of a checkpoint until what they belong to is made; others are dropped."""
         self.restored = {}
         for owner in self.slots.restored:

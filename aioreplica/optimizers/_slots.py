@@ -75,7 +75,7 @@ class SlotTable:
         return tuple(slot for slots in self.made.values() for slot in slots)
 
     def make(
-        self, variable: Variable, initial: Callable[[str, Variable], Any]
+        self, variable: Variable, initial: Callable[[str, Variable], object]
     ) -> tuple[Variable, ...]:
         """Return the slots of a variable, in order of their names, making them the first time.
 
@@ -84,7 +84,7 @@ class SlotTable:
             initial: Called as `initial(name, variable)`, gives a new slot's value.
         """
 
-        def start(name: str) -> Any:
+        def start(name: str) -> object:
             value = (
                 variable.components[0] if name == MASTER else np.asarray(initial(name, variable))
             )
@@ -108,7 +108,7 @@ class SlotTable:
             return slots
 
 
-def value_at_start(name: str, initial: Any, restored: Any) -> Any:
+def value_at_start(name: str, initial: object, restored: Any) -> Any:
     """Return the value of a new slot: that of a checkpoint if there is one.
 
     Raises:

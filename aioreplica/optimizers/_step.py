@@ -236,7 +236,7 @@ def apply(
 def publish(
     optimizer: Optimizer,
     write: StagedWrite,
-    prepared: Any,
+    prepared: object,
     gradients: Sequence[MergedGradient],
     groups: Groups,
 ) -> bool:
@@ -264,7 +264,7 @@ def publish(
 def finish_gradients(
     optimizer: Optimizer,
     variables: Sequence[Variable],
-    gradients: Sequence[Any],
+    gradients: Sequence[object],
 ) -> tuple[list[Any] | None, float | None]:
     """Sum rows, unscale, check and clip, where the rule is applied elsewhere.
 
@@ -436,7 +436,7 @@ def _sum_in_code(gradients: Sequence[MergedGradient], reducer: Reducer) -> None:
         gradient.set_sum(whole)
 
 
-def _part_of(gradient: MergedGradient, member: int) -> Any:
+def _part_of(gradient: MergedGradient, member: int) -> object:
     """Return what a replica brought, or zeros."""
     if member in gradient.members:
         return gradient.brought[gradient.members.index(member)]
@@ -448,7 +448,7 @@ def _part_of(gradient: MergedGradient, member: int) -> Any:
 
 def _prepared(
     optimizer: Optimizer, variables: Sequence[Variable], iteration: int
-) -> tuple[Any, list[Any]]:
+) -> tuple[object, list[Any]]:
     """Call `prepare` once for every learning rate; return what it gave for the step and each."""
     settings = optimizer.settings
     rate = settings.learning_rate
@@ -469,7 +469,7 @@ def _jobs_of_blocks(
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
-    prepared: Sequence[Any],
+    prepared: Sequence[object],
 ) -> list[Job]:
     rule: BlockRule = optimizer  # type: ignore[assignment]  # its `is_elementwise` says so
     settings = optimizer.settings
@@ -493,7 +493,7 @@ def _run_rule(
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
-    prepared: Sequence[Any],
+    prepared: Sequence[object],
 ) -> None:
     names = optimizer.slot_names
     for group, gradient, of_one in zip(groups, gradients, prepared, strict=True):
@@ -501,7 +501,7 @@ def _run_rule(
         if not gradient.is_finite and optimizer.settings.on_non_finite != "ignore":
             return  # nothing will be written, and the rule may fail at such numbers
 
-        def update(old: tuple[Array, ...], of_one: Any = of_one, dense: Array = dense) -> Any:
+        def update(old: tuple[Array, ...], of_one: object = of_one, dense: Array = dense) -> Any:
             slots = dict(zip(names, old[1:], strict=True))
             with np.errstate(over="ignore"):  # it is looked at before it is published
                 value, new_slots = optimizer.update(of_one, old[0], dense, slots)
@@ -517,7 +517,7 @@ def _run_joint_rule(
     groups: Groups,
     shared: Sequence[Variable],
     gradients: Sequence[MergedGradient],
-    prepared: Sequence[Any],
+    prepared: Sequence[object],
 ) -> None:
     dense = [gradient.dense() for gradient in gradients]
     checks = optimizer.settings.on_non_finite != "ignore"
@@ -526,7 +526,7 @@ def _run_joint_rule(
         optimizer.update_all(prepared, variables, groups, shared, dense, write)  # type: ignore[attr-defined]
 
 
-def _apart(new: Any, gradient: Array) -> Any:
+def _apart(new: Any, gradient: Array) -> object:
     """Copy what a rule returned if it is the gradient, which the user may change later."""
     if isinstance(new, np.ndarray) and np.may_share_memory(new, gradient):
         return new.copy()

@@ -170,7 +170,7 @@ class BlockingContext(BlockingCollectives):
         self,
         var: Variable,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
@@ -198,7 +198,7 @@ class BlockingContext(BlockingCollectives):
         return receive(self._waiter, self._members, from_, tag, sys._getframe(1))
 
     def call_on_host(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], place: Place, name: str
+        self, fn: Callable[..., Any], args: tuple[object, ...], place: Place, name: str
     ) -> Any:
         """Run a plain or async function on the event loop, where `place` is current, and wait.
 
@@ -280,7 +280,7 @@ class BlockingContext(BlockingCollectives):
             )
 
     def meet(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], site: CallSite
+        self, collective: Collective, argument: object, args: tuple[Any, ...], site: CallSite
     ) -> Any:
         """Make a call among all replicas, in whatever thread works for this one; for the library.
 
@@ -401,7 +401,7 @@ class ClusterNames:
 
 
 def run_device_program(
-    replica: CurrentReplica, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    replica: CurrentReplica, fn: Callable[..., Any], /, *args: object, **kwargs: object
 ) -> Any:
     """Call `fn` on the calling thread, where the blocking collectives of `replica` are live.
 

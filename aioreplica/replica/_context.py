@@ -126,7 +126,7 @@ class ReplicaContext(Collectives):
         self,
         var: Variable,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
+        args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
     ) -> Coroutine[Any, Any, Any]:
@@ -398,13 +398,13 @@ class RunningReplica:
         self.runtime.abandon()
 
     def meet(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+        self, collective: Collective, argument: object, args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Make a call among all replicas, called at `frame`."""
         return self.context._call(collective, argument, args, None, frame)
 
     def meet_as(
-        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
+        self, name: str, merge_fn: Callable[..., object], args: tuple[Any, ...], frame: FrameType
     ) -> Coroutine[Any, Any, Any]:
         """Do a merge_call that tables show as `name`, called at `frame`."""
         return self.meet(merge_call_named(name), merge_fn, args, frame)
@@ -427,7 +427,7 @@ class RunningReplica:
         coroutine = self.state.unawaited[call] = self._begun(call, fn, args)
         return coroutine
 
-    async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    async def _begun(self, call: Call, fn: Callable[..., Any], args: tuple[object, ...]) -> Any:
         loop = self.group.point.loop
         if loop is not None:
             require_loop(loop, call.collective.name)

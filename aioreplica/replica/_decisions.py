@@ -19,7 +19,7 @@ class Agree(Collective):
 
     __slots__ = ()
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Return nothing: the value is shown where it differs."""
         return ""
 
@@ -57,7 +57,7 @@ class Decision(Collective):
         super().__init__(name)
         self._decide = decide
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Return nothing: there is no argument."""
         return ""
 
@@ -84,7 +84,7 @@ class Decision(Collective):
         return [self._decide([call.args[0] for call in calls])] * len(calls)
 
 
-def _equal_trees(first: Any, other: Any) -> bool:
+def _equal_trees(first: Any, other: object) -> bool:
     leaves, spec = flatten(first)
     other_leaves, other_spec = flatten(other)
     if spec != other_spec:
@@ -92,7 +92,7 @@ def _equal_trees(first: Any, other: Any) -> bool:
     return all(_equal_leaves(a, b) for a, b in zip(leaves, other_leaves, strict=True))
 
 
-def _equal_leaves(a: Any, b: Any) -> bool:
+def _equal_leaves(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, (np.ndarray, np.generic, float, complex)):

@@ -127,7 +127,7 @@ class AllGather(ConcatenatingCollective):
 
     __slots__ = ()
 
-    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+    def exchange(self, column: Sequence[object], axis: int) -> list[Any]:
         """Share what was joined."""
         return share(concatenate(column, axis), column)
 
@@ -138,7 +138,7 @@ class AllToAll(ConcatenatingCollective):
 
     __slots__ = ()
 
-    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+    def exchange(self, column: Sequence[object], axis: int) -> list[Any]:
         """Join the i-th pieces for replica i."""
         count = len(column)
         cut = [pieces(_array(leaf), count, axis) for leaf in column]
@@ -211,7 +211,7 @@ def _copies(leaf: Any, count: int) -> list[Any]:
     return share(join_arrays([leaf[None]], 0)[0], [leaf] * count)
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: object) -> object:
     return leaf if is_array_api_obj(leaf) else np.asarray(leaf)
 
 

@@ -115,7 +115,7 @@ class ReplicaGroup(RunControl):
         return [replica.work for replica in self.replicas]
 
     def start_tasks(
-        self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, Any]]
+        self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, object]]
     ) -> None:
         """Start each coroutine as a replica's task, in a copy of the caller's context."""
         loop, ended = self._loop, self._ended
@@ -138,7 +138,7 @@ class ReplicaGroup(RunControl):
         places: Sequence[Place],
         lane_names: Sequence[str],
         completions: CompletionQueue,
-        calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
+        calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]],
     ) -> None:
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas

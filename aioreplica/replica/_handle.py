@@ -220,7 +220,7 @@ class Handle(Awaitable[Any]):
 def start(
     waiter: TaskWaiter,
     collective: Collective,
-    argument: Any,
+    argument: object,
     args: tuple[Any, ...],
     group: SyncGroup,
     position: int,

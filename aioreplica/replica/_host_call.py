@@ -13,7 +13,11 @@ from ._meeting_point import MeetingPoint
 
 
 def call_on_host(
-    point: MeetingPoint, fn: Callable[..., Any], args: tuple[Any, ...], context: Context, name: str
+    point: MeetingPoint,
+    fn: Callable[..., Any],
+    args: tuple[object, ...],
+    context: Context,
+    name: str,
 ) -> Any:
     """Have the event loop run a plain or async function; return what it returns.
 
@@ -80,7 +84,7 @@ class HostCall:
     def __init__(
         self,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         context: Context,
         name: str,
         gate: Gate,
@@ -93,7 +97,7 @@ class HostCall:
         self._is_over = False
         self._has_started = False
         self._task: OwnedTask[Any] | None = None
-        self._result: Any = None
+        self._result: object = None
         self._error: BaseException | None = None
 
     # ---- for observers -------------------------------------------------------------------
@@ -158,7 +162,7 @@ class HostCall:
         elif not self._is_over:
             self._end(asyncio.CancelledError())
 
-    async def _finish(self, awaitable: Awaitable[Any]) -> None:
+    async def _finish(self, awaitable: Awaitable[object]) -> None:
         self._has_started = True
         try:
             self._result = await awaitable
@@ -167,7 +171,7 @@ class HostCall:
             if not isinstance(error, Exception):
                 raise
 
-    def _finished(self, awaitable: Awaitable[Any]) -> None:
+    def _finished(self, awaitable: Awaitable[object]) -> None:
         if not self._has_started:
             self._error = asyncio.CancelledError()
             if inspect.iscoroutine(awaitable):

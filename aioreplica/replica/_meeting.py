@@ -385,7 +385,7 @@ class Call:
 
 def new_call(
     collective: Collective,
-    argument: Any,
+    argument: object,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     group: SyncGroup,

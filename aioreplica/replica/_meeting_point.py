@@ -264,7 +264,7 @@ class MeetingPoint:
         pending.task, generation.pending = task, pending
         task.add_done_callback(partial(self._merge_ended, generation, pending), context=context)
 
-    async def _wait_for(self, generation: Generation, awaitable: Awaitable[Any]) -> Any:
+    async def _wait_for(self, generation: Generation, awaitable: Awaitable[object]) -> object:
         if self.is_aborted:  # a merge of an aborted run does not begin
             raise asyncio.CancelledError
         self.merging[generation] = True

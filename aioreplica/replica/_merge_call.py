@@ -30,7 +30,7 @@ class MergeCall(Collective):
 
     __slots__ = ()
 
-    def detail(self, argument: Any) -> str:
+    def detail(self, argument: object) -> str:
         """Name the merge function."""
         if self.name != "merge_call":
             return ""  # a function of the library, which would tell the reader nothing
@@ -104,7 +104,7 @@ class MergeCall(Collective):
         """Run the merge function in replica 0's context variables."""
         first = calls[0]
         devices = group.device_names
-        kwargs: dict[str, Any] = {}
+        kwargs: dict[str, object] = {}
         if group.has_plain_values:
             args = list(first.args)
             kwargs = first.kwargs or {}
@@ -143,7 +143,7 @@ def _call_in_merge(
     return fn(group.strategy, *args, **kwargs)
 
 
-def same_function(first: Any, other: Any) -> bool:
+def same_function(first: Any, other: object) -> bool:
     """Tell whether two merge functions are the same one.
 
     Equal objects are, and so are functions with one code object: a lambda or nested `def` is

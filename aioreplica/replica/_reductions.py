@@ -85,7 +85,7 @@ def payload_along(value: Any, axis: int, where: str, place: Place | None = None)
     return leaves, spec, None
 
 
-def _read(value: Any, where: str, place: Place | None) -> Any:
+def _read(value: Any, where: str, place: Place | None) -> object:
     """Read distributed values; elsewhere than in a replica the call will be refused anyway."""
     place = place or PLACE.get()
     return value if place.replica is None else read_at(value, place, where)
@@ -288,7 +288,7 @@ class AllReduce(Reducing):
 
     __slots__ = ()
 
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
         """Share the leaves; every replica has containers of its own."""
         spec = calls[0].args[1]
         if spec is LEAF_SPEC and type(reduced[0]) in _UNWRITABLE:
@@ -299,7 +299,7 @@ class AllReduce(Reducing):
         columns = [share(leaf, own) for leaf, own in zip(reduced, inputs, strict=True)]
         return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
         """Share the leaves."""
         return self.hand_out(calls, reduced)
 
@@ -310,17 +310,19 @@ class ReduceScatter(Reducing):
 
     __slots__ = ()
 
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
         """Cut every leaf along the axis."""
         return self._cut(calls, reduced, range(len(calls)), len(calls))
 
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
         """Cut every leaf into a part per replica of all workers; take those of the own ones."""
         first = turn.rank * len(calls)
         own = range(first, first + len(calls))
         return self._cut(calls, reduced, own, turn.num_workers * len(calls))
 
-    def _cut(self, calls: Sequence[Call], reduced: Sequence[Any], own: range, count: int) -> Parts:
+    def _cut(
+        self, calls: Sequence[Call], reduced: Sequence[object], own: range, count: int
+    ) -> Parts:
         spec, axis = calls[0].args[1], calls[0].argument.axis
         columns = [pieces(leaf, count, axis) for leaf in reduced]
         return [unflatten(spec, [column[i] for column in columns]) for i in own]

@@ -67,7 +67,7 @@ def receive(
     return _carry_out(waiter, Transfer(everyone, source, own, tag, None, frame, is_send=False))
 
 
-def _carry_out(waiter: Waiter, transfer: Transfer) -> Any:
+def _carry_out(waiter: Waiter, transfer: Transfer) -> object:
     """Send or receive; return what came, or for a task what to await for it.
 
     Raises:
@@ -88,7 +88,7 @@ def _carry_out(waiter: Waiter, transfer: Transfer) -> Any:
     return waiter.exchange(transfer, bring)
 
 
-def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> Any:
+def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> object:
     """Send or receive, and wait in the calling device thread; return what came."""
     point, replica_id, lock = waiter.point, waiter.replica.replica_id, waiter.point.lock
     assert lock is not None  # threads meet here
@@ -117,7 +117,7 @@ def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> Any:
     return transfer.result
 
 
-async def _in_task(waiter: TaskWaiter, transfer: Transfer) -> Any:
+async def _in_task(waiter: TaskWaiter, transfer: Transfer) -> object:
     """Send or receive, and wait in the calling task; return what came.
 
     Cancellation:
@@ -211,7 +211,7 @@ def _may_act(
     return actors > num_waits
 
 
-def _places_of(task: asyncio.Task[Any]) -> Iterator[Place]:
+def _places_of(task: asyncio.Task[object]) -> Iterator[Place]:
     """Yield where a task runs: in a replica for its own task and for child tasks."""
     get_context = getattr(task, "get_context", None)
     contexts: list[Context]
@@ -271,7 +271,7 @@ def _require_tag(tag: Hashable, what: str) -> None:
         ) from None
 
 
-def _handed_over(leaf: Any) -> Any:
+def _handed_over(leaf: object) -> object:
     """Return a leaf as the receiver gets it: the same memory, read-only where that can be said."""
     if isinstance(leaf, np.ndarray):
         view = leaf.view()

@@ -86,7 +86,7 @@ def _argument_text(value: Any) -> str:
     return payload_signature(leaves, spec, _constant_text)
 
 
-def _constant_text(leaf: Any) -> str:
+def _constant_text(leaf: object) -> str:
     if isinstance(leaf, Variable):
         return f"variable {leaf.name!r}"
     if isinstance(leaf, (str, bytes, Enum)):
@@ -96,7 +96,7 @@ def _constant_text(leaf: Any) -> str:
     return "*"
 
 
-def _equal_text(leaf: Any) -> str:
+def _equal_text(leaf: object) -> str:
     if isinstance(leaf, (np.ndarray, np.generic, float, complex)):
         array = np.asarray(leaf) + 0  # 0.0 and -0.0 are equal
         if not array.ndim:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 from weakref import WeakKeyDictionary
 
 from ..devices import lane_table
@@ -260,7 +260,7 @@ def format_stack(replica: Replica) -> str:
     if not isinstance(work, asyncio.Task):
         return "  (a plain function on its device thread)"
     lines = []
-    awaited: Any = work.get_coro()
+    awaited: object = work.get_coro()
     for _ in range(MAX_DEPTH):
         frame: FrameType | None = getattr(awaited, "cr_frame", getattr(awaited, "gi_frame", None))
         if frame is None:

@@ -15,7 +15,7 @@ from ..values import PerReplica, Variable, split_per_replica, update_components
 Merge = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def create_variable(initial_value: Any, options: dict[str, Any]) -> Merge:
+def create_variable(initial_value: object, options: dict[str, Any]) -> Merge:
     """Return the merge function and arguments that create a variable.
 
     The options travel too, as text and functions, which have to be equal on all replicas.
@@ -29,7 +29,7 @@ def create_variable(initial_value: Any, options: dict[str, Any]) -> Merge:
 
 
 def _create(
-    options: dict[str, Any], _strategy: object, initial: Any, _text: str, _functions: object
+    options: dict[str, Any], _strategy: object, initial: object, _text: str, _functions: object
 ) -> Variable | Awaitable[Variable]:
     first = initial[0] if isinstance(initial, PerReplica) else initial
     if (strategy := PLACE.get().strategy) is not None and strategy.workers is not None:
@@ -37,7 +37,7 @@ def _create(
     return Variable(first, **options)
 
 
-async def _create_across(options: dict[str, Any], workers: Any, initial: Any) -> Variable:
+async def _create_across(options: dict[str, Any], workers: Any, initial: object) -> Variable:
     """Create a variable on every worker, with the initial value of worker 0."""
     own = np.asarray(initial() if callable(initial) else initial)
     first = VariableAggregation.ONLY_FIRST_REPLICA
@@ -48,7 +48,7 @@ async def _create_across(options: dict[str, Any], workers: Any, initial: Any) ->
 def update_variable(
     var: Variable,
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[object],
     kwargs: dict[str, Any] | None,
     group: bool,
 ) -> Merge:
@@ -74,10 +74,10 @@ def _update(
     _strategy: object,
     var: Variable,
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     kwargs: dict[str, Any],
     _text: str,
-) -> Awaitable[Any]:
+) -> Awaitable[object]:
     strategy = PLACE.get().strategy
     assert strategy is not None  # a merge function runs in one
     count = strategy.num_local_replicas

@@ -98,7 +98,7 @@ async def reduce_leaves_across(
 
 
 async def reduce_axis_across(
-    workers: Workers, op: ReduceOp, column: Sequence[Any], axis: int | tuple[int, ...]
+    workers: Workers, op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]
 ) -> Any:
     """Reduce one leaf over axes of each component and over the replicas of all workers."""
     axes = axis if isinstance(axis, tuple) else (axis,)
@@ -144,7 +144,7 @@ async def agreed_batches(workers: Workers, num_left: int) -> int:
     return min(int.from_bytes(slot, "little") for slot in slots)
 
 
-async def gather_leaves_across(workers: Workers, tree: Any, axis: int) -> list[Any]:
+async def gather_leaves_across(workers: Workers, tree: object, axis: int) -> list[Any]:
     """Join the leaves that each worker has joined."""
     leaves, spec = flatten(tree)
     text = payload_signature(leaves, spec if leaves else LEAF_SPEC, _joined(axis)) if leaves else ""

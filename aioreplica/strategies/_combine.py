@@ -58,7 +58,7 @@ async def reduce_tree(
             lambda: map_leaves(lambda leaf: _reduce_axis(op, leaf, axis, replicas), value),
         )
     leaves, spec = flatten_summands(value)
-    columns: list[Sequence[Any]] = []  # one per leaf of a leaf's components
+    columns: list[Sequence[object]] = []  # one per leaf of a leaf's components
     specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
     if workers is None:
         reduced = await _reduce_columns(replicas, op, columns, options)
@@ -72,10 +72,10 @@ async def reduce_tree(
 async def _reduce_columns(
     replicas: Replicas,
     op: ReduceOp,
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     options: CommunicationOptions | None,
 ) -> list[Any]:
-    reduced: list[Any] = [None] * len(columns)
+    reduced: list[object] = [None] * len(columns)
     for size in {len(column) for column in columns}:
         chosen = [i for i, column in enumerate(columns) if len(column) == size]
         rows = list(zip(*(columns[i] for i in chosen), strict=True))
@@ -89,7 +89,7 @@ async def _reduce_columns(
 async def _reduce_wide(
     replicas: Replicas,
     op: ReduceOp,
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Sequence[object]],
     options: CommunicationOptions | None,
 ) -> Local:
     """Reduce what goes to other workers next: half precision stays wide until the last sum."""
@@ -108,9 +108,9 @@ async def _reduce_axis_across(
     op: ReduceOp,
     value: object,
     axis: int | tuple[int, ...],
-) -> Any:
+) -> object:
     leaves, spec = flatten_summands(value)
-    columns: list[Sequence[Any]] = []
+    columns: list[Sequence[object]] = []
     specs = [_add_columns(op, leaf, replicas, columns, axis) for leaf in leaves]
     reduced = [await reduce_axis_across(workers, op, column, axis) for column in columns]
     results = iter(reduced)
@@ -223,7 +223,7 @@ def local_results(value: object, members: Sequence[int] | None = None) -> tuple[
     )
 
 
-def _components(leaf: object, members: Sequence[int] | None = None) -> tuple[Any, ...] | None:
+def _components(leaf: object, members: Sequence[int] | None = None) -> tuple[object, ...] | None:
     if isinstance(leaf, DistributedValues):
         return leaf.values
     if not isinstance(leaf, Variable):
@@ -238,7 +238,7 @@ def _is_mirrored(leaf: object) -> bool:
     return isinstance(leaf, (Variable, DistributedValues)) and leaf.is_mirrored
 
 
-def _reduced_parts(op: ReduceOp, leaf: object, replicas: Replicas) -> tuple[Any, ...]:
+def _reduced_parts(op: ReduceOp, leaf: object, replicas: Replicas) -> tuple[object, ...]:
     parts = _parts(leaf, replicas, "reduce")
     if not _is_mirrored(leaf):
         return parts
@@ -252,8 +252,8 @@ def _reduced_parts(op: ReduceOp, leaf: object, replicas: Replicas) -> tuple[Any,
 
 def _reduce_axis(
     op: ReduceOp, leaf: object, axis: int | tuple[int, ...], replicas: Replicas
-) -> Any:
-    def merge(column: Sequence[Any]) -> Any:
+) -> object:
+    def merge(column: Sequence[object]) -> object:
         for part in column:
             require_reducible(part, "reduce", op)
             require_dense(part, f"reduce over axis {axis!r}")
@@ -262,10 +262,10 @@ def _reduce_axis(
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
 
-def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> Any:
+def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> object:
     parts = _parts(leaf, replicas, "gather")
 
-    def merge(column: Sequence[Any]) -> Any:
+    def merge(column: Sequence[object]) -> object:
         for part in column:
             require_axis(part, axis, "gather")
         _same(column, lambda a, b: gather_difference(a, b, axis))
@@ -274,7 +274,7 @@ def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> Any:
     return _merge_components(parts, merge)
 
 
-def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[Any, ...]:
+def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[object, ...]:
     num_replicas = replicas.num
     parts = _components(leaf, replicas.members)
     if parts is None:
@@ -292,7 +292,7 @@ def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[Any, ...]:
     return parts
 
 
-def _merge_components(parts: Sequence[Any], merge: Callable[[Sequence[Any]], Any]) -> Any:
+def _merge_components(parts: Sequence[object], merge: Callable[[Sequence[Any]], object]) -> object:
     """Merge leaf by leaf where components are pytrees themselves."""
     flattened = [flatten(part) for part in parts]
     spec = _common_spec(flattened)
@@ -311,14 +311,14 @@ def _common_spec(flattened: Sequence[tuple[list[Any], TreeSpec]]) -> TreeSpec:
     return spec
 
 
-def _same(column: Sequence[Any], compare: Callable[[Any, Any], str | None]) -> None:
+def _same(column: Sequence[object], compare: Callable[[Any, Any], str | None]) -> None:
     for replica_id, part in enumerate(column):
         difference = compare(column[0], part)
         if difference is not None:
             raise ValueError(f"Replicas 0 and {replica_id} cannot be combined: {difference}.")
 
 
-async def _maybe_in_thread(value: object, work: Callable[[], Any]) -> Any:
+async def _maybe_in_thread(value: object, work: Callable[[], object]) -> object:
     total = 0
     for leaf in leaves(value):
         for part in _components(leaf) or (leaf,):
@@ -340,7 +340,7 @@ def _mirrored(value: object, count: int) -> Mirrored:
     return Mirrored([unflatten(structure[1], structure[0]) for _ in range(count)])
 
 
-def _one_value(leaf: object) -> Any:
+def _one_value(leaf: object) -> object:
     if isinstance(leaf, Variable):
         return leaf.value
     return leaf[0] if isinstance(leaf, DistributedValues) else leaf

@@ -61,7 +61,7 @@ class DefaultStrategy(Strategy):
             self, fn: Callable[..., R], args: Sequence[Any] = ...,
             kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
         ) -> R: ...  # fmt: skip
-        async def run(self, *args: Any, **kwargs: Any) -> Any: ...
+        async def run(self, *args: Any, **kwargs: object) -> Any: ...
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise copy.Error("DefaultStrategy cannot be copied: it is the absence of a strategy.")
@@ -149,10 +149,10 @@ def with_context(fn: Callable[Concatenate[ReplicaContext, P], R]) -> Callable[P,
         raise TypeError(f"with_context marks a step function, got {fn!r} ({type(fn).__name__}).")
     call: Any = fn  # Any: awaited if it is async, and the result is marked
 
-    async def await_step(*args: P.args, **kwargs: P.kwargs) -> Any:
+    async def await_step(*args: P.args, **kwargs: P.kwargs) -> object:
         return await call(_own_context(call), *args, **kwargs)
 
-    def call_step(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def call_step(*args: P.args, **kwargs: P.kwargs) -> object:
         return call(_own_context(call), *args, **kwargs)
 
     step: Any = functools.wraps(fn)(await_step if is_async(fn) else call_step)

@@ -31,7 +31,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-def values_from_function(runtime: Runtime, value_fn: Callable[[ValueContext], Any]) -> Any:
+def values_from_function(runtime: Runtime, value_fn: Callable[[ValueContext], object]) -> Any:
     """Call a function once per replica of this process; return a PerReplica, or the plain value.
 
     Raises:

@@ -25,7 +25,7 @@ DEFAULT_OPTIONS = RunOptions()
 async def launch(
     runtime: Runtime,
     fn: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[object],
     kwargs: dict[str, Any] | None,
     options: RunOptions,
     across: WorkersRun | None = None,
@@ -133,7 +133,7 @@ class Run:
         return Run(runtime, group, replicas, [Place(runtime, own) for own in replicas], port)
 
     def start_programs(
-        self, calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+        self, calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]]
     ) -> None:
         """Put one plain call per replica on the device lanes, all in one go."""
         programs = [
@@ -169,7 +169,7 @@ def _make_coroutines(
     all_args: Sequence[Any],
     all_kwargs: Sequence[dict[str, Any]],
 ) -> list[Coroutine[Any, Any, Any]]:
-    made: list[Coroutine[Any, Any, Any]] = []
+    made: list[Coroutine[Any, Any, object]] = []
     try:
         for args, kwargs in zip(all_args, all_kwargs, strict=True):
             made.append(fn(*args, **kwargs))
@@ -180,7 +180,7 @@ def _make_coroutines(
     return made
 
 
-def require_runnable(fn: Any, args: Any, options: Any) -> None:
+def require_runnable(fn: Any, args: object, options: object) -> None:
     """Check what `run` was given.
 
     Raises:

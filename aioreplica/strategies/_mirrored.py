@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from ..collectives import CommunicationOptions
 from ..devices import Device, list_devices, require_device
@@ -53,7 +53,7 @@ class MirroredStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, object]) -> MirroredStrategy:
         return MirroredStrategy(self._runtime.device_names, options=self._runtime.reducer.options)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         runtime = self._runtime
         make = partial(MirroredStrategy, options=runtime.reducer.options)
         return make, (runtime.device_names,)
@@ -106,7 +106,7 @@ class CentralStorageStrategy(Strategy):
         runtime = self._runtime
         return CentralStorageStrategy(runtime.device_names, runtime.parameter_devices[0])
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         runtime = self._runtime
         return CentralStorageStrategy, (runtime.device_names, str(runtime.parameter_devices[0]))
 

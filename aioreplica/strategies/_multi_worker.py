@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
@@ -140,7 +140,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self.cluster_resolver, options=self._runtime.reducer.options
         )
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         self._require_copyable()
         make = partial(MultiWorkerMirroredStrategy, options=self._runtime.reducer.options)
         return make, (self.cluster_resolver,)

@@ -40,7 +40,7 @@ class OneDeviceStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, object]) -> OneDeviceStrategy:
         return OneDeviceStrategy(self._runtime.device_names[0])
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return OneDeviceStrategy, (self._runtime.device_names[0],)
 
 

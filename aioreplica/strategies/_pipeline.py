@@ -29,8 +29,8 @@ FORWARD, BACKWARD = "pipeline forward", "pipeline backward"  # tags
 
 
 async def pipeline(
-    stages: Sequence[Callable[..., Any]],
-    micro_batches: Sequence[tuple[Any, Any]],
+    stages: Sequence[Callable[..., object]],
+    micro_batches: Sequence[tuple[object, object]],
     *,
     schedule: Schedule = "1f1b",
     backend: str = "autograd",
@@ -88,7 +88,7 @@ async def pipeline(
 
 
 async def _take_turns(
-    place: _Place, own: _Part, pairs: Sequence[tuple[Any, Any]], schedule: Schedule
+    place: _Place, own: _Part, pairs: Sequence[tuple[object, object]], schedule: Schedule
 ) -> None:
     """Do one stage's passes forward and backward, in the order of the schedule."""
     ctx, following = place.ctx, iter(pairs)
@@ -182,7 +182,7 @@ def _turns(schedule: Schedule, behind: int, count: int) -> Iterator[bool]:
 # ---- on the device ---------------------------------------------------------------------------
 
 
-def _forward(part: _Part, inputs: Any, is_first: bool) -> Any:
+def _forward(part: _Part, inputs: object, is_first: bool) -> object:
     """Return what a stage makes of its inputs, as an array of NumPy."""
     adapter, reads = find_adapter(part.backend), VariableReads()
 
@@ -196,7 +196,7 @@ def _forward(part: _Part, inputs: Any, is_first: bool) -> Any:
     return _as_array(part, output)
 
 
-def _as_array(part: _Part, output: Any) -> Any:
+def _as_array(part: _Part, output: object) -> object:
     try:
         backend = backend_of(output)
         array = np.asarray(backend.get(untraced(output)))
@@ -207,7 +207,7 @@ def _as_array(part: _Part, output: Any) -> Any:
     return array
 
 
-def _no_array_error(part: _Part, output: Any) -> TypeError:
+def _no_array_error(part: _Part, output: object) -> TypeError:
     return TypeError(
         f"Stage {part.stage!r} returned {type(output).__name__}, and the next stage takes one "
         "array of floating point. Join several along an axis, and split them in the next stage."
@@ -215,7 +215,7 @@ def _no_array_error(part: _Part, output: Any) -> TypeError:
 
 
 def _backward(
-    part: _Part, is_first: bool, inputs: Any, targets: Any, arriving: Any
+    part: _Part, is_first: bool, inputs: object, targets: object, arriving: object
 ) -> Array | None:
     """Run a stage again and go back through it; return the gradient of its inputs.
 
@@ -223,12 +223,12 @@ def _backward(
     """
     adapter, reads = find_adapter(part.backend), VariableReads()
 
-    def loss(watched: Any) -> Any:
+    def loss(watched: object) -> object:
         if arriving is None:
             return part.stage(watched, targets)
         return (part.stage(watched) * adapter.constant(arriving)).sum()
 
-    def differentiated(watch: Callable[[Array], Array]) -> Any:
+    def differentiated(watch: Callable[[Array], Array]) -> object:
         watched = inputs if is_first else watch(inputs)
         return reads.trace(lambda: loss(watched), watch, adapter.constant)
 
@@ -248,7 +248,7 @@ def _backward(
 # ---- at the end ------------------------------------------------------------------------------
 
 
-def _put_together(_strategy: Any, parts: Any) -> _Whole:
+def _put_together(_strategy: object, parts: Any) -> _Whole:
     """Add up the stages' gradients, of variables that several of them read too."""
     stages: Sequence[_Part] = parts.values if hasattr(parts, "values") else (parts,)
     found: dict[Variable, Gradient] = {}
@@ -263,7 +263,7 @@ def _put_together(_strategy: Any, parts: Any) -> _Whole:
     return _Whole(total / weight, [(_divided(g, weight), v) for v, g in found.items()])
 
 
-def _sums(losses: Sequence[Any]) -> tuple[Any, Any]:
+def _sums(losses: Sequence[Any]) -> tuple[object, Any]:
     if not all(isinstance(each, Weighted) for each in losses):
         raise TypeError("The last stage returned a Weighted for some micro-batches only.")
     total = sum([each.total for each in losses[1:]], losses[0].total)
@@ -286,7 +286,7 @@ def _added(first: Gradient, other: Gradient) -> Gradient:
     return dense[0] + dense[1]
 
 
-def _divided(gradient: Gradient, weight: Any) -> Gradient:
+def _divided(gradient: Gradient, weight: object) -> Gradient:
     if isinstance(gradient, IndexedSlices):
         return IndexedSlices(gradient.values / weight, gradient.indices, gradient.dense_shape)
     return gradient / weight
@@ -314,8 +314,8 @@ def _running_context() -> ReplicaContext:
 
 def _checked(
     ctx: ReplicaContext,
-    stages: Sequence[Callable[..., Any]],
-    micro_batches: Sequence[tuple[Any, Any]],
+    stages: Sequence[Callable[..., object]],
+    micro_batches: Sequence[tuple[object, object]],
     schedule: str,
 ) -> list[tuple[Any, Any]]:
     """Return the micro-batches as pairs."""

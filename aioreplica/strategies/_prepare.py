@@ -66,7 +66,7 @@ def prepare(
     return _made(module, optimizer, loader, strategy)
 
 
-def no_sync(model: Any) -> AbstractContextManager[None]:
+def no_sync(model: object) -> AbstractContextManager[None]:
     """Leave gradients as they are in a `with` block, so that they may be accumulated.
 
     A `backward` in the block adds to `.grad` on this replica alone; the first one behind it
@@ -91,7 +91,9 @@ def no_sync(model: Any) -> AbstractContextManager[None]:
     return block
 
 
-def _made(module: Any, optimizer: Any, loader: Any, strategy: object) -> tuple[Any, Any, Any]:
+def _made(
+    module: object, optimizer: object, loader: object, strategy: object
+) -> tuple[Any, Any, Any]:
     from ._strategy import Strategy
 
     if not isinstance(strategy, Strategy):

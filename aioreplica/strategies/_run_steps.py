@@ -59,13 +59,13 @@ class LoopPlan:
 
 def checked_plan(
     fn: Any,
-    iterator: Any,
-    iterations: Any,
-    initial_loop_values: Any,
-    options: Any,
+    iterator: object,
+    iterations: object,
+    initial_loop_values: object,
+    options: object,
     default: int,
-    compile: Any = None,  # noqa: A002 - the argument's name
-    every: Any = None,
+    compile: object = None,  # noqa: A002 - the argument's name
+    every: object = None,
 ) -> LoopPlan:
     """Check the arguments of run_steps.
 

@@ -69,13 +69,13 @@ class Runtime:
         facade: Any,  # Any: the facade lies above this
         devices: tuple[Device, ...] | None,
         new_variable: Callable[[Runtime, Any, VariableOptions], Variable],
-        new_view: Callable[[Runtime, tuple[int, ...]], Any],
+        new_view: Callable[[Runtime, tuple[int, ...]], object],
         options: CommunicationOptions | None,
         *,
         topology: Topology | None,
         parameter_devices: tuple[Device, ...],
         workers: Workers | None,
-        elsewhere: Any,  # Any: parameter servers lie above this
+        elsewhere: object,
     ) -> None:
         kind, is_default = type(facade).__name__, devices is None
         self.facade = facade

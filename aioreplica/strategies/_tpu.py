@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from ..device_loop import DeviceAssignment, HasTopology, Topology, find_topology
 from ..devices import Device, DeviceSpec, list_devices
@@ -135,7 +135,7 @@ class TPUStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, object]) -> TPUStrategy:
         return self._maker()(self.cluster_resolver)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return self._maker(), (self.cluster_resolver,)
 
     def _maker(self) -> partial[TPUStrategy]:

@@ -41,8 +41,8 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
 
     async def run_sync_in_worker_thread(
         cls: Any,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
+        func: Callable[..., object],
+        args: tuple[object, ...],
         abandon_on_cancel: bool = False,
         limiter: Any = None,
         *,
@@ -73,7 +73,7 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _call_as_worker(loop: Any, scope: Any, func: Callable[..., Any], *args: Any) -> Any:
+def _call_as_worker(loop: object, scope: Any, func: Callable[..., object], *args: object) -> object:
     """Call a function where `anyio.from_thread` finds the loop that it belongs to."""
     with claim_worker_thread(backend.AsyncIOBackend, loop):
         threadlocals.current_cancel_scope = scope

@@ -217,7 +217,7 @@ class SimLaneTable:
         op = self._pools.current_op
         return self._lane_of.get(op.pool) if op is not None else None
 
-    def new_gate(self, loop: Any) -> SimGate:
+    def new_gate(self, loop: object) -> SimGate:
         """Make a closed gate, whose waits the schedule sees."""
         return SimGate(self._pools)
 

@@ -22,7 +22,7 @@ def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         for name in ("getaddrinfo", "gethostbyname", "gethostbyname_ex", "socketpair")
     }
 
-    def new(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    def new(kind: Any, *args: object, **kwargs: object) -> object:
         if not here():
             return make(kind)
         if kind is not cls and kind is not SimSocket:
@@ -31,7 +31,7 @@ def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
         made.network = simulation.open_network()
         return made
 
-    def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
+    def getaddrinfo(*args: Any, **kwargs: Any) -> object:
         if not here():
             return real["getaddrinfo"](*args, **kwargs)
         return simulation.open_network().lookup(*args, **kwargs)
@@ -39,12 +39,12 @@ def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     def gethostbyname(name: str) -> str:
         return simulation.open_network().resolve(name) if here() else real["gethostbyname"](name)
 
-    def gethostbyname_ex(name: str) -> Any:
+    def gethostbyname_ex(name: str) -> object:
         if not here():
             return real["gethostbyname_ex"](name)
         return name, [], [simulation.open_network().resolve(name)]
 
-    def socketpair(family: Any = None, type: int = socket.SOCK_STREAM, proto: int = 0) -> Any:  # noqa: A002
+    def socketpair(family: Any = None, type: int = socket.SOCK_STREAM, proto: int = 0) -> object:  # noqa: A002
         if not here():
             return real["socketpair"](family, type, proto)
         return simulation.open_network().pair(family or socket.AF_UNIX, type)

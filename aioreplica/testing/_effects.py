@@ -73,7 +73,7 @@ class Effects:
         self._states: dict[int, _State] = {}
         self._signals: list[Wakeup] = []
         self._lost: list[str] = []
-        self._undo: list[tuple[type, str, Any]] = []
+        self._undo: list[tuple[type, str, object]] = []
         self._step = 0
         self._who = ""
 
@@ -92,7 +92,9 @@ class Effects:
         """Note who takes which step."""
         self._step, self._who = step, who
 
-    def end_step(self, chosen: Participant, loop: SimLoop, struck: Iterable[Any]) -> Iterator[str]:
+    def end_step(
+        self, chosen: Participant, loop: SimLoop, struck: Iterable[object]
+    ) -> Iterator[str]:
         """Yield what the step did to others, in words.
 
         Args:
@@ -156,7 +158,7 @@ class Effects:
     def _watch(self, cls: type, name: str, verb: str) -> None:
         real = vars(cls)[name]
 
-        def stand_in(primitive: Any, *args: Any) -> Any:
+        def stand_in(primitive: Any, *args: object) -> object:
             is_new = verb == "notifies" or primitive.is_set() == (verb == "clears")
             if is_new:
                 self._note(primitive, verb)

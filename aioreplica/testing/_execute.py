@@ -59,7 +59,7 @@ class RunObserver(LoopObserver, Protocol):
         """Look at a run that failed, before it is cleaned up."""
 
 
-def check_main(main: Any) -> None:
+def check_main(main: object) -> None:
     """Refuse what is not a callable without arguments.
 
     Raises:
@@ -92,11 +92,11 @@ def check_main(main: Any) -> None:
         raise TypeError(f"{_name(main)} is not an async function. Declare it with `async def`.")
 
 
-def _name(main: Any) -> str:
+def _name(main: object) -> str:
     return getattr(main, "__qualname__", None) or repr(main)
 
 
-def _as_coroutine(main: Main) -> Coroutine[Any, Any, Any]:
+def _as_coroutine(main: Main) -> Coroutine[Any, Any, object]:
     made = main()
     if inspect.iscoroutine(made):
         return made
@@ -106,7 +106,7 @@ def _as_coroutine(main: Main) -> Coroutine[Any, Any, Any]:
             "async function."
         )
 
-    async def wrapper() -> Any:
+    async def wrapper() -> object:
         return await made
 
     return wrapper()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Final
+from typing import Final
 
 from ._branches import Search
 from ._execute import Main, Outcome, check_main
@@ -87,7 +87,7 @@ def exhaustive(
     return handed_out(report, Program(main, leaks), "exhaustive", sys._getframe(1))
 
 
-def _check_fidelity(fidelity: Any) -> None:
+def _check_fidelity(fidelity: object) -> None:
     if fidelity not in SEARCHED:
         hint = (
             "Call art.explore(main, fidelity='adversarial')." if fidelity == "adversarial" else ""

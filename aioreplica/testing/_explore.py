@@ -146,12 +146,12 @@ def _sample(
 
 
 def _check(
-    main: Any,
+    main: object,
     schedules: Any,
-    seed: Any,
+    seed: object,
     strategy: Any,
-    fidelity: Any,
-    faults: Any,
+    fidelity: object,
+    faults: object,
     max_steps: Any,
 ) -> None:
     check_main(main)
@@ -278,7 +278,7 @@ def _run_one(runner: Runner, schedule: Schedule) -> tuple[Outcome, BaseException
 def cancel_everywhere(
     main: Main,
     *,
-    task: str | Callable[..., Any] | None = None,
+    task: str | Callable[..., object] | None = None,
     orders: int = 1,
     leaks: Ignored = (),
 ) -> Report:
@@ -325,7 +325,9 @@ def cancel_everywhere(
     return handed_out(report, Program(main, leaks, True), "cancel_everywhere", sys._getframe(1))
 
 
-def _cancel_in_orders(runner: Runner, task: str | Callable[..., Any] | None, orders: int) -> Report:
+def _cancel_in_orders(
+    runner: Runner, task: str | Callable[..., object] | None, orders: int
+) -> Report:
     """Cancel the tasks of a name at every step of several orders."""
     start = perf_counter()
     num_run = num_named = 0

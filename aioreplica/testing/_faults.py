@@ -172,7 +172,7 @@ class Faults:
         """
         return self._add(Fault(LOSE, _name(device), at=_at(at)))
 
-    def cancel_task(self, task: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+    def cancel_task(self, task: object = None, *, at: int | None = None, times: int = 1) -> Faults:
         """Let a task be cancelled, at any of its awaits, as if whoever wanted its result had gone.
 
         The main task is left alone (`art.cancel_everywhere` cancels that). If the cancellation
@@ -453,7 +453,7 @@ def _at(at: int | None) -> int | None:
     return at
 
 
-def _check_error(error: Any) -> None:
+def _check_error(error: object) -> None:
     if error is not None and not (
         isinstance(error, BaseException)
         or (isinstance(error, type) and issubclass(error, BaseException))

@@ -45,10 +45,10 @@ class Fixtures:
         test: Its async function, not bound to an instance.
     """
 
-    def __init__(self, item: pytest.Function, test: Callable[..., Any]) -> None:
+    def __init__(self, item: pytest.Function, test: Callable[..., object]) -> None:
         self.item = item
         self.test = test
-        self._definitions: dict[str, tuple[Any, ...]] = {}
+        self._definitions: dict[str, tuple[object, ...]] = {}
         self._own: set[int] = set()  # of pytest; other plugins replace functions in set-up
         for name in item._fixtureinfo.name2fixturedefs:
             self._definitions_of(name)
@@ -142,11 +142,11 @@ class Made:
         stack: Ends the fixtures.
     """
 
-    def __init__(self, fixtures: Fixtures, instance: Any, stack: AsyncExitStack) -> None:
+    def __init__(self, fixtures: Fixtures, instance: object, stack: AsyncExitStack) -> None:
         self.fixtures = fixtures
         self.instance = instance
         self.stack = stack
-        self._values: dict[tuple[str, int], Any] = {}
+        self._values: dict[tuple[str, int], object] = {}
 
     def function(self) -> Callable[..., Any]:
         """Return the test, a method of this schedule's instance if it is one."""
@@ -154,7 +154,9 @@ class Made:
         if not inspect.ismethod(item.obj):
             return test
         owner = item.obj.__self__
-        bound: Callable[..., Any] = test.__get__(self.instance if owner is item.instance else owner)
+        bound: Callable[..., object] = test.__get__(
+            self.instance if owner is item.instance else owner
+        )
         return bound
 
     async def value(self, name: str, level: int = -1) -> Any:
@@ -188,7 +190,7 @@ class Made:
         Raises:
             RuntimeError: If the fixture awaits.
         """
-        coroutine: Coroutine[Any, Any, Any] = self.value(name)
+        coroutine: Coroutine[Any, Any, object] = self.value(name)
         try:
             coroutine.send(None)
         except StopIteration as ended:
@@ -199,17 +201,17 @@ class Made:
             "Name it among the arguments instead."
         )
 
-    def _shared(self, name: str, level: int) -> Any:
+    def _shared(self, name: str, level: int) -> object:
         item = self.fixtures.item
         if level != -1:  # of a wider scope, and overridden: pytest has made it for the override
             cached = self.fixtures.definition(name, level).cached_result
             return item._request.getfixturevalue(name) if cached is None else cached[0]
         return item.funcargs[name] if name in item.funcargs else item._request.getfixturevalue(name)
 
-    def _bound(self, definition: Any) -> Callable[..., Any]:
+    def _bound(self, definition: Any) -> Callable[..., object]:
         function: Any = inspect.unwrap(definition.func)
         is_method = next(iter(inspect.signature(function).parameters), "") == "self"
-        bound: Callable[..., Any] = function
+        bound: Callable[..., object] = function
         if is_method and self.instance is not None:
             bound = function.__get__(self.instance)
         return bound
@@ -270,12 +272,12 @@ class Request:
         raise LookupError(msg)
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: object) -> bool:
     """Tell whether a fixture's function is async."""
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
-def _instance_like(item: pytest.Function) -> Any:
+def _instance_like(item: pytest.Function) -> object:
     return None if item.instance is None else type(item.instance)()
 
 
@@ -285,8 +287,8 @@ def _is_of_pytest(definition: Any) -> bool:
 
 
 async def _enter(
-    function: Callable[..., Any], arguments: dict[str, Any], stack: AsyncExitStack
-) -> Any:
+    function: Callable[..., object], arguments: dict[str, Any], stack: AsyncExitStack
+) -> object:
     """Call the function of a fixture, of any of the four kinds."""
     made = function(**arguments)
     if inspect.iscoroutine(made):
@@ -300,7 +302,7 @@ async def _enter(
     return made
 
 
-async def run_case(cls: type[TestCase], name: str, test: Callable[..., Any]) -> None:
+async def run_case(cls: type[TestCase], name: str, test: Callable[..., object]) -> None:
     """Run a method of a new test case as unittest does, but in the loop that runs.
 
     Args:

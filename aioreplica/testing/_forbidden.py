@@ -19,7 +19,7 @@ _WAITS_IN_C = frozenset({
 })  # fmt: skip
 
 
-def wait_in_c(called: Any) -> str:
+def wait_in_c(called: object) -> str:
     """Return a note on a function that waits in C for what no schedule decides about; else ""."""
     name = getattr(called, "__qualname__", "")
     if "." not in name:
@@ -72,7 +72,7 @@ def _awaited_at(op: Any) -> str:
 
 def suspended_frames(coroutine: object) -> Iterator[FrameType]:
     """Yield the frames of a suspended coroutine, or generator, and of what it awaits."""
-    thing: Any = coroutine
+    thing: object = coroutine
     while thing is not None:
         frame = getattr(thing, "cr_frame", None) or getattr(thing, "gi_frame", None)
         frame = frame or getattr(thing, "ag_frame", None)
@@ -113,7 +113,7 @@ def refusal(what: str, instead: str = "", frame: FrameType | None = None) -> Rea
 
 
 def _refusal(what: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def method(self: Any, *args: object, **kwargs: object) -> NoReturn:
         refuse(what)
 
     return method

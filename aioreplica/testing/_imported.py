@@ -25,7 +25,7 @@ def imported_names(real: Mapping[int, Any]) -> Iterator[tuple[Any, str, Any]]:
 
     A module is looked at once in a process: what it had imported then counts.
     """
-    known: dict[str, tuple[Any, list[tuple[str, Any]]]] = REGISTRY.once("testing_imported", dict)
+    known: dict[str, tuple[Any, list[tuple[str, object]]]] = REGISTRY.once("testing_imported", dict)
     for module in new_modules(known):
         names = [(name, value) for name, value in vars(module).items() if id(value) in real]
         known[module.__name__] = module, names
@@ -35,7 +35,7 @@ def imported_names(real: Mapping[int, Any]) -> Iterator[tuple[Any, str, Any]]:
                 yield module, name, value
 
 
-def new_modules(known: Mapping[str, Any] | None = None) -> list[ModuleType]:
+def new_modules(known: Mapping[str, object] | None = None) -> list[ModuleType]:
     """Return the modules that may have imported something and that have not been looked at."""
     if known is None:
         known = REGISTRY.once("testing_imported", dict)

@@ -99,7 +99,7 @@ class History:
         """The calls so far, in the order in which they began."""
         return tuple(self._calls)
 
-    async def call(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         """Call a function, and record when the call began and ended, and with what.
 
         Args:
@@ -141,7 +141,7 @@ class History:
         return f"<History | {len(self._calls)} calls, {ended} ended>"
 
 
-def linearizable(history: History, model: Callable[[], Any]) -> Sequence[RecordedCall]:
+def linearizable(history: History, model: Callable[[], object]) -> Sequence[RecordedCall]:
     """Return an order of the calls of a history, one after the other, that explains their results.
 
     The model is called as the object was, in that order, and gives the same results: what it
@@ -223,9 +223,9 @@ class OrderSearch:
     """
 
     calls: Sequence[RecordedCall]
-    _atoms: dict[int, Any] = field(default_factory=dict)
-    _seen: set[tuple[int, Any]] = field(default_factory=set)
-    _furthest: tuple[tuple[int, ...], Any] = ((), None)
+    _atoms: dict[int, object] = field(default_factory=dict)
+    _seen: set[tuple[int, object]] = field(default_factory=set)
+    _furthest: tuple[tuple[int, ...], object] = ((), None)
 
     def run(self, start: Any) -> Sequence[RecordedCall] | None:
         """Return an order that the model agrees with, or None."""
@@ -268,12 +268,12 @@ class OrderSearch:
             if not taken >> number & 1:
                 yield number
 
-    def _after(self, model: Any, call: RecordedCall) -> ModelAnswer | None:
+    def _after(self, model: object, call: RecordedCall) -> ModelAnswer | None:
         """Return the model after a call; None if it does not agree with its result."""
         answer = self.ask(model, call)
         return answer if answer.agrees(call) else None
 
-    def ask(self, model: Any, call: RecordedCall) -> ModelAnswer:
+    def ask(self, model: object, call: RecordedCall) -> ModelAnswer:
         """Call a copy of the model."""
         own = copy.deepcopy(model, dict(self._atoms))
         try:
@@ -282,14 +282,14 @@ class OrderSearch:
             return ModelAnswer(own, None, error)
         return ModelAnswer(own, result, None)
 
-    def _is_new(self, taken: int, model: Any) -> bool:
+    def _is_new(self, taken: int, model: object) -> bool:
         key = taken, frozen(model, self._atoms)
         if key in self._seen:
             return False
         self._seen.add(key)
         return True
 
-    def explanation(self, start: Any) -> str:
+    def explanation(self, start: object) -> str:
         """Return why there is no order, in words and as a picture."""
         order, model = self._furthest
         taken = sum(1 << each for each in order)

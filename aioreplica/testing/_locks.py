@@ -139,7 +139,7 @@ class SimRLock:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._block = SimLock(simulation)
-        self._owner: Any = None
+        self._owner: object = None
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -179,12 +179,12 @@ class SimRLock:
     def _is_owned(self) -> bool:
         return bool(self._owner == self._simulation.who())
 
-    def _release_save(self) -> tuple[int, Any]:
+    def _release_save(self) -> tuple[int, object]:
         saved, self._owner, self._count = (self._count, self._owner), None, 0
         self._block.release()
         return saved
 
-    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
+    def _acquire_restore(self, saved: tuple[int, object]) -> None:
         self._block.acquire()
         self._count, self._owner = saved
 

@@ -157,8 +157,8 @@ class Network:
 
     def lookup(
         self,
-        host: Any,
-        port: Any,
+        host: object,
+        port: object,
         family: int = 0,
         type: int = 0,  # noqa: A002 - the name in socket.getaddrinfo
         proto: int = 0,
@@ -313,7 +313,7 @@ class Network:
             elif sock.is_datagram or sock.state == FRESH:
                 yield f"socket {name_of(sock.address)} (made at {sock.made_at})"
 
-    def note_dropped(self, transport_socket: Any) -> None:
+    def note_dropped(self, transport_socket: object) -> None:
         """Note a connection that nobody has closed and nobody can close any more."""
         sock = getattr(transport_socket, "_sock", None)
         if isinstance(sock, SimSocket) and sock.link is not None:
@@ -341,11 +341,11 @@ class Network:
         self.selector.keys = {}
 
 
-def _text(address: Any) -> Any:
+def _text(address: Any) -> object:
     return address.decode() if isinstance(address, bytes) else address
 
 
-def _sockaddr(sock: SimSocket, host: str, port: int) -> tuple[Any, ...]:
+def _sockaddr(sock: SimSocket, host: str, port: int) -> tuple[object, ...]:
     if sock.kernel_family == socket.AF_INET6:
         return (host if ":" in host else f"::ffff:{host}", port, 0, 0)
     return (host, port)

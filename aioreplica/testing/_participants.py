@@ -117,7 +117,7 @@ class SimTask(RealTask[Any]):
 
     def __init__(
         self,
-        coro: Coroutine[Any, Any, Any],
+        coro: Coroutine[Any, Any, object],
         *,
         loop: Any = None,  # Any: None, a simulated loop, or another thread's real one
         name: str | None = None,
@@ -325,8 +325,8 @@ class SimTimer(events.TimerHandle):
     def __init__(
         self,
         when: float,
-        callback: Callable[..., Any],
-        args: tuple[Any, ...],
+        callback: Callable[..., object],
+        args: tuple[object, ...],
         loop: Any,
         context: Context | None,
     ) -> None:
@@ -364,8 +364,8 @@ class SimHandle(events.Handle):
 
     def __init__(
         self,
-        callback: Callable[..., Any],
-        args: tuple[Any, ...],
+        callback: Callable[..., object],
+        args: tuple[object, ...],
         loop: Any,
         context: Context | None,
     ) -> None:

@@ -38,7 +38,7 @@ PACKAGES: Final = {
 """By the name of the file; what is neither there nor anyio's is asyncio's."""
 
 
-def frames_of(participant: asyncio.Task[Any] | PoolOp) -> list[FrameType]:
+def frames_of(participant: asyncio.Task[object] | PoolOp) -> list[FrameType]:
     """Return the frames a task or an op is suspended in, outermost first."""
     if not isinstance(participant, PoolOp):
         return [] if participant.done() else list(suspended_frames(participant.get_coro()))
@@ -51,7 +51,7 @@ def frames_of(participant: asyncio.Task[Any] | PoolOp) -> list[FrameType]:
     return frames
 
 
-def site_of(participant: asyncio.Task[Any] | PoolOp) -> str:
+def site_of(participant: asyncio.Task[object] | PoolOp) -> str:
     """Return `file:line` of the program's own innermost line, with the file's name only."""
     frames = frames_of(participant)
     frame = own_frame(frames)
@@ -112,7 +112,7 @@ def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
     return kind, found.f_locals.get("self")
 
 
-def name_in(frame: FrameType, wanted: Any) -> str:
+def name_in(frame: FrameType, wanted: object) -> str:
     """Return the local variable, or the attribute of `self`, that holds an object; or ""."""
     for name, value in frame.f_locals.items():
         if name != "self":
@@ -138,7 +138,7 @@ def attributes_in(value: object) -> dict[str, Any]:
     return {}
 
 
-def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
+def point_of(participant: asyncio.Task[object] | PoolOp, awaits: str = "") -> str:
     """Say where a task or an op stands, such as "merge_call #1 (add) at app.py:12" or "app.py:12".
 
     Args:
@@ -164,7 +164,7 @@ def point_of(participant: asyncio.Task[Any] | PoolOp, awaits: str = "") -> str:
     return f"{what} at {place}" if what else place
 
 
-def inner_line_of(task: asyncio.Task[Any]) -> str:
+def inner_line_of(task: asyncio.Task[object]) -> str:
     """Return the innermost line of a task where that is inside asyncio or anyio; else ""."""
     frames = frames_of(task)
     is_inside = frames and is_foreign(frames[-1].f_code.co_filename)
@@ -193,12 +193,12 @@ def describe_error(error: BaseException) -> str:
     return f"{shown} at {PurePath(file).name}:{line}" if file else shown
 
 
-def _has_begun(task: asyncio.Task[Any]) -> bool:
+def _has_begun(task: asyncio.Task[object]) -> bool:
     coroutine = task.get_coro()
     return getattr(coroutine, "cr_await", None) is not None
 
 
-def _end_of(task: asyncio.Task[Any]) -> str:
+def _end_of(task: asyncio.Task[object]) -> str:
     if task.cancelled():
         return "its end (cancelled)"
     error = task._exception  # unlike `exception()` this retrieves nothing

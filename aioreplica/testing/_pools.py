@@ -296,7 +296,7 @@ class PoolOp:
             self._go_on(run)
 
 
-def called_by(fn: Any, args: tuple[Any, ...]) -> Any:
+def called_by(fn: Any, args: tuple[object, ...]) -> Any:
     """Return what a call calls, inside `partial` and contexts of its own."""
     if isinstance(fn, partial):
         fn, args = fn.func, (*fn.args, *args)
@@ -305,7 +305,7 @@ def called_by(fn: Any, args: tuple[Any, ...]) -> Any:
     return fn
 
 
-def name_of_call(fn: Any, args: tuple[Any, ...]) -> str:
+def name_of_call(fn: Any, args: tuple[object, ...]) -> str:
     """Return the name of what a call calls."""
     fn = called_by(fn, args)
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -385,12 +385,12 @@ class SimPool:
 
     # ---- lending a worker --------------------------------------------------------------------
 
-    def lend(self, lender: Any) -> None:
+    def lend(self, lender: object) -> None:
         """Free the worker of an op that waits; ops of the same run stay behind it."""
         self.lenders.append(lender)
         self.ended()
 
-    def take_back(self, lender: Any, give_worker: Callable[[], None]) -> bool:
+    def take_back(self, lender: object, give_worker: Callable[[], None]) -> bool:
         """Ask for a worker for an op that goes on; False if `give_worker` is called later."""
         if self.num_running < self.num_workers and self.offered is None:
             self.num_running += 1
@@ -398,7 +398,7 @@ class SimPool:
         self.queue.append(_Return(self, give_worker, (), lender))
         return False
 
-    def lends_no_longer(self, lender: Any) -> None:
+    def lends_no_longer(self, lender: object) -> None:
         """Let the ops of a run go on behind the one that had lent its worker."""
         self.lenders.remove(lender)
         self.offer()
@@ -446,7 +446,7 @@ class PoolTable:
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
-        self._by_executor: dict[int, tuple[Any, SimPool]] = {}
+        self._by_executor: dict[int, tuple[object, SimPool]] = {}
         self.pools: list[SimPool] = []
         self.faults: FaultRun | None = None
         self.ops: list[PoolOp] = []  # of this run, but for old ones that are over
@@ -514,7 +514,7 @@ class PoolTable:
                 return pool
         return self.make(name, num_workers)
 
-    def pool_of(self, executor: Any) -> SimPool:
+    def pool_of(self, executor: object) -> SimPool:
         """Return the twin of an executor; None is the loop's default one."""
         found = self._by_executor.get(id(executor))
         if found is not None:
@@ -528,7 +528,7 @@ class PoolTable:
         return pool
 
     def submit_call(
-        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...], waits: Any = None
+        self, executor: object, fn: Callable[..., Any], args: tuple[object, ...], waits: Any = None
     ) -> Any:
         """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:

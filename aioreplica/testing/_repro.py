@@ -147,7 +147,7 @@ class Program:
         """
         name = getattr(self.main, "__qualname__", "")
         module = sys.modules.get(getattr(self.main, "__module__", None) or "")
-        found: Any = module
+        found: object = module
         for part in name.split("."):
             found = getattr(found, part, None)
         file = getattr(module, "__file__", None)

@@ -122,7 +122,7 @@ class Sandbox:
         self.simulation = Simulation()
         self.watchdog = Watchdog(self.simulation)
         self._gate = REGISTRY.once("testing_gate", threading.RLock)
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[Any, str, object]] = []
         self.has_fresh_uuids = self.draws_uuids = False
         self._bytes: Random | None = None
         self._uuids: Random | None = None
@@ -238,7 +238,7 @@ class Sandbox:
 
     # ---- the replacements --------------------------------------------------------------------
 
-    def _patch(self, owner: Any, name: str, value: Any) -> None:
+    def _patch(self, owner: object, name: str, value: Any) -> None:
         self._undo.append((owner, name, vars(owner).get(name, ABSENT)))
         setattr(owner, name, value)
 
@@ -323,10 +323,10 @@ class Sandbox:
                 "Await loop.run_in_executor(pool, ...): that is simulated.",
             )
 
-    def _refuse(self, owner: Any, name: str, what: str, instead: str) -> None:
+    def _refuse(self, owner: object, name: str, what: str, instead: str) -> None:
         real = getattr(owner, name)
 
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
+        def stand_in(*args: Any, **kwargs: object) -> object:
             if not self.simulation.is_here():
                 return real(*args, **kwargs)
             if not is_importing():
@@ -336,10 +336,10 @@ class Sandbox:
 
         self._patch(owner, name, stand_in)
 
-    def _noting(self, real: Callable[..., Any], text: str) -> Callable[..., Any]:
+    def _noting(self, real: Callable[..., Any], text: str) -> Callable[..., object]:
         """Return a function that does the same, and notes if a program calls it."""
 
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
+        def stand_in(*args: Any, **kwargs: object) -> object:
             if self.simulation.is_here():
                 self.simulation.notes[text] = None
             return real(*args, **kwargs)
@@ -364,7 +364,7 @@ class Sandbox:
         return urandom
 
     def _seeding(self, real: Callable[..., None]) -> Callable[..., None]:
-        def seed(generator: Random, a: Any = None, version: int = 2) -> None:
+        def seed(generator: Random, a: object = None, version: int = 2) -> None:
             if a is None and self.simulation.is_here():
                 a = int.from_bytes(os.urandom(16))
             real(generator, a, version)
@@ -372,7 +372,7 @@ class Sandbox:
         return seed
 
     def _uuid(self, real: Callable[..., uuid.UUID], version: int) -> Callable[..., uuid.UUID]:
-        def make(*args: Any, **kwargs: Any) -> uuid.UUID:
+        def make(*args: Any, **kwargs: object) -> uuid.UUID:
             if not self.simulation.is_here():
                 return real(*args, **kwargs)
             if self._uuids is None:
@@ -527,7 +527,7 @@ def clock_functions(simulation: Simulation, real: dict[str, Callable[..., Any]])
 class OrderedSet(set[Any]):
     """A set that is walked, and popped, in the order it was made in."""
 
-    def __init__(self, members: Iterable[Any]) -> None:
+    def __init__(self, members: Iterable[object]) -> None:
         self._order = tuple(dict.fromkeys(members))
         super().__init__(self._order)
 
@@ -571,5 +571,5 @@ def all_tasks(loop: Any = None) -> set[Any]:
     return OrderedSet(sorted(real_all_tasks(loop), key=_number))
 
 
-def _number(task: Any) -> int:
+def _number(task: object) -> int:
     return task.number if isinstance(task, SimTask) else -1

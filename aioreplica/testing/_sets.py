@@ -100,7 +100,7 @@ class SetFinder:
             self.found[name] = PlainSet(name, tuple(classes))
 
 
-def _referent(member: Any) -> Any:
+def _referent(member: Any) -> object:
     """Return what a weak reference refers to, whose hash is its own; anything else as it is."""
     return ref.__call__(member) if type(member) in (ref, KeyedRef) else member
 
@@ -110,7 +110,7 @@ def _hashes_by_address(cls: type) -> bool:
     return cls.__hash__ is real and cls is not type
 
 
-def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield the sets among some variables, and in the attributes of what they hold, with names."""
     todo = [(name, value, 0) for name, value in variables.items()]
     seen: set[int] = set()
@@ -124,7 +124,7 @@ def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             todo += [(f"{owner}.{key}", held, depth + 1) for key, held in _attributes_of(value)]
 
 
-def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+def _attributes_of(value: Any) -> Iterator[tuple[str, object]]:
     if issubclass(type(value), (ModuleType, FunctionType, type)):
         return
     yield from attributes_in(value).items()
@@ -168,7 +168,7 @@ def numbered(
     real_init, numbers = cls.__init__, simulation.numbers
 
     @wraps(real_init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it replaces one
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:  # noqa: N807 - it replaces one
         if simulation.is_here():
             simulation.number(self)
         if real_init is not object.__init__:  # it may refuse what is for a `__new__`

@@ -326,11 +326,11 @@ class SimSocket(SocketSettings):
         while view:
             view = view[self.send(view) :]
 
-    def sendmsg(self, buffers: Any, *rest: Any) -> int:
+    def sendmsg(self, buffers: Any, *rest: object) -> int:
         """Send several buffers as one."""
         return self.send(b"".join(buffers))
 
-    def sendto(self, data: Any, *rest: Any) -> int:
+    def sendto(self, data: Any, *rest: object) -> int:
         """Send a datagram."""
         self._check_open()
         if not self.is_datagram:
@@ -369,7 +369,7 @@ class SimSocket(SocketSettings):
         """Refused."""
         refuse("A socket duplicated")
 
-    def _real_close(self, _ss: Any = None) -> None:
+    def _real_close(self, _ss: object = None) -> None:
         if self.state == CLOSED:
             return
         peer, state = self.peer, self.state

@@ -220,7 +220,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
 
     def call_soon(
         self,
-        callback: Callable[..., Any],
+        callback: Callable[..., object],
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> Any:
@@ -229,7 +229,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         self._write_to_self()
         return handle
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: object, func: Callable[..., object], *args: Any) -> Any:
         """Submit a call to the simulated twin of an executor."""
         return self._simulation.pools.submit_call(executor, func, args, self)
 
@@ -293,10 +293,10 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     def new_event_loop() -> Any:
         return ThreadLoop(simulation) if here() else real_new_event_loop()
 
-    def make_by_policy(self: Any) -> Any:
+    def make_by_policy(self: Any) -> object:
         return ThreadLoop(simulation) if here() else real_make(self)
 
-    def begin_loop(self: Any, selector: Any = None) -> None:
+    def begin_loop(self: Any, selector: object = None) -> None:
         if here() and type(self) is not ThreadLoop:
             self._closed = True  # for its finaliser
             refuse(
@@ -330,7 +330,7 @@ def simple_queue(simulation: Simulation) -> Any:
         def __new__(cls) -> Any:
             return PurePythonQueue() if simulation.is_here() else SimpleQueue()
 
-        def __class_getitem__(cls, item: Any) -> Any:
+        def __class_getitem__(cls, item: object) -> Any:
             return SimpleQueue[item]
 
     return SimpleQueueInRun

@@ -15,7 +15,7 @@ from _thread import allocate_lock
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 from ._forbidden import refusal
 
@@ -113,7 +113,7 @@ class OpThread:
 
     def _watch(self) -> None:
         """Wait for a thread that takes long; give it up if it makes no progress."""
-        last: Any = None
+        last: object = None
         num_same = 0
         while not self._back.acquire(True, LOOK_S):
             frame = self.frame()

@@ -32,19 +32,19 @@ class TokenTooLongError(Exception):
     """Raised when a schedule has too many decisions for a token."""
 
 
-def program_number(main: Any) -> int:
+def program_number(main: object) -> int:
     """Return the mark of a program: its name, in 16 bits; 0 for one without a name."""
     name = _name(main)
     return 0 if name == "<lambda>" else name_number(name) or 1
 
 
-def _name(main: Any) -> str:
+def _name(main: object) -> str:
     while isinstance(main, partial):
         main = main.func
     return str(getattr(main, "__name__", "<lambda>"))
 
 
-def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
+def encode(schedule: Schedule, main: Callable[..., object]) -> str:
     """Return the token of a schedule.
 
     Faults end every kind of token, explicit decisions and constraints too. An option of 0 and a key
@@ -83,7 +83,7 @@ def encode(schedule: Schedule, main: Callable[..., Any]) -> str:
     return PREFIX + urlsafe_b64encode(body).decode().rstrip("=")
 
 
-def decode(token: Any, main: Callable[..., Any], faults: Faults | None = None) -> Schedule:
+def decode(token: Any, main: Callable[..., object], faults: Faults | None = None) -> Schedule:
     """Return the schedule of a token.
 
     Args:
@@ -128,7 +128,7 @@ def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
     return replace(schedule, faults=_read_faults(rest, token, faults))
 
 
-def is_token_of(token: str, main: Callable[..., Any]) -> bool:
+def is_token_of(token: str, main: Callable[..., object]) -> bool:
     """Tell whether a token is of this program, by the function's name.
 
     Args:
@@ -142,7 +142,7 @@ def is_token_of(token: str, main: Callable[..., Any]) -> bool:
     return not (program and own) or program == own
 
 
-def _open(token: Any) -> tuple[int, bytes]:
+def _open(token: object) -> tuple[int, bytes]:
     """Check a token; return its program's number and its content."""
     if not isinstance(token, str):
         raise TypeError(f"A token is a string, got {token!r} ({type(token).__name__}).")

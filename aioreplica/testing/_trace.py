@@ -167,7 +167,7 @@ class Trace:
         self.busy: tuple[Busy, ...] = ()
         self.exceptions: tuple[str, ...] = ()
         self.ending = ""
-        self._recent: deque[tuple[int, Any]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, object]] = deque(maxlen=RECENT)
         self._loop: SimLoop = None  # type: ignore[assignment]  # set by begin
         self._pools: PoolTable = None  # type: ignore[assignment]  # likewise
         self.keys = Keys(canceller)
@@ -177,7 +177,7 @@ class Trace:
         self._points: dict[int, str] = {}
         self._inner: dict[int, str] = {}
         self._names: dict[int, str] = {}
-        self._replicas: dict[int, tuple[Any, SimTask]] = {}  # kept alive: ids are used again
+        self._replicas: dict[int, tuple[object, SimTask]] = {}  # kept alive: ids are used again
         self._op_counts: dict[int, int] = {}
         self._op_numbers: dict[int, int] = {}
         self._owners = Owners()
@@ -422,7 +422,7 @@ class Trace:
                     self.order.became_possible(option.index)
 
 
-def _weakly(participant: Any) -> tuple[int, Any]:
+def _weakly(participant: Any) -> tuple[int, object]:
     """Return a participant and its number; a task weakly, as nothing else keeps one that ended."""
     held = ref(participant) if isinstance(participant, SimTask) else participant
     return participant.index, held
@@ -432,7 +432,7 @@ def _function_name(task: SimTask) -> str:
     return task.function_name.rpartition(".")[2]
 
 
-def _callback_name(handle: Any) -> str:
+def _callback_name(handle: object) -> str:
     if isinstance(handle, SimTask):
         return f"{_function_name(handle)} (Task-{handle.number})"
     callback = getattr(handle, "_callback", None)

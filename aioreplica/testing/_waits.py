@@ -199,7 +199,7 @@ class _Look:
             holders = tuple(self._name_of(each) for each in self._frames if id(each) == owner)
         return Wait(who, what, site, ", ".join(holders)), holders
 
-    def _variable_name(self, wanted: Any) -> str:
+    def _variable_name(self, wanted: object) -> str:
         """Find the name by which some task's code knows an object; the outermost one counts."""
         for frames in self._frames.values():
             for frame in frames:
@@ -209,7 +209,7 @@ class _Look:
         return ""
 
 
-def _knows(frames: list[FrameType], wanted: Any) -> bool:
+def _knows(frames: list[FrameType], wanted: object) -> bool:
     return any(value is wanted for frame in frames for value in frame.f_locals.values())
 
 
@@ -279,7 +279,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._holders: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
-        self._undo: list[tuple[type, str, Any]] = []
+        self._undo: list[tuple[type, str, object]] = []
 
     def install(self) -> None:
         """Begin to watch."""
@@ -292,7 +292,7 @@ class Owners:
             setattr(cls, name, real)
         self._undo.clear()
 
-    def holders(self, primitive: Any) -> list[Any]:
+    def holders(self, primitive: object) -> list[Any]:
         """Return the tasks that hold a lock, or permits of a semaphore."""
         return list(self._holders.get(primitive, ()))
 
@@ -300,7 +300,7 @@ class Owners:
         real_acquire, real_release = vars(cls)["acquire"], vars(cls)["release"]
         holders = self._holders
 
-        async def acquire(self: Any) -> Any:
+        async def acquire(self: Any) -> object:
             taken = await real_acquire(self)
             holders.setdefault(self, []).append(asyncio.current_task())
             return taken

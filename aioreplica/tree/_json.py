@@ -26,7 +26,7 @@ from ._tree import Tree
 _PLAIN = frozenset({str, int, bool, type(None)})
 
 
-def encode(tree: Tree, leaf: Callable[[Any], Any]) -> Any:
+def encode(tree: Tree, leaf: Callable[[Any], object]) -> Any:
     """Return a tree of numbers, text, bytes, None, lists, tuples and dicts as JSON has it.
 
     Args:

@@ -43,7 +43,7 @@ class Leaf:
 
 def register_node(
     cls: type[Any],
-    flatten_fn: Callable[[Any], tuple[Iterable[Any], Any]],
+    flatten_fn: Callable[[Any], tuple[Iterable[Any], object]],
     unflatten_fn: Callable[[Any, Iterable[Any]], Any],
     *,
     opaque: bool = False,
@@ -60,7 +60,7 @@ def register_node(
         ValueError: If `cls` is registered already; a mapping is once an instance was seen.
     """
 
-    def with_entries(node: Any) -> tuple[Iterable[Any], Any, None]:
+    def with_entries(node: object) -> tuple[Iterable[Any], object, None]:
         children, metadata = flatten_fn(node)
         return children, metadata, None
 
@@ -146,12 +146,12 @@ class _Keys:
         return repr(list(self.given))
 
 
-def _open_mapping(mapping: Any) -> tuple[list[Any], _Keys, tuple[Any, ...]]:
+def _open_mapping(mapping: Any) -> tuple[list[Any], _Keys, tuple[object, ...]]:
     keys = _Keys(list(mapping), is_ordered=isinstance(mapping, OrderedDict))
     return [mapping[key] for key in keys.sorted], keys, keys.sorted
 
 
-def _new_mapping(kind: type[Any], keys: _Keys, children: Iterable[Any]) -> Any:
+def _new_mapping(kind: type[Any], keys: _Keys, children: Iterable[object]) -> Any:
     by_key = dict(zip(keys.sorted, children, strict=True))
     items = {key: by_key[key] for key in keys.given}
     try:
@@ -172,7 +172,7 @@ def _tuple_spec(size: int) -> TreeSpec:
 
 
 @functools.lru_cache(maxsize=1024)
-def _dict_spec(keys: tuple[Any, ...]) -> tuple[list[str], TreeSpec] | None:
+def _dict_spec(keys: tuple[object, ...]) -> tuple[list[str], TreeSpec] | None:
     """Return the keys in the order of the leaves, and the structure; None unless all are str."""
     if set(map(type, keys)) != _STR:  # 1 and True are equal as keys, but not the same structure
         return None
@@ -186,7 +186,7 @@ _STR = {str}
 _ARRAYS = {np.ndarray}
 
 
-def unflatten(spec: TreeSpec, new_leaves: Sequence[Any]) -> Tree:
+def unflatten(spec: TreeSpec, new_leaves: Sequence[object]) -> Tree:
     """Rebuild a tree of the given structure."""
     if spec.type is list and spec.num_nodes == len(new_leaves) + 1 == spec.num_leaves + 1:
         return list(new_leaves)
@@ -219,7 +219,7 @@ def map_nodes(cls: type[Any], fn: Callable[[Any], Any], tree: Tree) -> Tree:
         {'a': 3, 'b': [3]}
     """
 
-    def is_one(part: Any) -> bool:
+    def is_one(part: object) -> bool:
         return type(part) is cls
 
     return optree.tree_map(

@@ -35,7 +35,7 @@ def create_through(
     if owner is not PLACE.get().strategy:
         return create_through(tuple(outer), factory, options)
 
-    def next_creator(**changed: Any) -> Variable:
+    def next_creator(**changed: object) -> Variable:
         return create_through(tuple(outer), factory, changed)
 
     token = CREATORS.set(tuple(outer))  # ar.Variable in a creator is not its own next one

@@ -129,7 +129,7 @@ class Mirrored(DistributedValues[V_co]):
         return True
 
 
-def new_per_replica(values: tuple[Any, ...], devices: Sequence[str] | None = None) -> PerReplica:
+def new_per_replica(values: tuple[object, ...], devices: Sequence[str] | None = None) -> PerReplica:
     """Build a PerReplica from a tuple that is known to be good (the path of every merge)."""
     built = _new(PerReplica)
     built._values = values

@@ -100,7 +100,7 @@ class IndexedSlices:
 
     __array_ufunc__ = None  # so that `np.float32(2) * slices` asks `__rmul__`
 
-    def __mul__(self, factor: Any) -> IndexedSlices:
+    def __mul__(self, factor: object) -> IndexedSlices:
         """Multiply every row by a number.
 
         Example:
@@ -111,7 +111,7 @@ class IndexedSlices:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> IndexedSlices:
+    def __truediv__(self, divisor: object) -> IndexedSlices:
         """Divide every row by a number."""
         return self._scaled(np.divide, divisor)
 
@@ -124,7 +124,7 @@ class IndexedSlices:
             return NotImplemented  # type: ignore[no-any-return]  # Python asks the other side
         return IndexedSlices(ufunc(self.values, number), self.indices, self.dense_shape)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return IndexedSlices, (self.values, self.indices, self.dense_shape)
 
     def __array__(self, dtype: object = None, copy: bool | None = None) -> NoReturn:
@@ -222,7 +222,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
-def _checked_values(values: Any, shape: tuple[int, ...]) -> Array:
+def _checked_values(values: object, shape: tuple[int, ...]) -> Array:
     array = np.asarray(values)
     if array.dtype.kind not in "fiuc" and array.dtype.name != "bfloat16":
         raise TypeError(
@@ -237,7 +237,7 @@ def _checked_values(values: Any, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _checked_indices(indices: Any, shape: tuple[int, ...], num_rows: int) -> Array:
+def _checked_indices(indices: object, shape: tuple[int, ...], num_rows: int) -> Array:
     array = np.asarray(indices)
     if array.size == 0 and isinstance(indices, (list, tuple)):
         array = array.astype(np.intp)  # an empty list has no dtype of its own

@@ -100,7 +100,7 @@ def _merge_write(
 
 
 async def _write_across(
-    workers: Any, variable: MirroredVariable, verb: str, arrays: Sequence[Any]
+    workers: Any, variable: MirroredVariable, verb: str, arrays: Sequence[object]
 ) -> PerReplica:
     """Combine what the replicas of all workers have made of their values, then write it."""
     found = await workers.aggregate(verb, variable.name, variable.aggregation, arrays)

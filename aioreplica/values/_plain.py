@@ -64,7 +64,7 @@ class PublishedVariable(Variable):
         raise self._no_writes(verb)
 
     def _write_in_replica(
-        self, verb: str, array: Array, replica: Any, frame: FrameType
+        self, verb: str, array: Array, replica: object, frame: FrameType
     ) -> Awaitable[Array]:
         """Refuse, as `write`."""
         raise self._no_writes(verb)

@@ -54,7 +54,7 @@ _FAST_TYPES = LEAF_TYPES - {str, bytes, type(None)}
 _DISTRIBUTED = (DistributedValues, Variable)
 
 
-def split_per_replica(tree: Any, num_replicas: int, what: str) -> list[Any]:
+def split_per_replica(tree: object, num_replicas: int, what: str) -> list[Any]:
     """Return one tree per replica, with distributed values replaced by their components.
 
     Args:
@@ -117,7 +117,7 @@ def read_at(value: Any, place: Place, what: str) -> Any:
     return map_leaves(functools.partial(_read_one, place, what), value)
 
 
-def _read_one(place: Place, what: str, leaf: object) -> Any:
+def _read_one(place: Place, what: str, leaf: object) -> object:
     if isinstance(leaf, Variable):
         overrides = OVERRIDES.get()
         return leaf._value_at(place) if overrides is None else overrides.read(leaf)
@@ -136,7 +136,7 @@ def _read_one(place: Place, what: str, leaf: object) -> Any:
 # ---- back ------------------------------------------------------------------------------------
 
 
-def regroup_results(results: Sequence[Any], devices: Sequence[str] | None = None) -> Any:
+def regroup_results(results: Sequence[object], devices: Sequence[str] | None = None) -> Any:
     """Combine what the replicas returned: None stays None, variables stay, the rest PerReplica.
 
     Where structures differ, the subtrees become one PerReplica.
@@ -159,7 +159,7 @@ def regroup_results(results: Sequence[Any], devices: Sequence[str] | None = None
     return _regroup_level(results, devices)
 
 
-def _regroup_level(results: Sequence[Any], devices: Sequence[str] | None) -> Any:
+def _regroup_level(results: Sequence[object], devices: Sequence[str] | None) -> object:
     levels = [flatten_one_level(result) for result in results]
     first = levels[0]
     if first is None or any(level is None or level[2] != first[2] for level in levels):
@@ -168,14 +168,14 @@ def _regroup_level(results: Sequence[Any], devices: Sequence[str] | None) -> Any
     return first[1]([regroup_results(child, devices) for child in children])
 
 
-def _regroup_result_leaf(column: tuple[Any, ...], devices: Sequence[str] | None) -> Any:
+def _regroup_result_leaf(column: tuple[object, ...], devices: Sequence[str] | None) -> object:
     first = column[0]
     if (first is None or isinstance(first, Variable)) and all(leaf is first for leaf in column):
         return first
     return new_per_replica(column, devices)
 
 
-def merged_column(column: Sequence[Any], devices: Sequence[str] | None = None) -> Any:
+def merged_column(column: Sequence[object], devices: Sequence[str] | None = None) -> Any:
     """Regroup one argument of a merge function, checked before to have one structure."""
     if type(column[0]) in _FAST_TYPES and len(set(map(type, column))) == 1:
         return new_per_replica(tuple(column), devices)
@@ -185,7 +185,7 @@ def merged_column(column: Sequence[Any], devices: Sequence[str] | None = None) -
     return unflatten(spec, merged)
 
 
-def _merged_leaf(column: tuple[Any, ...], devices: Sequence[str] | None) -> Any:
+def _merged_leaf(column: tuple[object, ...], devices: Sequence[str] | None) -> object:
     first = column[0]
     if isinstance(first, (*_CONSTANT_TYPES, Variable)):
         return first

@@ -171,7 +171,7 @@ def split_arguments(
     )
 
 
-async def _in_context(context: Context, awaitable: Awaitable[Any]) -> Any:
+async def _in_context(context: Context, awaitable: Awaitable[object]) -> object:
     """Await with the update context's variables: place and device are set here and put back."""
     place = PLACE.set(context[PLACE])
     device = DEVICE.set(context.get(DEVICE))

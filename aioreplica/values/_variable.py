@@ -495,7 +495,7 @@ def workers_of(variable: Variable) -> Any:  # Any: the cluster layer lies above 
 
 
 def _create_variable(
-    initial_value: Any,
+    initial_value: object,
     *,
     trainable: bool = True,
     name: str | None = None,
@@ -545,7 +545,7 @@ def _require_creation_allowed(place: Place) -> None:
         )
 
 
-def initial_array(initial_value: Any, name: str, dtype: npt.DTypeLike | None) -> Array:
+def initial_array(initial_value: object, name: str, dtype: npt.DTypeLike | None) -> Array:
     """Turn an initial value, or a callable that gives one, into an array of our own."""
     value = initial_value() if callable(initial_value) else initial_value
     array = np.array(value, dtype=dtype)

@@ -56,7 +56,7 @@ register_node(
 )
 
 
-def flatten_summands(tree: Any) -> tuple[list[Any], TreeSpec]:
+def flatten_summands(tree: object) -> tuple[list[Any], TreeSpec]:
     """Do what `tree.flatten` does for a reduction: totals of weight 0 contribute zeros.
 
     Example:
@@ -88,7 +88,7 @@ def _is_zero(weight: Any) -> bool:
     return np.ndim(weight) == 0 and bool(weight == 0)
 
 
-def _zero(total: Any) -> Any:
+def _zero(total: Any) -> object:
     if isinstance(total, (bool, int, float, complex)):
         return type(total)(0)
     if isinstance(total, IndexedSlices):

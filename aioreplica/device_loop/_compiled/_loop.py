@@ -248,7 +248,7 @@ class CompiledLoop:
             return 1
         return min(self._size, self._every - (self._done - self._published) % self._every)
 
-    def _begin(self, parts: Sequence[Any], element: Sequence[Sequence[Array]]) -> None:
+    def _begin(self, parts: Sequence[object], element: Sequence[Sequence[Array]]) -> None:
         """Find the program, and put values of variables on its devices."""
         initial = [context.last_step_outputs for context in self._contexts]
         self._program = program = self._programs.find(self._fn, parts[0], element, initial[0])
@@ -347,7 +347,7 @@ class CompiledLoop:
         *,
         count: int | None = None,
         looks: bool = False,
-    ) -> tuple[Any, Array, list[Array]]:
+    ) -> tuple[object, Array, list[Array]]:
         """Call the program of one step for each of the first `count` of a chunk.
 
         Returns:
@@ -377,7 +377,7 @@ class CompiledLoop:
 
     def _arguments(
         self, program: StepProgram, chunk: Chunk, bases: Mapping[Optimizer, int]
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         count, size = program.num_replicas, chunk.size
         arrays = [
             program.put_each([chunk.arrays[i][leaf] for i in range(count)])
@@ -544,7 +544,7 @@ def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) 
     return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
 
 
-def _leaves(outputs: Mapping[str, Any], program: StepProgram) -> list[Any]:
+def _leaves(outputs: Mapping[str, object], program: StepProgram) -> list[Any]:
     return [leaf for name in outputs for leaf in flatten(outputs[name])[0]]
 
 

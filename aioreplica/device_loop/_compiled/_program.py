@@ -61,7 +61,7 @@ class Outputs:
     shapes: list[jax.ShapeDtypeStruct]
 
     def unflatten(
-        self, arrays: Sequence[Any], names: Sequence[str] | None = None
+        self, arrays: Sequence[object], names: Sequence[str] | None = None
     ) -> dict[str, Any]:
         """Return outputs by name, from all arrays."""
         found = {}
@@ -132,7 +132,7 @@ class StepProgram:
         devices: Sequence[Any],
         element: Sequence[Array],
         spec: TreeSpec,
-        initial: Mapping[str, Any],
+        initial: Mapping[str, object],
     ) -> None:
         self._fn = reference_to(fn)
         self._strategy = strategy
@@ -140,7 +140,7 @@ class StepProgram:
         self.num_replicas = len(devices)
         self._spec = spec
         self._in_order = all(device.platform == "cpu" for device in devices)
-        self._compiled: dict[tuple[How, int, bool], Any] = {}
+        self._compiled: dict[tuple[How, int, bool], object] = {}
         self._initial = tuple(initial)
         self.num_compiled = 0
         self.trials: dict[int, Trial] = {}
@@ -148,7 +148,7 @@ class StepProgram:
 
     # ---- recording -----------------------------------------------------------------------
 
-    def _discover(self, element: Sequence[Array], initial: Mapping[str, Any]) -> None:
+    def _discover(self, element: Sequence[Array], initial: Mapping[str, object]) -> None:
         """Record the step with shapes only."""
         seen: list[tuple[StepTrace, TracedLoop]] = []
         flat = {name: flatten(value) for name, value in initial.items()}
@@ -203,7 +203,7 @@ class StepProgram:
 
     def _step(
         self, carry: Any, inputs: Any, bases: Any, table: Any, first: Traced, looks: bool
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         """Run one step on local arrays; return the state behind it, and what it reports."""
         state, outputs = carry
         element, index, seeds = inputs

@@ -49,7 +49,7 @@ class CompiledSteps:
         """Number of programs compiled so far."""
         return self._num_gone + sum(each.num_compiled for each in tuple(self._found.values()))
 
-    def arrays(self, part: Any) -> list[Array]:
+    def arrays(self, part: object) -> list[Array]:
         """Return the arrays of one replica's part of an element.
 
         Raises:
@@ -69,9 +69,9 @@ class CompiledSteps:
     def find(
         self,
         fn: Callable[..., Any],
-        part: Any,
+        part: object,
         element: Sequence[Sequence[Array]],
-        initial: Mapping[str, Any],
+        initial: Mapping[str, object],
     ) -> StepProgram:
         """Return the program for a step function and elements like this one.
 
@@ -156,7 +156,7 @@ class CompiledSteps:
         self,
         program: StepProgram,
         components: Mapping[Variable, tuple[Array, ...]],
-        state: Sequence[Any],
+        state: Sequence[object],
     ) -> None:
         """Remember the arrays behind what was published."""
         for variable, array in zip(program.state, state, strict=True):
@@ -178,7 +178,7 @@ class CompiledSteps:
         return f"<CompiledSteps | {len(self._found)} step functions, {self.num_compiled} compiled>"
 
 
-def _look_of(value: Any) -> tuple[Any, ...]:
+def _look_of(value: Any) -> tuple[object, ...]:
     found, spec = flatten(value)
     arrays = [np.asarray(leaf) for leaf in found]
     return spec, tuple((array.shape, array.dtype) for array in arrays)

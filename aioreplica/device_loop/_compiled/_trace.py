@@ -91,7 +91,7 @@ class StepTrace:
         self._table = table
         self._in_order = in_order
 
-    def run(self, fn: Callable[..., Any], ctx: TracedLoop, inputs: tuple[Any, ...]) -> None:
+    def run(self, fn: Callable[..., Any], ctx: TracedLoop, inputs: tuple[object, ...]) -> None:
         """Call the step function where this trace is current.
 
         Raises:
@@ -99,7 +99,7 @@ class StepTrace:
             Exception: What it raises.
         """
 
-        def call() -> Any:
+        def call() -> object:
             PLACE.set(Place(self.strategy, self.replica))  # type: ignore[arg-type]  # runs no op
             OVERRIDES.set(self)
             TRACE.set(self)
@@ -134,7 +134,7 @@ class StepTrace:
         found = self.values[variable] = jnp.asarray(variable.components[0])
         return found
 
-    def read_rows(self, variable: Variable, indices: Any) -> Traced:
+    def read_rows(self, variable: Variable, indices: object) -> Traced:
         """Return some rows of a variable."""
         return self.read(variable)[indices]
 
@@ -224,7 +224,7 @@ class StepTrace:
     def minimize(
         self,
         optimizer: Optimizer,
-        loss: Callable[[], Any],
+        loss: Callable[[], object],
         var_list: Sequence[Variable] | None,
         global_step: Variable | None,
         backend: str,
@@ -247,7 +247,7 @@ class StepTrace:
     def apply_gradients(
         self,
         optimizer: Optimizer,
-        pairs: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[object, object]],
         global_step: Variable | None,
         is_summed: bool,
     ) -> None:
@@ -310,7 +310,7 @@ class StepTrace:
             "which a compiled one does not. Do it outside the step, or leave out `compile`."
         )
 
-    def hold(self, owner: object, take: Callable[[], Any]) -> NoReturn:
+    def hold(self, owner: object, take: Callable[[], object]) -> NoReturn:
         """Refuse: a module of another library is called."""
         raise self.refusal(f"{type(owner).__name__}")
 
@@ -433,7 +433,7 @@ class TracedReplica:
     def check_running(self) -> None:
         """Do nothing: a compiled program runs to its end."""
 
-    def all_reduce(self, op: ReduceOp | OpName, value: Tree, options: Any = None) -> Any:
+    def all_reduce(self, op: ReduceOp | OpName, value: Tree, options: object = None) -> Any:
         """Combine a value over all replicas."""
         parsed = ReduceOp.parse(op)
         return self._reduced(parsed, value, lambda leaf: leaf)
@@ -454,10 +454,10 @@ class TracedReplica:
 
         return self._reduced(ReduceOp.parse(op), value, own_part)
 
-    def all_gather(self, value: Tree, axis: int, options: Any = None) -> Any:
+    def all_gather(self, value: Tree, axis: int, options: object = None) -> Any:
         """Join a value of all replicas along an axis."""
 
-        def gathered(leaf: Any) -> Traced:
+        def gathered(leaf: object) -> Traced:
             array = jnp.asarray(leaf)
             _size_along(array, axis, "all_gather")
             if self._trace.num_replicas == 1:
@@ -470,7 +470,7 @@ class TracedReplica:
         """Give the i-th piece along an axis to replica i."""
         count = self._trace.num_replicas
 
-        def swapped(leaf: Any) -> Traced:
+        def swapped(leaf: object) -> Traced:
             array = jnp.asarray(leaf)
             if _size_along(array, axis, "all_to_all") % count:
                 raise ValueError("all_to_all in a compiled step needs pieces of one size.")
@@ -493,7 +493,7 @@ class TracedReplica:
         """Tell every replica whether the flag is true on at least one."""
         return self._extreme(jnp.asarray(flag).astype(bool).astype(jnp.int32), lax.pmax) != 0
 
-    def all(self, flag: Any) -> Traced:
+    def all(self, flag: object) -> Traced:
         """Tell every replica whether the flag is true on all of them."""
         return self._extreme(jnp.asarray(flag).astype(bool).astype(jnp.int32), lax.pmin) != 0
 
@@ -501,7 +501,7 @@ class TracedReplica:
         """Record a number; see `ReplicaContext`."""
         self._trace.record(name, value)
 
-    def _reduced(self, op: ReduceOp, value: Tree, then: Callable[[Traced], Traced]) -> Any:
+    def _reduced(self, op: ReduceOp, value: Tree, then: Callable[[Traced], Traced]) -> object:
         value = map_nodes(Weighted, _empty_as_zero, value)
         leaves, spec = flatten(value)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
@@ -535,7 +535,7 @@ for _name in REFUSED:
     setattr(TracedReplica, _name, _refuse(_name))
 
 
-def _as_array(leaf: Any) -> Traced:
+def _as_array(leaf: object) -> Traced:
     if isinstance(leaf, Variable):
         leaf = leaf.value
     return jnp.asarray(leaf)

@@ -107,7 +107,12 @@ class Buffer(NDArrayOperatorsMixin):
         return math.prod(self.array.shape)
 
     def __array_ufunc__(
-        self, ufunc: np.ufunc, method: str, *inputs: Any, out: tuple[Any, ...] = (), **options: Any
+        self,
+        ufunc: np.ufunc,
+        method: str,
+        *inputs: object,
+        out: tuple[Any, ...] = (),
+        **options: object,
     ) -> Any:
         if method != "__call__" or options.keys() - {"where"} or len(out) > 1:
             raise TypeError(
@@ -117,7 +122,7 @@ class Buffer(NDArrayOperatorsMixin):
         return self._called(ufunc.__name__, inputs, out[0] if out else None, options)
 
     def __array_function__(
-        self, fn: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, fn: Callable[..., Any], types: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         options = dict(kwargs)
         if fn is np.copyto:
@@ -148,10 +153,10 @@ class Buffer(NDArrayOperatorsMixin):
             return part.astype(self.dtype)
         return part
 
-    def __getitem__(self, index: Any) -> Buffer:
+    def __getitem__(self, index: object) -> Buffer:
         return Buffer(self.array[index])
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: object, value: Any) -> None:
         self.array = self.array.at[index].set(self._plain(value))
 
     def __repr__(self) -> str:
@@ -179,7 +184,7 @@ class Prepared:
     names: tuple[str, ...] | None = None
 
 
-def taken_apart(prepared: Any) -> Prepared:
+def taken_apart(prepared: object) -> Prepared:
     """Find the numbers in what `prepare` gave: in a dataclass, a pytree, or one by itself.
 
     Raises:
@@ -205,7 +210,7 @@ def taken_apart(prepared: Any) -> Prepared:
             )
     rest = tuple(leaf for leaf in leaves if not _is_number(leaf))
 
-    def restore(found: Sequence[Any]) -> Any:
+    def restore(found: Sequence[object]) -> object:
         new = list(leaves)
         for i, number in zip(where, found, strict=True):
             new[i] = number
@@ -214,7 +219,7 @@ def taken_apart(prepared: Any) -> Prepared:
     return Prepared(tuple(leaves[i] for i in where), restore, (spec, *rest))
 
 
-def _is_number(leaf: Any) -> bool:
+def _is_number(leaf: object) -> bool:
     return isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool)
 
 
@@ -285,7 +290,7 @@ def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, An
 def apply_traced(
     trace: Recording,
     optimizer: Optimizer,
-    pairs: Sequence[tuple[Any, Any]],
+    pairs: Sequence[tuple[object, object]],
     global_step: Variable | None,
     *,
     is_summed: bool,
@@ -496,7 +501,7 @@ def _apply_rule(
             optimizer.update_block(prepared, block)  # type: ignore[attr-defined]
             results: list[Any] = list(new)
         else:
-            of_slots: Any = dict(zip(names, old[1:], strict=True))
+            of_slots: object = dict(zip(names, old[1:], strict=True))
             value, found = optimizer.update(prepared, old[0], Buffer(gradient), of_slots)  # type: ignore[arg-type]
             results = [value, *(found[name] for name in names)]
         if variable.constraint is not None:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from array_api_compat import is_jax_array
@@ -102,7 +102,7 @@ def ask_jax_for_cpus(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
 
 
-def _jax_device(name: str) -> Any:
+def _jax_device(name: str) -> object:
     """Return jax's device: all logical CPU devices are its first CPU."""
     import jax
 

@@ -39,7 +39,7 @@ def reduce_in_namespace(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     return xp.astype(total, narrow, copy=False)
 
 
-def _dtypes(op: ReduceOp, dtype: Any, xp: Any) -> tuple[Any, Any]:
+def _dtypes(op: ReduceOp, dtype: Any, xp: Any) -> tuple[object, object]:
     """Return in which dtype to accumulate, and that of the result."""
     if str(dtype).rpartition(".")[2] in ("float16", "bfloat16"):
         return xp.float32, dtype
@@ -50,7 +50,7 @@ def _dtypes(op: ReduceOp, dtype: Any, xp: Any) -> tuple[Any, Any]:
     return dtype, dtype
 
 
-def _widest(xp: Any, name: str) -> Any:
+def _widest(xp: Any, name: str) -> object:
     """Return a dtype of 64 bits, or of 32 where the library is set to have no wider ones."""
     dtypes = xp.__array_namespace_info__().dtypes()
     return dtypes.get(name) or dtypes[name.replace("64", "32")]

@@ -160,7 +160,7 @@ def set_vars(packed: Sequence[tuple[VarName, bytes]]) -> None:
 
 def numpy_errors(context: Context) -> bytes | None:
     """Return how NumPy treats floating-point errors in a context, pickled; None for its default."""
-    found: dict[str, Any] = dict(context.run(np.geterr))
+    found: dict[str, object] = dict(context.run(np.geterr))
     if found == _DEFAULT_ERRORS:
         return None
     if {"call", "log"} & set(found.values()):

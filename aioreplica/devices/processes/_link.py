@@ -102,7 +102,7 @@ class ProcessLink:
         self.names[number] = thing
         return named, (number,)
 
-    def reduced(self, thing: Any) -> Reduced | None:
+    def reduced(self, thing: object) -> Reduced | None:
         """Name the replica context and the strategy."""
         place = self.place
         if place.replica is not None and thing is place.replica.context:
@@ -218,7 +218,7 @@ class _Context(SpawnContext):
         self.made: list[SpawnProcess] = []
         self._process_name = name
 
-    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+    def Process(self, *args: Any, **kwargs: object) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
         """Make a process, as the context's attribute of that name does."""
         process = _Process(*args, name=self._process_name, **kwargs)
         self.made.append(process)
@@ -235,7 +235,7 @@ def _packed_strategy(strategy: Any) -> bytes:
     return data
 
 
-def _same(thing: Any) -> Any:
+def _same(thing: object) -> object:
     return thing
 
 

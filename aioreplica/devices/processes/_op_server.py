@@ -183,7 +183,7 @@ class _OpServer:
         replica = self._forget(REPLICA)
         return () if replica is None else replica.take_recorded()
 
-    def _know(self, name: int | str, thing: Any) -> None:
+    def _know(self, name: int | str, thing: object) -> None:
         self._known[name] = thing
         self._names[id(thing)] = name
 
@@ -200,13 +200,13 @@ class _OpServer:
     def find(self, name: int | str) -> Any:
         return self._known[name]
 
-    def refer(self, thing: Any) -> Reduced:
+    def refer(self, thing: object) -> Reduced:
         name = self._names.get(id(thing))
         if name is not None:
             return named, (name,)
         raise TypeError(f"{thing!r} was made in the device process and is of no use outside it.")
 
-    def reduced(self, thing: Any) -> Reduced | None:
+    def reduced(self, thing: object) -> Reduced | None:
         place = PLACE.get()
         strategy = None if place.strategy is None else place.strategy.facade
         is_here = thing is place.replica or (strategy is not None and thing is strategy)
@@ -250,7 +250,7 @@ class _Remade:
 
     def __reduce__(self) -> Reduced:
         error = self._error
-        args: list[Any]
+        args: list[object]
         if isinstance(error, BaseExceptionGroup):
             args = [error.message, [_Remade(self._side, each) for each in error.exceptions]]
         else:
@@ -258,7 +258,7 @@ class _Remade:
         state = {name: value for name, value in vars(error).items() if self._can_send(value)}
         return _remake, (type(error), args, state)
 
-    def _can_send(self, thing: Any) -> bool:
+    def _can_send(self, thing: object) -> bool:
         try:
             unpack(Parcel(dumps(thing, self._side, lambda _buffer: True), ()), self._side)
         except Exception:  # noqa: BLE001 - whatever a `__reduce__` raises

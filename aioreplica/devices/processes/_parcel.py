@@ -67,7 +67,7 @@ class Side(Naming, Protocol):
         """Return what a name stands for on this side."""
 
 
-def pack(thing: Any, arena: Arena, side: Side) -> Parcel:
+def pack(thing: object, arena: Arena, side: Side) -> Parcel:
     """Pickle an object into a parcel; on failure nothing stays in the arena.
 
     Raises:
@@ -98,11 +98,11 @@ def pack(thing: Any, arena: Arena, side: Side) -> Parcel:
 def unpack(parcel: Parcel, side: Side) -> Any:
     """Build the objects of a parcel anew."""
     payload = parcel.payload
-    data: Any = payload if isinstance(payload, bytes) else side.view(payload)
+    data: object = payload if isinstance(payload, bytes) else side.view(payload)
     return loads(data, [side.view(extent) for extent in parcel.buffers], side)
 
 
-def loads(data: Any, buffers: Iterable[Any], side: Any) -> Any:
+def loads(data: Any, buffers: Iterable[object], side: Any) -> Any:
     """Build an object anew; names in it stand for what they do on this side."""
     token = CARRIER.set(side)
     try:
@@ -118,7 +118,7 @@ def named(name: int | str) -> Any:
 
 
 def dumps(
-    thing: Any, side: Naming, put: Callable[[pickle.PickleBuffer], bool] | None = None
+    thing: object, side: Naming, put: Callable[[pickle.PickleBuffer], bool] | None = None
 ) -> bytes:
     """Pickle an object; without `put` buffers are left out, which tells whether it can be."""
     file = io.BytesIO()
@@ -161,7 +161,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         return super().reducer_override(obj)
 
 
-def _restore_code(make: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
+def _restore_code(
+    make: Callable[..., CodeType], parts: tuple[object, ...], filename: str
+) -> CodeType:
     """Build code with the name of its file, which cloudpickle 3.1.3 and later leave out.
 
     Tracebacks, warnings and log records of an op name the line that the user wrote.
@@ -169,7 +171,7 @@ def _restore_code(make: Callable[..., CodeType], parts: tuple[Any, ...], filenam
     return make(*parts).replace(co_filename=filename)
 
 
-def _reduce_array(array: npt.NDArray[Any]) -> Any:
+def _reduce_array(array: npt.NDArray[Any]) -> object:
     """Return how an array is pickled: plain ones in fewer parts than NumPy makes of them."""
     flags = array.flags
     if flags.c_contiguous or flags.f_contiguous:
@@ -208,7 +210,7 @@ def _restore_order(
     return flat.transpose(order)[tuple(slice(None, None, step) for step in steps)]
 
 
-def obstacle(things: Mapping[str, Any], side: Naming, error: Exception) -> tuple[str, Exception]:
+def obstacle(things: Mapping[str, object], side: Naming, error: Exception) -> tuple[str, Exception]:
     """Say which of some objects cannot be pickled, and return what pickling it raised.
 
     Args:
@@ -226,8 +228,8 @@ def obstacle(things: Mapping[str, Any], side: Naming, error: Exception) -> tuple
 
 
 def _find_obstacle(
-    things: Mapping[str, Any], side: Naming, depth: int = 6
-) -> tuple[str, Any, Exception] | None:
+    things: Mapping[str, object], side: Naming, depth: int = 6
+) -> tuple[str, object, Exception] | None:
     """Return where the obstacle is, in words; the innermost object; and what pickling it raised."""
     for name, thing in things.items():
         try:
@@ -238,7 +240,7 @@ def _find_obstacle(
     return None
 
 
-def _parts(name: str, thing: Any) -> dict[str, Any]:
+def _parts(name: str, thing: object) -> dict[str, Any]:
     """Return what an object holds, by what a person would call it."""
     code = getattr(thing, "__code__", None)
     if isinstance(code, CodeType):

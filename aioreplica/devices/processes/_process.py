@@ -70,7 +70,7 @@ class DeviceProcess:
         self._send_s = 0.0
 
     def call(
-        self, op: AnyOp, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, op: AnyOp, fn: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the call of an op in the device process; return what it returns.
 
@@ -122,7 +122,7 @@ class DeviceProcess:
         link: ProcessLink,
         op: AnyOp,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> bytes:
         link.names.clear()
@@ -162,7 +162,7 @@ class DeviceProcess:
         link: ProcessLink,
         op: AnyOp,
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
         error: Exception,
     ) -> TypeError:
@@ -196,7 +196,7 @@ class DeviceProcess:
             "The device starts a new process for its next op."
         ) from error
 
-    def _finish(self, link: ProcessLink, op: AnyOp, reply: Reply) -> Any:
+    def _finish(self, link: ProcessLink, op: AnyOp, reply: Reply) -> object:
         """Take over what an op has told; return its result, or raise its error."""
         receive_segments(link.socket, link.results, reply.memory)
         for extent in reply.released:

@@ -66,7 +66,7 @@ class Publications:
             self._readers.add(reader)
         return reader
 
-    def number_of(self, thing: Any) -> int:
+    def number_of(self, thing: object) -> int:
         """Return the name of a thing, for as long as it lives."""
         entry = self._names.get(id(thing))
         if entry is not None and entry[0]() is thing:

@@ -221,7 +221,7 @@ class ClosureContext:
             self._values.pop(spec.variable_id, None)
         return Done()
 
-    def takes(self, pairs: Iterable[Any]) -> bool:
+    def takes(self, pairs: Iterable[object]) -> bool:
         """Tell whether gradients are for variables on parameter servers."""
         return any(
             isinstance(pair, (tuple, list))
@@ -248,7 +248,7 @@ class ClosureContext:
         self,
         optimizer: Optimizer,
         variables: Sequence[Variable],
-        gradients: Sequence[Any],
+        gradients: Sequence[object],
         norm: float | None,
         global_step: Variable | None,
     ) -> None:
@@ -368,7 +368,7 @@ class ClosureContext:
         finally:
             self._index = self.closure.worker_index
 
-    def _made(self, factory: Packed) -> Any:
+    def _made(self, factory: Packed) -> object:
         fn, args, kwargs = unpack(factory, self)
         return fn(*args, **kwargs)
 
@@ -385,13 +385,13 @@ class ClosureContext:
 
     # ---- as a side of pickling ---------------------------------------------------------------
 
-    def refer(self, thing: Any) -> Reduced:
+    def refer(self, thing: object) -> Reduced:
         """Name a variable in a result."""
         if isinstance(thing, ServedVariable):
             return variable_at_home, (thing.spec.variable_id,)
         raise TypeError(f"{thing!r} was made in a closure and is of no use outside it.")
 
-    def reduced(self, thing: Any) -> Reduced | None:
+    def reduced(self, thing: object) -> Reduced | None:
         """Nothing else is sent as a name."""
         return None
 
@@ -476,7 +476,7 @@ def _failed(error: BaseException, context: ClosureContext) -> ClosureFailedError
     return ClosureFailedError(packed, text, words)
 
 
-async def _awaited(result: Any) -> Any:
+async def _awaited(result: Any) -> object:
     return await result
 
 

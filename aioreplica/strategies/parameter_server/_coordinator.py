@@ -249,7 +249,7 @@ class ClusterCoordinator:
             self._runner.raise_error()
         return self._runner.queue.is_idle
 
-    async def fetch(self, structure: Any) -> Any:
+    async def fetch(self, structure: object) -> Any:
         """Return a structure with the result in place of every `RemoteValue`.
 
         Raises:
@@ -260,7 +260,7 @@ class ClusterCoordinator:
         """
         found: list[RemoteValue[Any]] = []
 
-        def note(leaf: Any) -> Any:
+        def note(leaf: object) -> object:
             if isinstance(leaf, RemoteValue):
                 found.append(leaf)
             return leaf
@@ -273,7 +273,7 @@ class ClusterCoordinator:
 
     # ---- what workers keep -----------------------------------------------------------------
 
-    def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset: object) -> PerWorkerDataset:
         """Return a dataset that each worker has for itself, made at its first use there.
 
         Args:
@@ -310,7 +310,7 @@ class ClusterCoordinator:
         fn = _checked_factory(fn, "create_per_worker_resource")
         return self._resource(functools.partial(_made_by, fn), PerWorkerResource, _name_of(fn))
 
-    def _resource(self, make: Any, kind: type[ResourceT], label: str) -> ResourceT:
+    def _resource(self, make: object, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
         factory = pack_call(make, (), {}, HomeSide(strategy), f"The function {label}")
         return kind(strategy, strategy.servers.next_resource(), factory, label)
@@ -383,7 +383,7 @@ class ClusterCoordinator:
         )
 
 
-def _innermost(fn: Any) -> Any:
+def _innermost(fn: Any) -> object:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
@@ -398,7 +398,7 @@ def _itself(thing: T) -> T:
     return thing
 
 
-def _made_by(fn: Callable[[], Any]) -> Any:
+def _made_by(fn: Callable[[], Any]) -> object:
     made = fn()
     require_finished(made, fn, "create_per_worker_resource")
     return made

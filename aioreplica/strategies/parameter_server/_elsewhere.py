@@ -81,7 +81,7 @@ class Elsewhere:
         options = VariableOptions(full, trainable=False, aggregation=variable.aggregation)
         return new_served(spec, options, variable.store, self._servers)
 
-    async def send_out(self, variables: Iterable[Variable], composites: Iterable[Any]) -> None:
+    async def send_out(self, variables: Iterable[Variable], composites: Iterable[object]) -> None:
         """Give the servers what a checkpoint has put into variables and optimizers.
 
         Lost servers are made anew first.

@@ -44,7 +44,7 @@ class Packed(NamedTuple):
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
-def pack(thing: Any, side: Any) -> Packed:
+def pack(thing: object, side: Any) -> Packed:
     """Pickle an object; its large buffers stay apart.
 
     Raises:
@@ -52,7 +52,7 @@ def pack(thing: Any, side: Any) -> Packed:
     """
     from ...devices.processes import dumps
 
-    buffers: list[Any] = []
+    buffers: list[object] = []
 
     def put(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -64,7 +64,7 @@ def pack(thing: Any, side: Any) -> Packed:
     return Packed(dumps(thing, side, put), tuple(buffers))
 
 
-def unpack(packed: Packed, side: Any) -> Any:
+def unpack(packed: Packed, side: object) -> Any:
     """Build an object anew."""
     from ...devices.processes import loads
 
@@ -173,7 +173,7 @@ def iterator_in_closure(number: int, factory: Packed, num_splits: int, birth: in
     return side.iterator(number, factory, num_splits, birth)
 
 
-def pack_call(fn: Any, args: Any, kwargs: Any, side: HomeSide, what: str) -> Packed:
+def pack_call(fn: Any, args: object, kwargs: object, side: HomeSide, what: str) -> Packed:
     """Pickle a function with its arguments, or something else that goes to workers.
 
     Raises:

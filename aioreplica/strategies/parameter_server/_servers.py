@@ -117,7 +117,7 @@ class Servers:
         """Number a resource of the workers."""
         return next(self._resources)
 
-    def know(self, number: int, settings: Any, recipe: bytes) -> int:
+    def know(self, number: int, settings: object, recipe: bytes) -> int:
         """Remember the settings of an optimizer that closures use; return which ones they are."""
         self.settings[number] = settings
         version, newest = self._newest.get(number, (-1, b""))
@@ -188,7 +188,7 @@ class Servers:
         except WorkerLostError as error:
             raise self.noticed(error) from error
 
-    async def all(self, calls: Mapping[int, tuple[Any, ...]], method: str) -> dict[int, Any]:
+    async def all(self, calls: Mapping[int, tuple[object, ...]], method: str) -> dict[int, Any]:
         """Ask several servers at once; if some fail, wait for the others."""
         asked = [self.call(server, method, *args) for server, args in calls.items()]
         results = await asyncio.gather(*asked, return_exceptions=True)

@@ -138,9 +138,9 @@ class SplitReader:
         make: Makes the dataset of a split.
     """
 
-    def __init__(self, make: Callable[[int], Iterator[Any]]) -> None:
+    def __init__(self, make: Callable[[int], Iterator[object]]) -> None:
         self._make = make
-        self._open: dict[int, tuple[Iterator[Any], int]] = {}
+        self._open: dict[int, tuple[Iterator[object], int]] = {}
         self._lock = threading.Lock()
 
     def read(self, element: Element) -> Any:

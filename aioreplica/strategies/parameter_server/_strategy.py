@@ -56,13 +56,13 @@ class ParameterServerStrategy(Strategy):
 
     def __init__(
         self,
-        resolver_or_client: Any = None,  # Any: a client of a package that need not be installed
+        resolver_or_client: object = None,
         *,
         num_ps: int = 1,
         num_workers: int = 2,
         variable_partitioner: PartitionFn | None = None,
         max_staleness: int | None = None,
-        security: Any = None,
+        security: object = None,
     ) -> None:
         if max_staleness is not None:
             check_count("max_staleness", max_staleness, 0)
@@ -184,7 +184,7 @@ class ParameterServerStrategy(Strategy):
 
     # ---- what needs replicas -----------------------------------------------------------------
 
-    async def run(self, *args: Any, **kwargs: Any) -> NoReturn:
+    async def run(self, *args: Any, **kwargs: object) -> NoReturn:
         """Refuse: closures are scheduled.
 
         Raises:
@@ -192,7 +192,7 @@ class ParameterServerStrategy(Strategy):
         """
         raise self._use_coordinator("run")
 
-    async def run_steps(self, *args: Any, **kwargs: Any) -> NoReturn:
+    async def run_steps(self, *args: Any, **kwargs: object) -> NoReturn:
         """Refuse: closures are scheduled.
 
         Raises:
@@ -200,7 +200,7 @@ class ParameterServerStrategy(Strategy):
         """
         raise self._use_coordinator("run_steps")
 
-    def distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def distribute_dataset(self, *args: Any, **kwargs: object) -> NoReturn:
         """Refuse: workers have datasets of their own.
 
         Raises:
@@ -208,7 +208,7 @@ class ParameterServerStrategy(Strategy):
         """
         raise self._use_per_worker("distribute_dataset")
 
-    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def distribute_datasets_from_function(self, *args: Any, **kwargs: object) -> NoReturn:
         """Refuse: workers have datasets of their own.
 
         Raises:
@@ -253,7 +253,7 @@ class ParameterServerStrategy(Strategy):
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied: a cluster is its own. Make another one.")
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         raise TypeError(f"{self!r} cannot be pickled: a cluster is its own. Make another one.")
 
 

@@ -266,7 +266,7 @@ def new_served(
     return kind(spec, options, store, servers, value)
 
 
-def checked_rows(variable: Variable, rows: Any) -> Array:
+def checked_rows(variable: Variable, rows: object) -> Array:
     """Return indices of rows as an array of ints in range.
 
     Raises:
