@@ -28,8 +28,9 @@ NUM_WARM = 1
 """Samples of ours before it knows which of its two ways is faster: each has eight chunks."""
 
 NEAR = {"SGD": 1e-5, "Adam": 0.1}
-"""How far weights may be apart behind one chunk, in units of the largest. By hand, Adam takes
-powers of its decays in float32, which is off by a thousandth where they are near 1."""
+"""How far weights may be apart behind one chunk, in units of the largest: this finds another model,
+not another rounding. Of Adam 3 % were seen; its steps are compared closely with eager ones in
+tests/device_loop/test_compiled_numerics.py."""
 
 
 @final
