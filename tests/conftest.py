@@ -64,6 +64,8 @@ NOT_FOR_WORKERS = {
     "test_device_programs_are_refused_there": "so would this",
     "test_cancelling_after_any_number_of_cycles": "what other workers need goes on a little longer",
     "test_a_failed_reduction_fails_the_run_though_its_result_was_given_up": "begins a cycle later",
+    "test_it_trains_like_the_eager_step": "compiled steps are refused there",
+    "test_every_collective_gives_what_it_gives_eagerly": "so are these",
 }
 
 
