@@ -6,18 +6,17 @@ import asyncio
 import operator
 import os
 import warnings
-from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial as bound
-from itertools import accumulate
-from time import monotonic, perf_counter, time
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
 from .._functions import is_async, require_no_yield
 from ..devices import OwnedTask, require_loop
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
+from ..telemetry import Observers
 from ._across import (
     agree_on_restored,
     is_first,
@@ -43,7 +42,7 @@ from ._reading import (
 from ._restoring import Restored, restore_step
 from ._retry import RetriedStorage, as_retry, new_stop
 from ._state import Cut, require_outside_steps
-from ._statistics import SAVE_BOUNDS_S, CheckpointStatistics
+from ._statistics import CheckpointStatistics, Counters
 from ._storage import Storage
 from ._writer import Saving, Writer
 from ._writing import not_committed, pin_step, unpin_step, write_cut
@@ -120,7 +119,7 @@ class CheckpointManager:
     ) -> None:
         self._storage = storage_of(directory)
         self._retry = as_retry(retry)
-        self._num_retried = 0
+        self._counters = Counters()
         self._writer = Writer(
             self._storage,
             _checked_count("max_to_keep", max_to_keep),
@@ -129,10 +128,6 @@ class CheckpointManager:
         self._turn = asyncio.Lock()  # of the save that is going on
         self._background: OwnedTask[None] | None = None
         self._failure: BaseException | None = None  # of a save in the background
-        self._num_saved = self._num_failed = self._num_bytes = 0
-        self._counts = [0] * (len(SAVE_BOUNDS_S) + 1)  # of saves, between the bounds
-        self._save_s = 0.0
-        self._last: tuple[int, float, float, float] | None = None  # step, seconds, end by clocks
         self._restored: Restored | None = None
 
     # ---- saving --------------------------------------------------------------------------
@@ -258,6 +253,7 @@ class CheckpointManager:
 
     async def _write(self, step: int, cut: Cut) -> None:
         begun: list[Saving] = []
+        num_bytes = 0
         storage = self._storage if self._retry is None else self._retried()
 
         def begin() -> int:
@@ -267,24 +263,21 @@ class CheckpointManager:
                 raise not_committed(self._storage, step, error) from error
             return begun[0].claim.sequence
 
-        def end(stop: Stop, num_bytes: int) -> list[str]:
-            self._num_bytes += num_bytes
+        def end(stop: Stop, written: int) -> list[str]:
+            nonlocal num_bytes
+            num_bytes = written
             return self._writer.end(begun[0], stop)
 
-        started = perf_counter()
+        began_s = monotonic()
         try:
             with (
                 nullcontext() if self._retry is None else self._telling_of_retries(storage, "save")
             ):
                 left = await write_cut(storage, step, cut, begin, end)
-        except BaseException:
-            self._num_failed += 1
+        except BaseException as error:
+            self._counters.save_ended(step, began_s, num_bytes, error)
             raise
-        seconds = perf_counter() - started
-        self._num_saved += 1
-        self._save_s += seconds
-        self._counts[bisect_left(SAVE_BOUNDS_S, seconds)] += 1
-        self._last = (step, seconds, time(), monotonic())
+        self._counters.save_ended(step, began_s, num_bytes, None)
         for text in left:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
@@ -297,7 +290,7 @@ class CheckpointManager:
             yield
         finally:
             if isinstance(storage, RetriedStorage):
-                self._num_retried += storage.num_retried
+                self._counters.num_retried += storage.num_retried
         if isinstance(storage, RetriedStorage) and storage.num_retried:
             warnings.warn(
                 f"{storage.num_retried} failed calls of {storage} were made again in a {done}. The "
@@ -345,10 +338,15 @@ class CheckpointManager:
         require_outside_steps("CheckpointManager.restore")
         await self.wait()
         workers = workers_of_state(state)  # what cannot be restored is said first
-        storage = self._retried()
-        with self._telling_of_retries(storage, "restore"):
-            self._restored = await restore_step(storage, state, number, partial=partial)
-        await agree_on_restored(workers, self._restored.step)
+        storage, began_s = self._retried(), monotonic()
+        try:
+            with self._telling_of_retries(storage, "restore"):
+                self._restored = await restore_step(storage, state, number, partial=partial)
+            await agree_on_restored(workers, self._restored.step)
+        except BaseException as error:
+            self._counters.restore_ended(number, began_s, error)
+            raise
+        self._counters.restore_ended(self._restored.step, began_s, None)
         damaged = self._restored.damaged
         if damaged:
             listed = "; ".join(f"step {one} ({what})" for one, what in damaged)
@@ -486,24 +484,16 @@ class CheckpointManager:
 
     def statistics(self) -> CheckpointStatistics:
         """Return what the manager has done."""
-        step, last_s, at, clock = (None,) * 4 if self._last is None else self._last
-        return CheckpointStatistics(
-            self._num_saved,
-            self._turn.locked(),
-            self._num_retried,
-            self._num_failed,
-            self._num_bytes,
-            self._save_s,
-            tuple(accumulate(self._counts[:-1])),
-            step,
-            last_s,
-            at,
-            None if clock is None else monotonic() - clock,
-        )
+        return self._counters.statistics(is_saving=self._turn.locked())
+
+    @property
+    def observers(self) -> Observers:
+        """Observers that are told of each save and restore."""
+        return self._counters.observers
 
     def __repr__(self) -> str:
         state = "saving" if self._turn.locked() else "idle"
-        return f"<CheckpointManager {self._storage} | {self._num_saved} saved, {state}>"
+        return f"<CheckpointManager {self._storage} | {self._counters.num_saved} saved, {state}>"
 
     # ---- closing -------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from ..checkpoint import SAVE_BOUNDS_S, CheckpointManager, CheckpointStatistics
 from ..context import REGISTRY
 from ..devices import ProcessStatistics
 from ..strategies import CoordinatorStatistics, ParameterServerStrategy, Strategy
-from ..telemetry import BOUNDS_S, Totals, printable, usage
+from ..telemetry import BOUNDS_S, Observer, Totals, printable, usage
 
 
 @final
@@ -26,14 +26,19 @@ class MetricFamily:
         help: What it is.
         is_counter: Whether it only grows.
         labels: Names of its labels.
-        is_histogram: Whether it has counts below bounds; its value is the sum, and grows.
+        bounds: Of a histogram, whose value is the sum, and grows; empty of what is none.
     """
 
     name: str
     help: str
     is_counter: bool
     labels: tuple[str, ...] = ()
-    is_histogram: bool = False
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def is_histogram(self) -> bool:
+        """True if it has counts below bounds."""
+        return bool(self.bounds)
 
 
 class Measurement(NamedTuple):
@@ -54,7 +59,7 @@ def _gauge(name: str, help_text: str, *labels: str) -> MetricFamily:
 
 
 def _histogram(name: str, help_text: str, *labels: str) -> MetricFamily:
-    return MetricFamily(name, help_text, True, ("strategy", *labels), is_histogram=True)
+    return MetricFamily(name, help_text, True, ("strategy", *labels), BOUNDS_S)
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> tuple[tuple[str, int], ...]:
@@ -109,9 +114,8 @@ FAILED_SAVES = _of_saves("failed_saves", "Saves that failed.", is_counter=True)
 SAVED_BYTES = _of_saves("saved_bytes", "Length of the data files.", is_counter=True)
 RETRIED = _of_saves("retried_calls", "Failed calls made again.", is_counter=True)
 SAVE_SECONDS = MetricFamily(
-    "checkpoint_save_seconds", "Seconds that saves took.", is_counter=True,
-    labels=("checkpoints",), is_histogram=True,
-)  # fmt: skip
+    "checkpoint_save_seconds", "Seconds that saves took.", True, ("checkpoints",), SAVE_BOUNDS_S
+)
 SAVING = _of_saves("saving", "1 while a save is going on.")
 LAST_STEP = _of_saves("last_step", "The step saved last.")
 LAST_SAVE = _of_saves("last_save_seconds", "Seconds that took.")
@@ -130,9 +134,15 @@ METRICS = (
 
 @final
 class MeteredStrategies:
-    """The strategies and managers whose metrics go to one place, each under a name of its own."""
+    """The strategies and managers whose metrics go to one place, each under a name of its own.
+
+    Attributes:
+        observe: Set by an exporter that is told of each run, wait and save: makes an observer for
+            what has the name that it is given.
+    """
 
     def __init__(self) -> None:
+        self.observe: Callable[[str], Observer] | None = None
         self._lock = Lock()
         self._metered: dict[str, tuple[Strategy, Totals]] = {}
         self._managers: dict[str, CheckpointManager] = {}
@@ -157,9 +167,11 @@ class MeteredStrategies:
             chosen = self._name(self._metered, type(strategy).__name__, name)
             self._metered[chosen] = strategy, totals
         remove = strategy.observers.add(totals.observer)
+        remove_told = self._told(strategy, chosen)
 
         def close() -> None:
             remove()
+            remove_told()
             with self._lock:
                 if self._metered.get(chosen, (None, None))[1] is totals:
                     del self._metered[chosen]
@@ -170,13 +182,20 @@ class MeteredStrategies:
         with self._lock:
             chosen = self._name(self._managers, "CheckpointManager", name)
             self._managers[chosen] = manager
+        remove = self._told(manager, chosen)
 
         def close() -> None:
+            remove()
             with self._lock:
                 if self._managers.get(chosen) is manager:
                     del self._managers[chosen]
 
         return Export(chosen, close)
+
+    def _told(self, watched: Strategy | CheckpointManager, name: str) -> Callable[[], None]:
+        if self.observe is None:
+            return lambda: None
+        return watched.observers.add(self.observe(name))
 
     def measure(self) -> Iterator[Measurement]:
         """Yield all values now, from any thread."""

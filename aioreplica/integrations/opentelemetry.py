@@ -4,7 +4,8 @@ A run is a span, a child of what is current where it is awaited. Its replicas ar
 and current in the step function: spans that the step makes, in tasks and in ops on device threads,
 have them as ancestors. Collectives are children of their replica, ops of what was current where
 they were made. What fails has the status ERROR and its exception: the run, the replica, the
-collective, the op.
+collective, the op. Saves and restores of checkpoints are children of what was current where they
+were asked for.
 """
 
 from __future__ import annotations
@@ -19,11 +20,29 @@ from typing import TYPE_CHECKING, Any, final
 
 from ..checkpoint import CheckpointManager
 from ..strategies import Strategy
-from ..telemetry import ObservedMerge, ObservedOp, ObservedRun, Observer, printable, source_line
-from ._metrics import METRICS, Export, MeteredStrategies, MetricFamily, metered_of, missing
+from ..telemetry import (
+    ObservedCheckpoint,
+    ObservedMerge,
+    ObservedOp,
+    ObservedRun,
+    Observer,
+    printable,
+    source_line,
+)
+from ._metrics import (
+    METRICS,
+    RUN_SECONDS,
+    SAVE_SECONDS,
+    WAITED,
+    Export,
+    MeteredStrategies,
+    MetricFamily,
+    metered_of,
+    missing,
+)
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.metrics import CallbackOptions, Histogram, MeterProvider, Observation
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
 __all__ = ["export_metrics", "export_spans"]
@@ -33,12 +52,12 @@ SCOPE = "aioreplica"
 
 @contextmanager
 def export_spans(
-    strategy: Strategy,
+    strategy: Strategy | CheckpointManager,
     *,
     tracer_provider: TracerProvider | None = None,
     collectives: bool = True,
 ) -> Iterator[None]:
-    """Make spans of what a strategy does while a `with` block runs.
+    """Make spans of what a strategy or a CheckpointManager does while a `with` block runs.
 
     Args:
         strategy: Whose.
@@ -106,6 +125,7 @@ class _Spans:
             replica_ended=self._replica_ended,
             run_ended=self._run_ended,
             merge_ended=self._merge_ended if collectives else None,
+            checkpoint_ended=self._checkpoint_ended,
             op_started=self._op_started,
             op_ended=self._op_ended,
             fault=self._fault,
@@ -187,6 +207,17 @@ class _Spans:
                 _fail(span, op.error)
             span.end()
 
+    def _checkpoint_ended(self, done: ObservedCheckpoint) -> None:
+        attributes = {"aioreplica.bytes": done.num_bytes} if done.kind == "save" else {}
+        if done.step is not None:
+            attributes["aioreplica.step"] = done.step
+        began_ns = self._offset_ns + int(done.began_s * 1e9)
+        name = f"checkpoint {done.kind}"
+        span = self._tracer.start_span(name, start_time=began_ns, attributes=attributes)
+        if isinstance(done.error, Exception):
+            _fail(span, done.error)
+        span.end(began_ns + int(done.seconds * 1e9))
+
 
 def _inside(span: Span) -> Any:  # Any: a context of OpenTelemetry
     from opentelemetry import trace
@@ -217,9 +248,49 @@ def _fail(span: Span, error: BaseException) -> None:
 def _make_instruments(provider: MeterProvider, metered: MeteredStrategies) -> None:
     meter = provider.get_meter(SCOPE)
     counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
+    histograms: dict[MetricFamily, Histogram] = {}
     for metric in METRICS:
-        make = counter if metric.is_counter else gauge
-        make(f"aioreplica.{metric.name}", [_reader(metered, metric)], description=metric.help)
+        name = f"aioreplica.{metric.name}"
+        if metric.is_histogram:
+            histograms[metric] = meter.create_histogram(
+                name, "s", metric.help, explicit_bucket_boundaries_advisory=metric.bounds
+            )
+        else:
+            make = counter if metric.is_counter else gauge
+            make(name, [_reader(metered, metric)], description=metric.help)
+    metered.observe = partial(_recording, histograms)
+
+
+def _recording(histograms: dict[MetricFamily, Histogram], name: str) -> Observer:
+    """Return an observer that records how long each run, wait and save took."""
+    begun: dict[int, float] = {}
+
+    def run_began(run: ObservedRun) -> None:
+        begun[run.step] = time.perf_counter()
+
+    def run_ended(run: ObservedRun) -> None:
+        begin = begun.pop(run.step, None)
+        if begin is not None:
+            seconds = time.perf_counter() - begin
+            histograms[RUN_SECONDS].record(seconds, {"strategy": name})
+
+    def merge_ended(merge: ObservedMerge, _error: BaseException | None) -> None:
+        _, _, _, collective, _, _, _, visits = merge.entry(0.0)
+        labels = {"strategy": name, "collective": collective}
+        last_s = max(at_s for _, _, at_s in visits)
+        for _, _, at_s in visits:
+            histograms[WAITED].record(last_s - at_s, labels)
+
+    def checkpoint_ended(done: ObservedCheckpoint) -> None:
+        if done.kind == "save" and done.error is None:
+            histograms[SAVE_SECONDS].record(done.seconds, {"checkpoints": name})
+
+    return Observer(
+        run_began=run_began,
+        run_ended=run_ended,
+        merge_ended=merge_ended,
+        checkpoint_ended=checkpoint_ended,
+    )
 
 
 def _reader(

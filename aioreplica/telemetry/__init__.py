@@ -6,6 +6,7 @@ from ._observer import Event as Event
 from ._observer import MergeEntry as MergeEntry
 from ._observer import MessageEntry as MessageEntry
 from ._observer import ObservedCall as ObservedCall
+from ._observer import ObservedCheckpoint as ObservedCheckpoint
 from ._observer import ObservedMerge as ObservedMerge
 from ._observer import ObservedMessage as ObservedMessage
 from ._observer import ObservedOp as ObservedOp

@@ -38,8 +38,8 @@ class Event(NamedTuple):
     Attributes:
         time_s: When, on the event loop's clock.
         kind: In `strategy.events`: "loop", "infeed", "outside" or "scalar". What sinks are given
-            has these and "run", "replica", "call", "wait", "merge", "message", "op", "write" and
-            "fault".
+            has these and "run", "replica", "call", "wait", "merge", "message", "op", "write",
+            "fault" and "checkpoint".
         name: What: "begin" or "end" of a loop or a run, "exhausted", a cluster, a function, a
             collective, or what the user named. An "end" of a loop comes for failed ones too; its
             value says how many steps are complete.
@@ -206,6 +206,28 @@ class ObservedOp(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class ObservedCheckpoint:
+    """A save or a restore that has ended. Told in the task that wrote, or that restored.
+
+    Attributes:
+        kind: "save" or "restore".
+        step: Which step; None if the newest one was to be restored, and none was.
+        began_s: When it began, by `time.monotonic`; of a save, once the steps under way had ended.
+        seconds: How long it took.
+        num_bytes: Length of the data files that a save has written.
+        error: Exception that it raised; None if it was saved or restored.
+    """
+
+    kind: str
+    step: int | None
+    began_s: float
+    seconds: float
+    num_bytes: int
+    error: BaseException | None
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
     """Callbacks for the events of a run; a kind that is None is not wanted.
@@ -232,6 +254,7 @@ class Observer:
         write_published: Variables have new values: the number of the write.
         fault: A run ends early: its step, and why.
         event_added: `strategy.events` has got an event, such as a number that a step records.
+        checkpoint_ended: A CheckpointManager has saved or restored a step, or failed to.
     """
 
     replica_began: Callable[[ObservedRun, int, Context], None] | None = None
@@ -250,6 +273,7 @@ class Observer:
     write_published: Callable[[int], None] | None = None
     fault: Callable[[int, BaseException], None] | None = None
     event_added: Callable[[Event], None] | None = None
+    checkpoint_ended: Callable[[ObservedCheckpoint], None] | None = None
 
     def __post_init__(self) -> None:
         """Check that calling the functions runs them."""
@@ -268,7 +292,7 @@ KINDS = tuple(field.name for field in fields(Observer))
 
 @final
 class Observers:
-    """The observers of the runs of one strategy.
+    """The observers of the runs of one strategy, or of one CheckpointManager.
 
     Args:
         own: The strategy's own observer, which is told first.
@@ -305,6 +329,7 @@ class Observers:
     write_published: Callable[[int], None] | None
     fault: Callable[[int, BaseException], None] | None
     event_added: Callable[[Event], None] | None
+    checkpoint_ended: Callable[[ObservedCheckpoint], None] | None
 
     def __init__(self, own: Observer | None = None) -> None:
         self._own = own
@@ -359,7 +384,7 @@ class Observers:
 
 
 def observe_everywhere(observer: Observer) -> Callable[[], None]:
-    """Add an observer to every strategy of the process, those to come included.
+    """Add an observer to every strategy and CheckpointManager of the process, also those to come.
 
     Call what is returned to stop that. Events of all event loops and threads are told.
     """

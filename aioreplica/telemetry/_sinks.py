@@ -19,6 +19,7 @@ from ._observer import (
     KINDS,
     Event,
     ObservedCall,
+    ObservedCheckpoint,
     ObservedMerge,
     ObservedMessage,
     ObservedOp,
@@ -255,6 +256,12 @@ def error_text(error: BaseException) -> str:
         return type(error).__name__
 
 
+def _tell_checkpoint(tell: Callable[..., None], done: ObservedCheckpoint) -> None:
+    step = NO_STEP if done.step is None else done.step
+    value = None if done.error is None else error_text(done.error)
+    tell("checkpoint", done.kind, step, None, value)
+
+
 def _functions(
     emit: Callable[[Event], None], now: Callable[[], float]
 ) -> dict[str, Callable[..., None]]:
@@ -312,4 +319,5 @@ def _functions(
             "fault", type(error).__name__, step, None, error_text(error)
         ),
         "event_added": emit,
+        "checkpoint_ended": partial(_tell_checkpoint, tell),
     }

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from aioreplica.errors import MergeMismatchError
+from aioreplica.checkpoint import SAVE_BOUNDS_S
+from aioreplica.errors import CheckpointError, CheckpointNotCommittedError, MergeMismatchError
 from aioreplica.integrations.opentelemetry import export_metrics, export_spans
+from aioreplica.telemetry import BOUNDS_S
+
+WAITS = "aioreplica.collective_wait_seconds"
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -221,18 +226,90 @@ async def test_metrics_of_two_strategies_are_read(
     provider.shutdown()
 
     assert data is not None
-    values = {
-        (metric.name, tuple(sorted(point.attributes.items()))): point.value
+    values: dict[Any, Any] = {
+        (metric.name, tuple(sorted(point.attributes.items()))): point
         for resource in data.resource_metrics
         for scope in resource.scope_metrics
         for metric in scope.metrics
         for point in metric.data.data_points
     }
-    assert values["aioreplica.runs", (("strategy", "a"),)] == 1
-    assert values["aioreplica.runs", (("strategy", "b"),)] == 2
+    assert values["aioreplica.runs", (("strategy", "a"),)].value == 1
+    assert values["aioreplica.runs", (("strategy", "b"),)].value == 2
     barrier = (("collective", "barrier"), ("strategy", "b"))
-    assert values["aioreplica.collectives", barrier] == 2
-    assert values["aioreplica.replicas", (("kind", "MirroredStrategy"), ("strategy", "b"))] == 3
+    assert values["aioreplica.collectives", barrier].value == 2
+    kind = (("kind", "MirroredStrategy"), ("strategy", "b"))
+    assert values["aioreplica.replicas", kind].value == 3
+    runs, waits = values["aioreplica.run_seconds", (("strategy", "b"),)], values[WAITS, barrier]
+    assert (runs.count, waits.count) == (2, 6)
+    assert runs.explicit_bounds == waits.explicit_bounds == BOUNDS_S
+    assert runs.sum >= runs.max > 0 <= waits.sum
+    assert pair.observers.run_ended is None
+
+
+async def test_saves_are_a_histogram(tmp_path: Path) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    state = {"model": [ar.Variable(1.0)]}
+    manager = ar.CheckpointManager(tmp_path)
+
+    with export_metrics(manager, meter_provider=provider, name="a"):
+        await manager.save(1, state)
+        await manager.restore(state)
+        with pytest.raises(CheckpointError):
+            await manager.restore(state, 7)
+        await manager.save(2, state)
+        data = reader.get_metrics_data()
+    await manager.save(3, state)
+    await manager.aclose()
+    provider.shutdown()
+
+    assert data is not None
+    found: list[Any] = [
+        metric.data.data_points
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.name == "aioreplica.checkpoint_save_seconds"
+    ]
+    [[point]] = found
+    assert dict(point.attributes) == {"checkpoints": "a"}
+    assert point.count == 2
+    assert point.explicit_bounds == SAVE_BOUNDS_S
+    assert manager.observers.checkpoint_ended is None
+
+
+async def test_saves_and_restores_are_spans_where_they_were_asked_for(
+    spans: Spans, tmp_path: Path
+) -> None:
+    state = {"model": [ar.Variable(1.0)]}
+    manager = ar.CheckpointManager(tmp_path)
+
+    with export_spans(manager, tracer_provider=spans.provider):
+        with spans.tracer.start_as_current_span("now"):
+            await manager.save(1, state)
+        with spans.tracer.start_as_current_span("behind"):
+            await manager.save(2, state, wait=False)
+        await manager.restore(state)
+        with pytest.raises(CheckpointError, match="no step 7"):
+            await manager.restore(state, 7)
+        tmp_path.joinpath("step-0000000003").touch()
+        with pytest.raises(CheckpointNotCommittedError):
+            await manager.save(3, state)
+    await manager.aclose()
+
+    assert spans.paths() == [
+        "behind", "behind/checkpoint save", "checkpoint restore", "checkpoint restore",
+        "checkpoint save", "now", "now/checkpoint save",
+    ]  # fmt: skip
+    found = [span for span in spans.finished() if span.name.startswith("checkpoint")]
+    assert [span.attributes["aioreplica.step"] for span in found] == [1, 2, 2, 7, 3]
+    assert [span.status.is_ok for span in found] == [True, True, True, False, False]
+    assert [span.status.description for span in found[3:]] == [
+        "CheckpointError", "CheckpointNotCommittedError",
+    ]  # fmt: skip
+    assert all(len(span.events) == 1 for span in found[3:])
+    assert found[0].attributes["aioreplica.bytes"] == manager.statistics().num_bytes / 2 > 0
+    assert all(span.end_time >= span.start_time for span in found)
 
 
 async def test_a_missing_package_names_the_extra(

@@ -1,10 +1,12 @@
 """Sinks: events in memory and in a log, and text that cannot control a terminal."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 import aioreplica as ar
+from aioreplica.errors import CheckpointError
 from aioreplica.telemetry import MemorySink, Observer, events_to, log_observer, printable
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
@@ -64,6 +66,26 @@ async def test_a_memory_sink_is_bounded_and_keeps_the_kinds_asked_for(solo: ar.S
     assert [event.step for event in sink.events()] == [1, 2]
     assert sink.observer.merge_ended is None
     assert repr(sink) == "<MemorySink | 2 of 2 events>"
+
+
+async def test_saves_and_restores_are_told(tmp_path: Path) -> None:
+    state = {"model": [ar.Variable(1.0)]}
+    async with ar.CheckpointManager(tmp_path) as manager:
+        sink = MemorySink()
+        remove = manager.observers.add(sink.observer)
+        await manager.save(4, state)
+        await manager.restore(state)
+        with pytest.raises(CheckpointError, match="no step 7"):
+            await manager.restore(state, 7)
+        remove()
+        await manager.save(5, state)
+
+    told = [(event.kind, event.name, event.step, event.value) for event in sink.events()]
+    assert told[:2] == [("checkpoint", "save", 4, None), ("checkpoint", "restore", 4, None)]
+    [(*failed, text)] = told[2:]
+    assert failed == ["checkpoint", "restore", 7]
+    assert isinstance(text, str)
+    assert text.startswith("CheckpointError: There is no step 7")
 
 
 async def test_unknown_kinds_and_no_capacity_are_refused() -> None:
