@@ -48,14 +48,14 @@ def fill_up(every: int = 1) -> FullDisk:
         every: How many pages more each time.
     """
     try:
-        with tempfile.TemporaryDirectory() as folder, _small_disk(folder) as disk:
+        with tempfile.TemporaryDirectory() as folder, small_disk(folder, DISK_BYTES) as disk:
             return asyncio.run(_fill_up(disk, every))
     except PermissionError as error:
         return FullDisk(why_not=str(error))
 
 
 @contextmanager
-def _small_disk(folder: str) -> Iterator[Path]:
+def small_disk(folder: str, num_bytes: int) -> Iterator[Path]:
     """Mount a tmpfs for a block.
 
     Raises:
@@ -63,7 +63,7 @@ def _small_disk(folder: str) -> Iterator[Path]:
     """
     if sys.platform != "linux":
         raise PermissionError("tmpfs is mounted on Linux only")
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder]
+    options = ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", folder]
     done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PermissionError(done.stderr.strip() or f"mount ended with {done.returncode}")
@@ -78,7 +78,7 @@ async def _fill_up(disk: Path, every: int) -> FullDisk:
     while found.num_saves == found.num_refused:  # the first one that has space is the last one
         manager = ar.CheckpointManager(disk / "run", max_to_keep=1)
         await manager.save(1, _state(1.0))
-        _take_all_space(ballast, but=pages * PAGE_BYTES)
+        take_all_space(ballast, but=pages * PAGE_BYTES)
         expected = 2.0
         try:
             await manager.save(2, _state(2.0))
@@ -112,7 +112,7 @@ async def _restored(folder: Path) -> float | None:
     return float(values.pop()) if len(values) == 1 else None
 
 
-def _take_all_space(path: Path, *, but: int) -> None:
+def take_all_space(path: Path, *, but: int) -> None:
     """Write a file that leaves so many bytes of the disk."""
     with path.open("wb", buffering=0) as file:
         try:

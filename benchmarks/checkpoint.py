@@ -3,7 +3,8 @@
 A training process is killed with SIGKILL at random times while it saves, `--kills` times, and once
 behind every step of a run of 20 steps, whose end must be the same bit for bit. With `--signals`
 trainings are stopped by SIGINT, SIGTERM and SIGKILL at random times while calls that read fail now
-and then, and go on until they have ended: in the same bits, with the documented statuses.
+and then, and go on until they have ended: in the same bits, with the documented statuses; and jobs
+of the training service train while the disk is full.
 
 A restore that fails or mixes two saves, a promised step that is gone, another end and another exit
 status change the exit status of this program; targets of speed are printed with marks and do not.
@@ -34,10 +35,12 @@ from ._checkpoint_kills import (
     stop_with_sigterm,
 )
 from ._full_disk import fill_up
+from ._full_service import train_beside_full_disk
 from ._loop_lag import lag_during
 from ._measure import Contender, take_turns
 from ._report import format_table, summarise, write_json
 from ._row import Row, Target, compared_row
+from ._saving_steps import measure_steps
 
 MIB = 1024 * 1024
 NUM_ARRAYS = 16
@@ -54,17 +57,19 @@ class Plan:
         num_bytes: Of the state that is saved.
         num_rounds: Rounds of each comparison.
         num_variables: Of the state whose cut is timed.
+        num_steps: Of a sample of training while it saves.
         every: Which steps a run is killed behind.
     """
 
     num_bytes: int
     num_rounds: int
     num_variables: int
+    num_steps: int
     every: int
 
 
-FULL = Plan(256 * MIB, 5, 1000, 1)
-QUICK = Plan(8 * MIB, 2, 100, 6)
+FULL = Plan(256 * MIB, 5, 1000, 40, 1)
+QUICK = Plan(8 * MIB, 2, 100, 6, 6)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,7 +81,8 @@ def main(arguments: Sequence[str]) -> None:
         "--signals", type=int, nargs="?", const=0, metavar="N",
         help="SIGINT, SIGTERM and SIGKILL mixed, N times (as many as --kills), with failing reads",
     )  # fmt: skip
-    parser.add_argument("--no-speed", action="store_true", help="kill only")
+    parser.add_argument("--no-speed", action="store_true", help="measure nothing")
+    parser.add_argument("--no-kills", action="store_true", help="leave out --kills and full disks")
     default = Path("benchmark-results-checkpoint.json")
     parser.add_argument("--output", type=Path, default=default, metavar="PATH")
     options = parser.parse_args(arguments)
@@ -85,16 +91,24 @@ def main(arguments: Sequence[str]) -> None:
     ar.set_logical_devices("cpu", 2)
     rows: list[Row] = []
     if not options.no_speed:
-        rows = asyncio.run(measure(plan))
+        rows = [*asyncio.run(measure(plan)), *asyncio.run(measure_training(plan))]
         print(format_table(rows))
         print(summarise(rows))
-    failures, counts = kill(plan, num_kills)
+    failures: list[str] = []
+    counts: dict[str, object] = {}
+    if not options.no_kills:
+        failures, counts = kill(plan, num_kills)
     if options.signals is not None:
         stops = stop_at_random(options.signals or num_kills)
         print(stops)
         counts["signals"] = asdict(stops)
         if not stops.is_good:
             failures.append("a signal was not survived")
+        service = train_beside_full_disk(2 if options.quick else 20)
+        print(service)
+        counts["service on a full disk"] = asdict(service)
+        if not service.is_good:
+            failures.append("a job of the training service did not survive a full disk")
     write_json(options.output, "checkpoint", rows, is_quick=options.quick, counts=counts)
     if failures:
         raise SystemExit("; ".join(failures))
@@ -151,6 +165,15 @@ async def measure(plan: Plan) -> list[Row]:
                 await _measure_delay(plan, strategy, Path(folder) / "delay"),
                 await measure_memory(plan.num_bytes, Path(folder)),
             ]
+
+
+async def measure_training(plan: Plan) -> list[Row]:
+    """Compare steps of a training that saves every few of them with those of one that does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        return await measure_steps(
+            Path(folder), num_bytes=2 * plan.num_bytes, num_variables=plan.num_variables,
+            num_steps=plan.num_steps, num_rounds=plan.num_rounds,
+        )  # fmt: skip
 
 
 async def _measure_files(

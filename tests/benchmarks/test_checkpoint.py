@@ -1,0 +1,73 @@
+"""The benchmark of checkpoints: signals, a service on a full disk, steps beside saves."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import _full_service
+from benchmarks._full_service import FullService, train_beside_full_disk
+from benchmarks._saving_steps import measure_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.xslow
+def test_signals_and_a_full_disk_are_survived(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    options = ["--quick", "--no-speed", "--no-kills", "--signals", "4", "--output", str(output)]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "checkpoint", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    written = json.loads(output.read_text(encoding="utf-8"))
+    stops, service = written["signals"], FullService(**written["service on a full disk"])
+    assert sum(stops["sent"].values()) >= 4
+    assert (stops["num_wrong"], stops["wrong_codes"]) == (0, [])
+    assert (service.num_rounds, service.num_jobs, service.why_not) == (2, 6, "")
+    assert service.is_good
+
+
+@pytest.mark.slow
+def test_steps_are_measured_beside_saves_and_without(tmp_path: Path) -> None:
+    rows = asyncio.run(
+        measure_steps(tmp_path, num_bytes=1 << 20, num_variables=3, num_steps=6, num_rounds=1)
+    )
+
+    assert [(row.unit, row.against) for row in rows] == [
+        ("ms, p50", "not saving"),
+        ("ms, p99", "not saving"),
+    ]
+    assert all(row.ours > 0 and row.floor > 0 for row in rows)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000000007"]  # the eighth save
+
+
+@pytest.mark.xslow
+def test_jobs_wait_for_a_disk_where_none_can_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(_full_service, "small_disk", refuse)
+
+    found = train_beside_full_disk(1)
+
+    assert found == FullService(3, 3, 1, 1, 0, is_simulated=True)
+    assert found.is_good
+    assert "no disk could be mounted" in str(found)
+
+
+def test_a_job_that_did_not_wait_or_ended_otherwise_is_told() -> None:
+    assert not FullService(3, 2, 1, 1).is_good
+    assert not FullService(3, 3, 0, 1).is_good
+    assert not FullService(3, 3, 1, 1, 1).is_good
+    assert FullService(why_not="pydantic is not installed").is_good
