@@ -44,6 +44,7 @@ ALLOWED = {
     "testing/test_pytest_suite.py::ASYNCIO_TESTS": "a test file that the testing kit runs",
     "testing/test_simulation.py::sleeper": "what the testing kit is given in all its uses",
     "testing/test_started.py::loops_in_threads": "a program that the testing kit runs",
+    "examples/hostile.py": "an attack at random moments; nothing is expected at any of them",
     "online/soak.py": "a load at random moments; nothing is expected at any of them",
     "strategies/test_quiet_runs.py": "on a loop of its own, in virtual time",
     "strategies/test_watching.py::test_the_code_that_holds_the_loop_is_named_in_the_log":
