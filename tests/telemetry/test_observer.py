@@ -5,6 +5,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import pytest_asyncio
 
 import aioreplica as ar
 from aioreplica.errors import ContextError
-from aioreplica.telemetry import KINDS, Event, Observer, Observers, observe_everywhere
+from aioreplica.telemetry import (
+    KINDS,
+    Event,
+    ObservedCheckpoint,
+    Observer,
+    Observers,
+    observe_everywhere,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
 
@@ -171,6 +179,31 @@ async def test_an_observer_of_all_strategies(one: ar.Strategy, pair: ar.Mirrored
         remove()
     await pair.run(step)
     assert log.lines.count("run 0 ended") == 2
+
+
+async def test_managers_are_observed_everywhere_and_by_none_that_fails(tmp_path: Path) -> None:
+    seen: list[ObservedCheckpoint] = []
+
+    def fail(_done: object) -> None:
+        raise ValueError("a bad observer")
+
+    state = {"model": [ar.Variable(1.0)]}
+    async with ar.CheckpointManager(tmp_path) as manager:
+        remove = observe_everywhere(Observer(checkpoint_ended=seen.append))
+        try:
+            manager.observers.add(Observer(checkpoint_ended=fail))
+            await manager.save(1, state)
+            await manager.restore(state)
+        finally:
+            remove()
+        await manager.save(2, state)
+
+    assert [(done.kind, done.step, done.error) for done in seen] == [
+        ("save", 1, None),
+        ("restore", 1, None),
+    ]
+    assert seen[0].num_bytes > 0 == seen[1].num_bytes
+    assert seen[0].began_s + seen[0].seconds <= seen[1].began_s
 
 
 async def test_an_observer_that_fails_is_dropped_and_does_no_harm(
