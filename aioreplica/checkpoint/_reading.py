@@ -155,7 +155,7 @@ def newest_first(storage: Storage, listing: Listing) -> Iterator[FoundStep]:
     without = sorted(listing.folders - {claim.step for claim in claims})
     # Least is newest. What is known of a step, and its claims, of which the newest is read first.
     read = {step: look_at(storage, step) for step in without}
-    heap = [(*rank, each.step, True) for rank, each in _ranked([*read.values()])]
+    heap = [(*rank, each.step, True) for rank, each in _ranked(read, claims)]
     heap += [(-claim.sequence, 0, claim.step, False) for claim in claims]
     heapify(heap)
     while heap:
@@ -256,11 +256,18 @@ def read_known(storage: Storage) -> Known:
     )
 
 
-def _ranked(found: Sequence[FoundStep]) -> list[tuple[tuple[float, int], FoundStep]]:
-    """Return steps without claims, ascending, each with what orders it: less is newer."""
+def _ranked(
+    found: Mapping[int, FoundStep], claims: Sequence[Claim]
+) -> list[tuple[tuple[float, int], FoundStep]]:
+    """Return steps without claims, each with what orders it: less is newer."""
     ranks: list[tuple[tuple[float, int], FoundStep]] = []
+    claimed = {step: sequence for sequence, step in reversed(claims)}  # by the newest of each
     above: float = math.inf
-    for each in reversed(found):  # descending steps
+    for step in sorted(found.keys() | claimed, reverse=True):
+        if step in claimed:
+            above = claimed[step]
+            continue
+        each = found[step]
         if each.manifest is not None:
             above = each.manifest.sequence
             ranks.append(((-above, 0), each))

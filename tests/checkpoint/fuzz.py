@@ -212,9 +212,12 @@ def try_seed(seed: int, template: Path, held: dict[int, str]) -> str:
         done = []
         for _ in range(rng.choice((1, 1, 2, 4))):
             files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name[0] != ".")
+            damage = forge if is_forged else rng.choice(DAMAGES)
+            if damage in (forge, move_folder):  # of a step; claims lie in the root
+                files = [p for p in files if p.parent != folder]
             if not files:
                 break
-            damage, path = forge if is_forged else rng.choice(DAMAGES), rng.choice(files)
+            path = rng.choice(files)
             done.append(f"{damage.__name__} {path.relative_to(folder)}")
             damage(path, rng)
         try:

@@ -269,6 +269,21 @@ async def test_the_order_is_that_of_the_manifests_whatever_became_of_claims(
 # --- pins -------------------------------------------------------------------------------------
 
 
+async def test_a_damaged_folder_without_a_claim_is_older_than_the_next_larger_step(
+    tmp_path: Path,
+) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(3, {"value": 3})
+    (tmp_path / "step-0000000003").rename(tmp_path / "step-0000000009")  # its manifest says 3
+
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(20, {"value": 20})
+
+        assert await manager.restore(state := {"value": 0}) == 20  # and nothing is warned of
+        assert state == {"value": 20}
+        assert manager.latest() == 20
+
+
 async def test_a_pinned_step_stays_until_it_is_unpinned(storage: Storage) -> None:
     async with ar.CheckpointManager(storage, max_to_keep=2) as manager:
         for step in range(1, 4):
