@@ -99,7 +99,10 @@ def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> object:
         decided = _exchange(point, transfer)
         if isinstance(decided, Transfer):
             woken = point.parked.pop(decided.replica_id, None)
-        if not transfer.is_over:
+        # Decided under the lock: a gate that is parked will be opened, even if the other replica
+        # comes before this thread waits. Left open, it would let the next wait pass at once.
+        must_wait = not transfer.is_over
+        if must_wait:
             point.parked[replica_id] = waiter.gate
             if decided is None:
                 decided = point.rendezvous.wait_for_started(replica_id, transfer)
@@ -108,7 +111,7 @@ def _in_thread(waiter: ThreadWaiter, transfer: Transfer) -> object:
         woken.open()
     if isinstance(decided, Mismatch):
         point.post(point.run.abort_mismatch, decided)
-    if not transfer.is_over:
+    if must_wait:
         waiter.wait_for(transfer, transfer.group.timeout_s, transfer)
         with lock:
             point.rendezvous.waited_for_started(replica_id, transfer)

@@ -1,6 +1,7 @@
 """`ctx.send` and `ctx.receive`: values from one replica to another, in tasks, threads and ops."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.errors import ContextError, MergeMismatchError, StallError
-from aioreplica.telemetry import MemorySink, Observer
+from aioreplica.telemetry import MemorySink, ObservedCall, Observer
 from aioreplica.telemetry._trace import TraceRecorder
 from tests.replica.gated import me, my_id, spawn
 from tests.replica.simulated import program, simulate
@@ -536,6 +537,37 @@ async def test_observers_are_told(pair: ar.MirroredStrategy) -> None:
         "(1, 0) had it",
         "waited in receive #1 from replica 1 (tag 't')",
     ]
+
+
+@pytest.mark.asyncio
+async def test_a_value_that_comes_before_its_thread_waits(pair: ar.MirroredStrategy) -> None:
+    has_come, has_begun = threading.Event(), threading.Event()
+    waits: list[str] = []
+
+    def hold_the_receiver(call: ObservedCall) -> None:
+        if call.describe().startswith("receive"):  # its gate is parked, and it does not wait so far
+            has_begun.set()
+            assert has_come.wait(60)
+
+    pair.observers.add(
+        Observer(
+            call_made=hold_the_receiver,
+            value_received=lambda _: has_come.set(),
+            wait_began=lambda wait: waits.append(wait.describe()),
+        )
+    )
+
+    def step() -> float:
+        if my_id() == 0:
+            assert me().blocking.receive(from_=1) == "value"
+        else:
+            assert has_begun.wait(60)
+            me().blocking.send("value", to=0)
+        total: float = me().blocking.all_reduce("sum", 1.0)
+        return total
+
+    assert (await pair.run(step)).values == (2.0, 2.0)
+    assert "receive #1 from replica 1" in waits  # left out, the next wait would not wait
 
 
 @pytest.mark.asyncio
