@@ -10,15 +10,19 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import anyio
 import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..errors import ContextError, JournalError, KeyReusedError
+from ..online import OnlineLearner
 from ..tree import map_leaves
 
 DROPPED = 8  # times the limit of a body: so much is read of one that is refused
@@ -86,6 +90,30 @@ def refusal(status: int, what: str, *reasons: tuple[str, str], **headers: str) -
     if reasons:
         body["reasons"] = [{"where": where, "what": why} for where, why in reasons]
     return HTTPException(status, body, {k.replace("_", "-"): v for k, v in headers.items()})
+
+
+@contextmanager
+def taking(learner: OnlineLearner) -> Iterator[None]:
+    """Refuse a request for the reasons for which the learner takes nothing in a block."""
+    try:
+        yield
+    except anyio.WouldBlock:
+        raise full(learner) from None
+    except KeyReusedError as error:
+        raise refusal(409, str(error)) from error
+    except (JournalError, ContextError) as error:
+        raise refusal(503, str(error), retry_after="5") from error
+    except ValueError as error:
+        raise refusal(422, str(error)) from error
+
+
+def full(learner: OnlineLearner) -> HTTPException:
+    """Return the exception that refuses a request as the queue is full, with the time to wait."""
+    now = learner.statistics()
+    wait_s = now.queue_depth * now.step_s / max(now.num_learned, 1)
+    retry_after = str(math.ceil(min(max(wait_s, 1), 60)))
+    what = f"The queue is full: {now.queue_depth} of {now.queue_size} examples wait."
+    return refusal(429, what, retry_after=retry_after)
 
 
 # ---- who asks ------------------------------------------------------------------------------

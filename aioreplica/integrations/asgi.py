@@ -6,6 +6,8 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
     POST /predict        {"input": ...} or {"inputs": [...]}; the answer says the version it is from
     POST /learn          {"input": ..., "target": ...} or {"examples": [...]}; with a journal, the
                          answer comes when they are on disk; takes an Idempotency-Key
+    POST /label          {"id": ..., "target": ...}, with the id of an answer of `/predict`, if the
+                         journal keeps inputs for that
     GET  /snapshot       which version is published, and how old it is
     GET  /dead-letters   examples that could not be learned, and why: ?after=, ?before=, ?limit=
     GET  /events         the statistics as server-sent events, whenever they have changed
@@ -35,7 +37,7 @@ import numpy as np
 from .._export import export_public
 from .._functions import is_async, require_finished, require_no_yield
 from ..devices import run_on_host
-from ..errors import CheckpointError, ContextError, JournalError, KeyReusedError
+from ..errors import CheckpointError, ContextError, JournalError
 from ..online import (
     DeadLetter,
     ExampleSpec,
@@ -54,6 +56,7 @@ try:
     from starlette.responses import Response, StreamingResponse
     from starlette.websockets import WebSocketClose
 
+    from ._labelling import ids, kept, take_label
     from ._online_metrics import ServiceMetrics
     from ._operating import OPERATIONS, operate
     from ._request import (
@@ -67,6 +70,7 @@ try:
         only_numbers,
         read_json,
         refusal,
+        taking,
     )
 except ImportError as error:
     raise ImportError(
@@ -227,6 +231,10 @@ class OnlineService:
                 self._route("/learn", "POST", "Learn from examples.", self._on_learn),
                 self._route("/dead-letters", "GET", "What is not learned.", self._on_dead_letters),
             ]
+            if self._learner.keeps_inputs and self.target_like is not None:
+                spec = ExampleSpec(self.target_like)
+                handle = partial(take_label, self._learner, spec, self._limits)
+                routes.append(self._route("/label", "POST", "Label a prediction.", handle))
             if self._operator_token is not None:
                 for path, (_, _, summary) in OPERATIONS.items():
                     handle = partial(operate, path, self._learner, self._limits)
@@ -334,7 +342,10 @@ class OnlineService:
         require_finished(result, self._predict, "OnlineService")
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
         lists = map_leaves(lambda leaf: np.asarray(leaf)[picked].tolist(), result)
-        return answer({"version": snapshot.version, name: lists})
+        learner, about = self._learner, dict[str, Any](version=snapshot.version)
+        if isinstance(learner, OnlineLearner) and learner.keeps_inputs:
+            about |= ids(kept(learner, inputs, result), is_single=is_single)
+        return answer({**about, name: lists})
 
     async def _on_learn(self, request: Request) -> Response:
         learner = self._learner
@@ -349,22 +360,10 @@ class OnlineService:
         examples = self._checked(given, self._valid_example, "" if is_single else "examples")
         if len(examples) > learner.queue_size:
             raise refusal(413, f"The queue has room for {learner.queue_size} examples at most.")
-        try:
+        with taking(learner):
             tickets = learner.submit_many_nowait(examples, key=key)
             for ticket in tickets:
                 await ticket.saved()
-        except anyio.WouldBlock:
-            now = learner.statistics()
-            wait_s = now.queue_depth * now.step_s / max(now.num_learned, 1)
-            retry_after = str(math.ceil(min(max(wait_s, 1), 60)))
-            what = f"The queue is full: {now.queue_depth} of {now.queue_size} examples wait."
-            raise refusal(429, what, retry_after=retry_after) from None
-        except KeyReusedError as error:
-            raise refusal(409, str(error)) from error
-        except (JournalError, ContextError) as error:
-            raise refusal(503, str(error), retry_after="5") from error
-        except ValueError as error:
-            raise refusal(422, str(error)) from error
         numbers = [ticket.number for ticket in tickets]
         taken = {"number": numbers[0]} if is_single else {"numbers": numbers}
         return answer({**taken, "is_duplicate": tickets[0].is_duplicate}, 202)

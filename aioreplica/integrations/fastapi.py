@@ -11,7 +11,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, final
 
@@ -94,6 +94,9 @@ def _endpoint(route: Route) -> Callable[[], Any]:  # Any: FastAPI takes every aw
 
 def _described(service: OnlineService, route: Route) -> dict[str, Any] | None:
     """Return the body of a route as OpenAPI has it."""
+    if route.path == "/label":
+        label = _object({"id": {"type": "string"}, "target": _schema(service.target_like)})
+        return _body(label)
     if route.path not in {"/predict", "/learn"}:
         return None
     one = {"input": _schema(service.input_like)}
@@ -101,7 +104,10 @@ def _described(service: OnlineService, route: Route) -> dict[str, Any] | None:
     if route.path == "/learn":
         one |= {} if service.target_like is None else {"target": _schema(service.target_like)}
         many = {"examples": {"type": "array", "minItems": 1, "items": _object(one)}}
-    schema = {"oneOf": [_object(one), _object(many)]}
+    return _body({"oneOf": [_object(one), _object(many)]})
+
+
+def _body(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

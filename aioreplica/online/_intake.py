@@ -23,11 +23,16 @@ import anyio
 from ..errors import ContextError, JournalError, PoisonedExampleError
 from ._example import unpack_example
 from ._journal import OpenJournal
-from ._journal_format import Entry
+from ._journal_format import Entry, Waiting
 from ._ticket import Signal, Ticket
+
+MAX_KEY = 200
 
 MAX_COMMIT = 4096
 """Most submissions of one transaction."""
+
+MAX_WAITING = 4096
+"""Most predictions that are not saved yet."""
 
 MAX_FOLLOWERS = 16
 """From so many tickets of one example on, those that nobody has any more are forgotten."""
@@ -114,6 +119,9 @@ class Intake:
         self.num_taken = 0
         self.num_duplicates = 0
         self.num_refused = 0
+        self.num_expected = 0
+        self.num_labelled = 0
+        self.num_unknown_labels = 0
         self.num_commits = 0
         self.commit_s = 0.0
         self.journal_error = ""
@@ -123,6 +131,8 @@ class Intake:
         self._changed = changed
         self._pending: deque[ExampleGroup] = deque()  # not saved yet
         self._room: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: dict[str, Waiting] = {}  # predictions not saved yet
+        self._has_waiting = False  # some that no commit has tried yet
         self._has_pending = Signal()
         self._followers: dict[int, list[ref[Ticket]]] = {}  # of keys that were known
         self._closed_because: str | None = None
@@ -192,6 +202,31 @@ class Intake:
             self.depth += size
             turn.set_result(None)
 
+    # ---- predictions ---------------------------------------------------------------------
+
+    def expect(self, waiting: Waiting) -> None:
+        """Keep a prediction with the next commit.
+
+        Raises:
+            anyio.WouldBlock: If too many are not saved yet.
+            ContextError: If it is closed.
+        """
+        self._require_open()
+        if len(self._waiting) >= MAX_WAITING and waiting.id not in self._waiting:
+            raise anyio.WouldBlock
+        self._waiting[waiting.id] = waiting
+        self._has_waiting = True
+        self._has_pending.give()
+
+    async def expected(self, name: str) -> Waiting | None:
+        """Return a prediction that waits for its label, None if there is none.
+
+        Raises:
+            JournalError: If it cannot be read.
+        """
+        assert self._journal is not None  # or none is kept
+        return self._waiting.get(name) or await self._journal.waiting(name)
+
     # ---- saving --------------------------------------------------------------------------
 
     def _accept(self, submission: ExampleGroup) -> None:
@@ -217,8 +252,8 @@ class Intake:
 
     async def commit_forever(self) -> None:
         """Save what comes, as long as it is not closed; all that waits shares a commit."""
-        while self._pending or self._closed_because is None:
-            if not self._pending:
+        while self._pending or self._has_waiting or self._closed_because is None:
+            if not self._pending and not self._has_waiting:
                 await self._has_pending.wait()
                 continue
             group = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_COMMIT))]
@@ -232,9 +267,10 @@ class Intake:
     async def _commit(self, group: list[ExampleGroup]) -> None:
         journal = self._journal
         assert journal is not None  # or there is nothing to commit
-        began = perf_counter()
+        began, waiting = perf_counter(), [*self._waiting.values()]
+        self._has_waiting = False
         try:
-            appended = await journal.append([each.entry for each in group if each.entry])
+            appended = await journal.append([each.entry for each in group if each.entry], waiting)
         except JournalError as error:
             self.journal_error = str(error)
             for submission in group:
@@ -243,17 +279,24 @@ class Intake:
         self.num_commits += 1
         self.commit_s += perf_counter() - began
         self.journal_error = ""
+        self.num_expected += len(waiting)
+        for each in waiting:
+            if self._waiting.get(each.id) is each:
+                del self._waiting[each.id]
         now = asyncio.get_running_loop().time()
         for number, body in appended.strays:
             self.depth += 1
             self.queue.append(Taken(number, unpack_example(body), None, now))
         known: list[tuple[ExampleGroup, int]] = []
         for submission, result in zip(group, appended.results, strict=True):
+            is_label = submission.entry is not None and submission.entry.label is not None
             if isinstance(result, Exception):
+                self.num_unknown_labels += is_label and isinstance(result, KeyError)
                 self._refuse(submission, result)
             elif result[1]:
                 known.append((submission, result[0]))
             else:
+                self.num_labelled += is_label
                 self._enqueue(submission, result[0])
         for submission, first in known:
             await self._follow(submission, first)
@@ -375,3 +418,18 @@ def _interrupted_error() -> ContextError:
         "The learner was closed while the example was written, so it may be in the journal or "
         "not. Submit it again with its idempotency key."
     )
+
+
+def checked_key(name: str, value: object) -> str:
+    """Return a key or an id; ValueError if it is none that the journal can keep."""
+    is_text = isinstance(value, str) and 0 < len(value) <= MAX_KEY and "\0" not in value
+    if not is_text or not _is_unicode(str(value)):
+        raise ValueError(
+            f"{name} must be text of 1 to {MAX_KEY} characters, none of them zero, got {value!r}."
+        )
+    return str(value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether text has no lone surrogates, which no file takes."""
+    return text.encode(errors="replace").decode() == text

@@ -19,7 +19,8 @@ from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
 from ._example import pack_example
 from ._journal_file import JournalFile
-from ._journal_format import Appended, Dead, Entry, JournalFacts, Rollback, Row
+from ._journal_format import Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
+from ._journal_keys import Keeping
 from ._records import DeadLetter
 
 KEPT_IN_MEMORY = 1000
@@ -40,6 +41,8 @@ class Journal:
         busy_timeout_s: How long to wait for other programs that have locked it.
         max_bytes: Of examples that a checkpoint has learned no more are kept, for going back to an
             older one; None keeps them as long as that checkpoint is there.
+        label_ttl_s: How long predictions wait for their labels, by the same clock as keys; None
+            keeps no predictions. See `OnlineLearner.expect`.
         connect: What stands for `sqlite3.connect` in a test.
 
     Raises:
@@ -47,7 +50,7 @@ class Journal:
         TypeError: If an argument is of the wrong type.
     """
 
-    __slots__ = ("_busy_timeout_s", "_connect", "_keep_keys_s", "_max_bytes", "path")
+    __slots__ = ("_busy_timeout_s", "_connect", "_keep_keys_s", "_max_bytes", "label_ttl_s", "path")
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Journal:
         keep_keys_s: float = 86400.0,
         busy_timeout_s: float = 5.0,
         max_bytes: int | None = None,
+        label_ttl_s: float | None = None,
         connect: Callable[..., object] = sqlite3.connect,
     ) -> None:
         self.path = Path(path)
@@ -64,12 +68,16 @@ class Journal:
         self._busy_timeout_s = checked_seconds("busy_timeout_s", busy_timeout_s)
         self._connect = connect
         self._max_bytes = None if max_bytes is None else checked_count("max_bytes", max_bytes)
+        self.label_ttl_s = (
+            None if label_ttl_s is None else checked_seconds("label_ttl_s", label_ttl_s)
+        )
+        """How long predictions wait for their labels."""
 
     def file(self) -> JournalFile:
         """Return its file, not open yet; for the learner."""
-        return JournalFile(
-            self.path, self._keep_keys_s, self._busy_timeout_s, self._connect, self._max_bytes
-        )
+        labels_s = math.inf if self.label_ttl_s is None else self.label_ttl_s
+        keeping = Keeping(self._keep_keys_s, labels_s)
+        return JournalFile(self.path, keeping, self._busy_timeout_s, self._connect, self._max_bytes)
 
     def __repr__(self) -> str:
         return f"<Journal {self.path}>"
@@ -118,8 +126,11 @@ class OpenJournal:
             raise
         self._opened_at = asyncio.get_running_loop().time()
 
-    async def append(self, entries: Sequence[Entry]) -> Appended:
-        return await self._lane.run(self._file.append, entries, self.clock_s)
+    async def append(self, entries: Sequence[Entry], waiting: Sequence[Waiting]) -> Appended:
+        return await self._lane.run(self._file.append, entries, self.clock_s, waiting)
+
+    async def waiting(self, name: str) -> Waiting | None:
+        return await self._lane.run(self._file.waiting, name, self.clock_s)
 
     async def skip_versions(self, learned: int, version: int) -> int:
         return await self._lane.run(self._file.skip_versions, learned, version)

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import sqlite3
@@ -31,19 +30,15 @@ from ._journal_format import (
     JournalFacts,
     Rollback,
     Row,
+    Waiting,
     advice_for,
     locked,
     prepare,
 )
+from ._journal_keys import MOVED, Keeping, claimed, find, forget, keep
 from ._records import DeadLetter
 
 MAX_NUMBER = 2**63 - 1  # of SQLite
-MOVED = "moved "
-"""Begin of the facts that say what has taken a dead letter's place."""
-_FORGET_MOVES = f"""
-DELETE FROM facts WHERE name GLOB '{MOVED}*' AND CAST(substr(name, {len(MOVED) + 1}) AS INTEGER)
-< (SELECT coalesce(min(first), 9e18) FROM keys)
-"""
 MAX_MOVES = 1000
 """Times that an example which is retried and fails again is followed."""
 CLEAN_EVERY = 256
@@ -64,7 +59,7 @@ class JournalFile:
     def __init__(
         self,
         path: Path,
-        keep_keys_s: float,
+        keeping: Keeping,
         busy_timeout_s: float,
         connect: Callable[..., object],
         max_bytes: int | None,
@@ -72,7 +67,7 @@ class JournalFile:
         self._database = database = _JournalDatabase(path, busy_timeout_s, connect)
         self._path = database.path
         self._run = database.run
-        self._keep_keys_s = keep_keys_s
+        self._keeping = keeping
         self._max_bytes = max_bytes
         self._last = 0
         self._num_commits = 0
@@ -114,8 +109,15 @@ class JournalFile:
 
     # ---- writing -------------------------------------------------------------------------
 
-    def append(self, entries: Sequence[Entry], clock_s: float) -> Appended:
+    def append(
+        self, entries: Sequence[Entry], clock_s: float, waiting: Sequence[Waiting] = ()
+    ) -> Appended:
         """Append submissions in one transaction; when it returns they are durable. Blocks.
+
+        Args:
+            entries: The submissions.
+            clock_s: The time.
+            waiting: Predictions that labels of the same or later submissions may ask for.
 
         Raises:
             JournalError: If nothing was appended, as far as is known.
@@ -123,6 +125,8 @@ class JournalFile:
         with self._database.writing("written"):
             strays = self._rows(self._last, None)
             last = strays[-1].number if strays else self._last
+            if waiting:
+                keep(self._run, waiting, clock_s)
             results: list[tuple[int, bool] | KeyReusedError | KeyError] = []
             for entry in entries:
                 bodies = list(map(pack_example, entry.examples))
@@ -141,39 +145,18 @@ class JournalFile:
     def _refusal(
         self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
     ) -> tuple[int, bool] | KeyReusedError | KeyError | None:
-        """Look a submission's key up; return what is known of it, or remember it for `number`."""
+        """Return why nothing is appended for a submission, or remember it as that of `number`."""
         if entry.revived is not None and not self._take_out(entry.revived, number):
             return KeyError(entry.revived)
-        if entry.key is None:
+        if entry.key is None and entry.label is None:
             return None
-        own = _digest(bodies)
-        known = self._run(
-            "SELECT digest, first FROM keys WHERE key = ? AND clock_s >= ?",
-            entry.key,
-            clock_s - self._keep_keys_s,
-        )
-        if known:
-            [(digest, first)] = known
-            if bytes(digest) == own:
-                return int(first), True
-            return KeyReusedError(
-                f"The key {entry.key!r} came with another example before, as number {first}. Use "
-                "a new key for each example.",
-                key=entry.key,
-            )
-        insert = "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)"
-        self._run(insert, entry.key, own, number, clock_s)
-        return None
+        return claimed(self._run, self._keeping, entry, bodies, number, clock_s)
 
     def _remember_clock(self, clock_s: float) -> None:
         self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'clock_s'", clock_s)
         self._num_commits += 1
         if self._num_commits % CLEAN_EVERY == 0:
-            self._clean(clock_s)
-
-    def _clean(self, clock_s: float) -> None:
-        self._run("DELETE FROM keys WHERE clock_s < ?", clock_s - self._keep_keys_s)
-        self._run(_FORGET_MOVES)
+            forget(self._run, self._keeping, clock_s)
 
     def set_aside(self, letters: Sequence[Dead]) -> None:
         """Make dead letters of examples; durable when it returns. Blocks.
@@ -316,7 +299,7 @@ class JournalFile:
             self._run("DELETE FROM examples WHERE number <= ?", number)
             self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'first'", number + 1)
             self._remember_clock(clock_s)
-            self._clean(clock_s)
+            forget(self._run, self._keeping, clock_s)
             [[first]] = self._run("SELECT value FROM facts WHERE name = 'first'")
         self._last = last
         return int(first)
@@ -380,6 +363,15 @@ class JournalFile:
                 )
                 for number, crc32, body, error, time in sorted(found)
             ]
+
+    def waiting(self, name: str, clock_s: float) -> Waiting | None:
+        """Return a prediction that waits for its label; None if there is none. Blocks.
+
+        Raises:
+            JournalError: If it is damaged, or the file cannot be read.
+        """
+        with self._database.reading():
+            return find(self._run, self._keeping, self._path, name, clock_s)
 
     def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
         """Return what became of those examples that are not as they were; blocks.
@@ -551,10 +543,3 @@ def _fate(run: Callable[..., list[tuple[Any, ...]]], number: int) -> int | str |
         fate = number = int(moved[0][0])
     dead = run("SELECT error FROM dead WHERE number = ?", number)
     return str(dead[0][0]) if dead else fate
-
-
-def _digest(bodies: Sequence[bytes]) -> bytes:
-    made = hashlib.sha256()
-    for body in bodies:
-        made.update(len(body).to_bytes(8, "little") + body)
-    return made.digest()

@@ -6,7 +6,7 @@ A journal of an older version gets what it lacks, in one transaction, when it is
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -37,22 +37,50 @@ CREATE TABLE rollbacks (
     generation INTEGER PRIMARY KEY, rolled_to INTEGER NOT NULL, time REAL NOT NULL
 );
 """
-_SCHEMAS = (_VERSION_1, _VERSION_2)
+
+_VERSION_3 = """
+CREATE TABLE pending (
+    id TEXT PRIMARY KEY, crc32 INTEGER NOT NULL, body BLOB NOT NULL, clock_s REAL NOT NULL
+);
+CREATE INDEX pending_by_clock ON pending (clock_s);
+"""
+_SCHEMAS = (_VERSION_1, _VERSION_2, _VERSION_3)
 VERSION = len(_SCHEMAS)
+
+
+class Waiting(NamedTuple):
+    """A prediction that waits for its label.
+
+    Attributes:
+        id: Its name.
+        kept: "input", and "prediction" if that is kept too.
+    """
+
+    id: str
+    kept: Mapping[str, Any]
+
+
+class Label(NamedTuple):
+    """The label of a prediction."""
+
+    id: str
+    target: object
 
 
 class Entry(NamedTuple):
     """One submission, to be appended.
 
     Attributes:
-        examples: As `as_example` gives them.
+        examples: As `as_example` gives them; none for a label whose prediction is not there.
         key: Its idempotency key.
         revived: The dead letter that it takes the place of.
+        label: What it was made of, together with the prediction that goes.
     """
 
     examples: Sequence[Any]
     key: str | None = None
     revived: int | None = None
+    label: Label | None = None
 
 
 class Row(NamedTuple):

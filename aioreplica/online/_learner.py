@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -17,8 +17,9 @@ from ..tree import leaves
 from ..values import Snapshot
 from ._engine import CLOSED, Engine, require_loop
 from ._example import as_example
-from ._intake import ExampleGroup
+from ._intake import ExampleGroup, checked_key
 from ._journal import Journal, checked_count, checked_seconds
+from ._labels import expect, expected, label
 from ._prequential import Prequential
 from ._records import DeadLetter
 from ._rollback import RollbackRequest, checked
@@ -35,8 +36,6 @@ from ._settings import (
 )
 from ._statistics import LearnerStatistics, failure_of, statistics_of
 from ._ticket import RecordStream, Ticket
-
-MAX_KEY = 200
 
 
 @final
@@ -210,7 +209,71 @@ class OnlineLearner:
 
     def _submission(self, examples: Sequence[object], key: str | None) -> ExampleGroup:
         self._open_engine()
-        return _checked_submission(self._settings, self._validate, examples, key)
+        size = self._settings.queue_size
+        if key is not None and self._settings.journal is None:
+            raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
+        name = None if key is None else checked_key("key", key)
+        if not 0 < len(examples) <= size:
+            raise ValueError(
+                f"The queue has {size} places, so {len(examples)} examples cannot be taken at "
+                "once. Submit at least one and at most that many."
+            )
+        validate = self._validate
+        kept = [as_example(each if validate is None else validate(each)) for each in examples]
+        return ExampleGroup.of(kept, name, self._settings.journal is not None)
+
+    # ---- labels that come later ----------------------------------------------------------
+
+    def expect(
+        self, x: object, prediction: object = None, *, prediction_id: str | None = None
+    ) -> str:
+        """Keep an input until its label comes; returns at once.
+
+        It is written with the next commit of the journal, whose `label_ttl_s` says for how long. A
+        crash before that commit forgets it.
+
+        Args:
+            x: The "input" of the example.
+            prediction: Kept beside it, see `expected`.
+            prediction_id: What the label names it by; one is drawn if there is none. A later one
+                with the same id takes its place.
+
+        Returns:
+            The id.
+
+        Raises:
+            anyio.WouldBlock: If too many are not written yet.
+            TypeError: If it is not what examples are made of.
+            ContextError: If the learner is not open, or its journal has no `label_ttl_s`.
+        """
+        return expect(self._open_engine(), x, prediction, prediction_id)
+
+    async def expected(self, prediction_id: str) -> Mapping[str, Any]:
+        """Return what `expect` keeps: "input", and "prediction" if there was one.
+
+        Raises:
+            KeyError: If there is none of that id, any more.
+        """
+        return await expected(self._open_engine(), prediction_id)
+
+    async def label(self, prediction_id: str, target: object) -> Ticket:
+        """Take the example `{"input": ..., "target": ...}` of an input that waits for its label.
+
+        In one transaction the input goes and the example comes. The same label again takes nothing
+        and gives the first one's number, as long as the journal remembers keys.
+
+        Raises:
+            KeyError: If there is none of that id, any more; `statistics().num_unknown_labels`.
+            KeyReusedError: If it had another label.
+            Exception: As `submit`.
+        """
+        return await label(self._open_engine(), self._validate, prediction_id, target)
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """True if `expect` keeps inputs: the journal has `label_ttl_s`."""
+        journal = self._settings.journal
+        return journal is not None and journal.label_ttl_s is not None
 
     # ---- what is served ------------------------------------------------------------------
 
@@ -514,29 +577,6 @@ def _opened(engine: Engine | None) -> Engine:
     if engine is None:
         raise ContextError("The learner was never opened. Use it in `async with`.")
     return engine
-
-
-def _checked_submission(
-    settings: Settings, validate: Validation | None, examples: Sequence[object], key: str | None
-) -> ExampleGroup:
-    """Check what is to be taken, before anything is."""
-    if key is not None:
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not _is_unicode(key):
-            raise ValueError(f"key must be text of 1 to {MAX_KEY} characters, got {key!r}.")
-        if settings.journal is None:
-            raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
-    if not 0 < len(examples) <= settings.queue_size:
-        raise ValueError(
-            f"The queue has {settings.queue_size} places, so {len(examples)} examples cannot be "
-            "taken at once. Submit at least one and at most that many."
-        )
-    kept = [as_example(each if validate is None else validate(each)) for each in examples]
-    return ExampleGroup.of(kept, key, settings.journal is not None)
-
-
-def _is_unicode(text: str) -> bool:
-    """Tell whether text has no lone surrogates, which no file takes."""
-    return text.encode(errors="replace").decode() == text
 
 
 def _optimizers(variables: object) -> list[Optimizer]:

@@ -21,6 +21,9 @@ class LearnerStatistics:
         num_taken: Examples taken, duplicates left out.
         num_duplicates: Examples whose idempotency key was known.
         num_refused: Examples not taken: the queue was full, or the journal could not keep them.
+        num_expected: Inputs kept until their labels come.
+        num_labelled: Examples made of these and their labels.
+        num_unknown_labels: Labels without an input that waits for them.
         num_learned: Examples learned.
         num_dead: Examples set aside, also those that were taken back.
         num_steps: Steps published.
@@ -60,6 +63,9 @@ class LearnerStatistics:
     num_taken: int
     num_duplicates: int
     num_refused: int
+    num_expected: int
+    num_labelled: int
+    num_unknown_labels: int
     num_learned: int
     num_dead: int
     num_steps: int
@@ -110,6 +116,9 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         num_taken=intake.num_taken,
         num_duplicates=intake.num_duplicates,
         num_refused=intake.num_refused,
+        num_expected=intake.num_expected,
+        num_labelled=intake.num_labelled,
+        num_unknown_labels=intake.num_unknown_labels,
         num_learned=engine.num_learned,
         num_dead=engine.dead.num_added,
         num_steps=engine.num_steps,

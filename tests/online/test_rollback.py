@@ -373,26 +373,6 @@ def test_void_checkpoints_of_several_rollbacks() -> None:
 # ---- the format ----------------------------------------------------------------------------
 
 
-@pytest.mark.asyncio
-async def test_journals_of_version_1_are_migrated(folder: Path) -> None:
-    async with Counting(folder, max_batch=1) as program:
-        await learn(program, 0, 1)
-    with sqlite3.connect(folder / "journal.db") as connection:
-        connection.execute("DROP TABLE rollbacks")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-    async with Counting(folder, max_batch=1) as again:
-        await learn(again, 2)
-        await again.learner.rollback(to=2, skip=[3])
-        assert again.learned() == [1, 1]
-    with sqlite3.connect(folder / "journal.db") as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
-        connection.execute("PRAGMA user_version = 3")
-    connection.close()
-    with pytest.raises(JournalError, match=r"version 3 of the format.*versions 1 to 2"):
-        await Counting(folder).__aenter__()
-
-
 # ---- schedules and crashes -----------------------------------------------------------------
 
 

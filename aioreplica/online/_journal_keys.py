@@ -1,0 +1,114 @@
+"""Submissions that the journal knows by a key, and predictions that wait for labels by an id.
+
+A label takes its prediction away in the transaction that appends the example made of both. From
+then on it is known by its id, as a submission is by its key: the same label again gives the same
+number. All is forgotten by the journal's clock. These functions run in a transaction, on the
+journal's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import JournalError, KeyReusedError
+from ._example import pack_example, unpack_example
+from ._journal_format import Entry, Waiting
+
+Run = Callable[..., list[tuple[Any, ...]]]
+"""Runs one statement of SQL, with its values."""
+
+MOVED = "moved "
+"""Begin of the facts that say what has taken a dead letter's place."""
+_FORGET_MOVES = f"""
+DELETE FROM facts WHERE name GLOB '{MOVED}*' AND CAST(substr(name, {len(MOVED) + 1}) AS INTEGER)
+< (SELECT coalesce(min(first), 9e18) FROM keys)
+"""
+_LABELLED = "\0label "
+"""Begin of the keys of labels; no key of a submission has that character."""
+
+
+class Keeping(NamedTuple):
+    """Seconds of the journal's clock for which keys and predictions are kept."""
+
+    keys_s: float
+    labels_s: float
+
+
+def claimed(
+    run: Run, keeping: Keeping, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
+) -> tuple[int, bool] | KeyReusedError | KeyError | None:
+    """Look a submission up; return what is known of it, or claim its key for `number`."""
+    label = entry.label
+    key = entry.key if label is None else f"{_LABELLED}{label.id}"
+    own = _digest(bodies if label is None else [pack_example(label.target)])
+    known = run(
+        "SELECT digest, first FROM keys WHERE key = ? AND clock_s >= ?",
+        key,
+        clock_s - keeping.keys_s,
+    )
+    if known:
+        [(digest, first)] = known
+        return (int(first), True) if bytes(digest) == own else _reused(entry, first)
+    if label is not None:
+        found = run("SELECT clock_s FROM pending WHERE id = ?", label.id)
+        if not bodies or not found or found[0][0] < clock_s - keeping.labels_s:
+            return KeyError(label.id)
+        run("DELETE FROM pending WHERE id = ?", label.id)
+    run("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", key, own, number, clock_s)
+    return None
+
+
+def _reused(entry: Entry, first: int) -> KeyReusedError:
+    if entry.label is not None:
+        return KeyReusedError(
+            f"The prediction {entry.label.id!r} had another label before; example {first} has it.",
+            key=entry.label.id,
+        )
+    return KeyReusedError(
+        f"The key {entry.key!r} came with another example before, as number {first}. Use "
+        "a new key for each example.",
+        key=str(entry.key),
+    )
+
+
+def keep(run: Run, waiting: Sequence[Waiting], clock_s: float) -> None:
+    """Keep predictions until their labels come."""
+    for name, kept in waiting:
+        body = pack_example(kept)
+        insert = "INSERT OR REPLACE INTO pending VALUES (?, ?, ?, ?)"
+        run(insert, name, zlib.crc32(body), body, clock_s)
+
+
+def find(run: Run, keeping: Keeping, path: Path, name: str, clock_s: float) -> Waiting | None:
+    """Return a prediction that is kept, None if there is none.
+
+    Raises:
+        JournalError: If it is damaged.
+    """
+    select = "SELECT crc32, body FROM pending WHERE id = ? AND clock_s >= ?"
+    for crc32, body in run(select, name, clock_s - keeping.labels_s):
+        if zlib.crc32(body) != crc32:
+            raise JournalError(
+                f"The prediction {name!r} in the journal {path} is damaged: its checksum does not "
+                "fit. Restore the journal from a copy, or delete the row to go on without it."
+            )
+        return Waiting(name, unpack_example(bytes(body)))
+    return None
+
+
+def forget(run: Run, keeping: Keeping, clock_s: float) -> None:
+    """Delete what is too old."""
+    run("DELETE FROM keys WHERE clock_s < ?", clock_s - keeping.keys_s)
+    run("DELETE FROM pending WHERE clock_s < ?", clock_s - keeping.labels_s)
+    run(_FORGET_MOVES)
+
+
+def _digest(bodies: Sequence[bytes]) -> bytes:
+    made = hashlib.sha256()
+    for body in bodies:
+        made.update(len(body).to_bytes(8, "little") + body)
+    return made.digest()

@@ -1,0 +1,63 @@
+"""Labels that come later: a prediction is kept with its input under an id, until its label joins.
+
+The journal's side, and what makes a label exactly one example, is in `_journal_keys.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ContextError
+from ._example import as_example
+from ._intake import ExampleGroup, checked_key
+from ._journal_format import Entry, Label, Waiting
+from ._settings import Validation
+from ._ticket import Ticket
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+
+def expect(engine: Engine, x: object, prediction: object, name: str | None) -> str:
+    """See `OnlineLearner.expect`."""
+    _require_kept(engine)
+    kept = {"input": as_example(x)}
+    if prediction is not None:
+        kept["prediction"] = as_example(prediction)
+    name = secrets.token_hex(16) if name is None else checked_key("prediction_id", name)
+    engine.intake.expect(Waiting(name, kept))
+    return name
+
+
+async def expected(engine: Engine, name: str) -> Mapping[str, Any]:
+    """See `OnlineLearner.expected`."""
+    _require_kept(engine)
+    found = await engine.intake.expected(checked_key("prediction_id", name))
+    if found is None:
+        raise KeyError(name)
+    return found.kept
+
+
+async def label(engine: Engine, validate: Validation | None, name: str, target: object) -> Ticket:
+    """See `OnlineLearner.label`."""
+    _require_kept(engine)
+    label = Label(checked_key("prediction_id", name), as_example(target))
+    found = await engine.intake.expected(name)
+    examples: list[object] = []  # none for a label that is known already, or nobody asked for
+    if found is not None:
+        example = {"input": found.kept["input"], "target": label.target}
+        examples.append(as_example(example if validate is None else validate(example)))
+    submission = ExampleGroup(examples or [label.target], (Ticket(),), Entry(examples, label=label))
+    await engine.intake.take(submission)
+    return await submission.tickets[0].saved()
+
+
+def _require_kept(engine: Engine) -> None:
+    journal = engine.settings.journal
+    if journal is None or journal.label_ttl_s is None:
+        raise ContextError(
+            "No predictions are kept for later labels. Pass journal=ar.online.Journal(path, "
+            "label_ttl_s=86400)."
+        )
