@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
 from typing import Any, final
 
 import aioreplica as ar
-from aioreplica.checkpoint import EXIT_CODE
 
 from ._checkpoint_program import NUM_STEPS, build
 
@@ -23,8 +22,6 @@ SIZE = 200_000
 ENDLESS = 1_000_000
 MAX_DELAY_S = 0.25
 LIMIT_S = 120
-STOPPED_STEPS = 60
-STOPPED_SIZE = 20_000
 
 
 @final
@@ -67,7 +64,8 @@ def kill_at_random(num_kills: int) -> Kills:
     return kills
 
 
-def _program(directory: str, *options: str) -> list[str]:
+def program(directory: str, *options: str) -> list[str]:
+    """Return the command line of a training that may be killed."""
     return [sys.executable, "-m", "benchmarks._checkpoint_program", directory, *options]
 
 
@@ -75,7 +73,7 @@ def _run_until_killed(directory: str, delay_s: float) -> int:
     """Run the program until it has saved once, and for some time more; return what it promised."""
     options = ["--steps", str(ENDLESS), "--size", str(SIZE), "--kill-at", str(ENDLESS)]
     with subprocess.Popen(
-        _program(directory, *options), stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        program(directory, *options), stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
     ) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
@@ -108,7 +106,7 @@ def kill_at_every_step(*, is_looped: bool, every: int = 1) -> tuple[int, int]:
     for step in steps:
         with tempfile.TemporaryDirectory() as directory:
             first = subprocess.run(
-                _program(directory, *options, "--kill-at", str(step)),
+                program(directory, *options, "--kill-at", str(step)),
                 capture_output=True, timeout=LIMIT_S, check=False,
             )  # fmt: skip
             if first.returncode != -signal.SIGKILL:
@@ -122,7 +120,7 @@ def _digest(options: list[str], directory: str | None = None) -> str:
         with tempfile.TemporaryDirectory() as fresh:
             return _digest(options, fresh)
     done = subprocess.run(
-        _program(directory, *options), capture_output=True, timeout=LIMIT_S, check=True, text=True
+        program(directory, *options), capture_output=True, timeout=LIMIT_S, check=True, text=True
     )
     return done.stdout.split()[-1]
 
@@ -131,7 +129,7 @@ def stop_with_sigterm() -> int:
     """Send SIGTERM to a program that saves when it is told to stop; return its exit status."""
     with tempfile.TemporaryDirectory() as directory:
         with subprocess.Popen(
-            _program(directory, "--steps", str(ENDLESS), "--on-sigterm"),
+            program(directory, "--steps", str(ENDLESS), "--on-sigterm"),
             stdout=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip
             assert process.stdout is not None
@@ -143,85 +141,3 @@ def stop_with_sigterm() -> int:
         if process.returncode == 75 and ar.CheckpointManager(directory).latest() is None:
             return os.EX_SOFTWARE
         return process.returncode
-
-
-@final
-@dataclass(slots=True)
-class Stops:
-    """Ends of programs that were told to stop, or killed, until they had trained all steps.
-
-    Attributes:
-        sent: How often each signal was sent.
-        num_runs: How many trainings were stopped, gone on with, and brought to their end.
-        wrong_codes: Exit statuses that are not the documented ones, with the signal: must be none.
-        num_wrong: How many trainings ended in other bits than an uninterrupted one: must be 0.
-    """
-
-    sent: dict[str, int] = field(default_factory=dict)
-    num_runs: int = 0
-    wrong_codes: list[str] = field(default_factory=list)
-    num_wrong: int = 0
-
-    @property
-    def is_good(self) -> bool:
-        """Whether every end was as documented, and every training the same in every bit."""
-        return not self.wrong_codes and not self.num_wrong
-
-    def __str__(self) -> str:
-        sent = ", ".join(f"{count} x {name}" for name, count in sorted(self.sent.items()))
-        wrong = "; ".join(self.wrong_codes) or "none"
-        return (
-            f"stopped by {sent}, calls that read failing now and then: {self.num_runs} trainings, "
-            f"other bits at the end = {self.num_wrong}, other exit statuses: {wrong}"
-        )
-
-
-CODES = {
-    signal.SIGKILL: -signal.SIGKILL,
-    signal.SIGTERM: EXIT_CODE,
-    signal.SIGINT: -signal.SIGINT,
-}
-
-
-def stop_at_random(num_signals: int, seed: int = 2) -> Stops:
-    """Stop trainings by signals of all kinds at random times, and go on, until all have ended."""
-    rng, stops = Random(seed), Stops()
-    options = ["--stoppable", "--steps", str(STOPPED_STEPS), "--size", str(STOPPED_SIZE)]
-    whole = _digest(options)
-    while sum(stops.sent.values()) < num_signals:
-        with tempfile.TemporaryDirectory() as directory:
-            found = ""
-            while not found:
-                may_stop = sum(stops.sent.values()) < num_signals
-                number = rng.choice([*CODES]) if may_stop else None
-                faults = ["--faults", str(rng.randrange(10**6))]
-                found = _run_until_stopped(directory, [*options, *faults], number, rng, stops)
-            stops.num_runs += 1
-            stops.num_wrong += found != whole
-    return stops
-
-
-def _run_until_stopped(
-    directory: str, options: list[str], number: signal.Signals | None, rng: Random, stops: Stops
-) -> str:
-    """Run a training and send it a signal; return its digest if it came to its end, else ""."""
-    with subprocess.Popen(
-        _program(directory, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        if number is not None:
-            sleep(rng.random() * MAX_DELAY_S)
-            process.send_signal(number)
-        output, errors = process.communicate(timeout=LIMIT_S)
-    lines = [first, *output.splitlines()]
-    digests = [line.split()[1] for line in lines if line.startswith("digest ")]
-    if number is not None and not (digests and process.returncode == 0):
-        stops.sent[number.name] = stops.sent.get(number.name, 0) + 1
-        if process.returncode != CODES[number]:
-            last = errors.strip().splitlines()[-1:]
-            stops.wrong_codes.append(f"{number.name} gave {process.returncode} {last}")
-        return ""
-    if not digests:
-        raise RuntimeError(f"A training ended with {process.returncode}: {errors}")
-    return digests[-1]

@@ -28,6 +28,8 @@ FAULTY = 0.02
 """So many calls of all that read fail."""
 NUM_STEPS = 20
 BATCH = 8
+DONE = "done"
+"""Printed by a training that can be stopped, once it has done and saved all its steps."""
 
 
 def build(strategy: ar.Strategy, size: int) -> dict[str, Any]:
@@ -159,8 +161,13 @@ class FaultyReads:
         return getattr(os, name)
 
 
-async def train_and_stop(directory: str, num_steps: int, size: int, faults: int | None) -> str:
-    """Train from the newest checkpoint on, saving in the background, until done or told to stop."""
+async def train_and_stop(
+    directory: str, num_steps: int, size: int, *, faults: int | None, max_to_keep: int | None
+) -> None:
+    """Train from the newest checkpoint on until done or told to stop; every step is saved.
+
+    All but the last one in the background.
+    """
     storage = LocalStorage(directory, calls=os if faults is None else FaultyReads(faults))
 
     def retry(_error: OSError, num_tries: int, _seconds: float) -> float | None:
@@ -168,7 +175,7 @@ async def train_and_stop(directory: str, num_steps: int, size: int, faults: int 
 
     async with (
         ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
-        ar.CheckpointManager(storage, retry=retry) as manager,
+        ar.CheckpointManager(storage, retry=retry, max_to_keep=max_to_keep) as manager,
     ):
         state = build(strategy, size)
         if LocalStorage(directory).list(""):
@@ -190,13 +197,13 @@ async def train_and_stop(directory: str, num_steps: int, size: int, faults: int 
                     if len(state["history"]) >= num_steps:
                         break
                     await manager.save(len(state["history"]), state, wait=False)
+            await manager.save(len(state["history"]), state)
 
         def number() -> int:
             return len(state["history"])
 
         async with state["data"]:
             await manager.save_on_cancel(work(), state, number, exit_on_sigterm=True)
-        return digest(strategy, state)
 
 
 @contextmanager
@@ -220,13 +227,19 @@ def main() -> None:
     parser.add_argument("--on-sigterm", action="store_true")
     parser.add_argument("--stoppable", action="store_true")
     parser.add_argument("--faults", type=int)
+    parser.add_argument("--keep-all", action="store_true")
     chosen = parser.parse_args()
     ar.set_logical_devices("cpu", 2)
     if chosen.stoppable:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have turned it off
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # when all is saved it changes nothing
         warnings.simplefilter("ignore", RuntimeWarning)  # of calls that were made again
-        stopped = train_and_stop(chosen.directory, chosen.steps, chosen.size, chosen.faults)
-        print(f"digest {asyncio.run(stopped)}", flush=True)
+        stopped = train_and_stop(
+            chosen.directory, chosen.steps, chosen.size,
+            faults=chosen.faults, max_to_keep=None if chosen.keep_all else 3,
+        )  # fmt: skip
+        asyncio.run(stopped)
+        print(DONE, flush=True)
         return
     if chosen.on_sigterm:
         asyncio.run(train_until_told(chosen.directory))

@@ -3,8 +3,9 @@
 A training process is killed with SIGKILL at random times while it saves, `--kills` times, and once
 behind every step of a run of 20 steps, whose end must be the same bit for bit. With `--signals`
 trainings are stopped by SIGINT, SIGTERM and SIGKILL at random times while calls that read fail now
-and then, and go on until they have ended: in the same bits, with the documented statuses; and jobs
-of the training service train while the disk is full.
+and then, and go on until they have ended: with the documented statuses, and after each stop with
+every bit that an uninterrupted training has at that step; and jobs of the training service train
+while the disk is full.
 
 A restore that fails or mixes two saves, a promised step that is gone, another end and another exit
 status change the exit status of this program; targets of speed are printed with marks and do not.
@@ -28,12 +29,8 @@ import numpy as np
 
 import aioreplica as ar
 
-from ._checkpoint_kills import (
-    kill_at_every_step,
-    kill_at_random,
-    stop_at_random,
-    stop_with_sigterm,
-)
+from ._checkpoint_kills import kill_at_every_step, kill_at_random, stop_with_sigterm
+from ._checkpoint_stops import stop_at_random
 from ._full_disk import fill_up
 from ._full_service import train_beside_full_disk
 from ._loop_lag import lag_during
