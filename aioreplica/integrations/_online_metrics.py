@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from ..context import REGISTRY
 from ..online import OnlineLearner, SnapshotReader
+from ._predicting import Predicting
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -70,6 +71,7 @@ class ServiceMetrics:
         learner: What is served.
         registry: What shows them; None makes one.
         model: Label of all of them; None for none.
+        predicting: Counts what was predicted.
 
     Attributes:
         registry: What shows them.
@@ -87,6 +89,7 @@ class ServiceMetrics:
         learner: OnlineLearner | SnapshotReader,
         registry: CollectorRegistry | None,
         model: str | None,
+        predicting: Predicting,
     ) -> None:
         self.registry = prometheus_client.CollectorRegistry() if registry is None else registry
         self.labels = () if model is None else (model,)
@@ -94,7 +97,7 @@ class ServiceMetrics:
         families = known.get(self.registry)
         if families is None:
             families = known[self.registry] = _Families(self.registry, len(self.labels))
-        families.add(self.labels, learner)
+        families.add(self.labels, learner, predicting)
         self.requests = families.requests
         self.seconds = families.seconds.labels(*self.labels) if self.labels else families.seconds
 
@@ -105,7 +108,7 @@ class _Families:
 
     def __init__(self, registry: CollectorRegistry, num_labels: int) -> None:
         self._names = ("model",)[:num_labels]
-        self._learners: dict[tuple[str, ...], OnlineLearner | SnapshotReader] = {}
+        self._served: dict[tuple[str, ...], tuple[OnlineLearner | SnapshotReader, Predicting]] = {}
         self.requests = prometheus_client.Counter(
             f"{PREFIX}_requests",
             "Requests answered; 499 if the client went before its body was whole.",
@@ -121,16 +124,19 @@ class _Families:
         )
         registry.register(self)
 
-    def add(self, labels: tuple[str, ...], learner: OnlineLearner | SnapshotReader) -> None:
-        if len(labels) != len(self._names) or labels in self._learners:
-            shown = (
-                ", ".join(repr(*each) for each in self._learners if each) or "one without a name"
-            )
+    def add(
+        self,
+        labels: tuple[str, ...],
+        learner: OnlineLearner | SnapshotReader,
+        predicting: Predicting,
+    ) -> None:
+        if len(labels) != len(self._names) or labels in self._served:
+            shown = ", ".join(repr(*each) for each in self._served if each) or "one without a name"
             raise ValueError(
                 f"The registry shows the metrics of another service already: {shown}. Give each "
                 "service a name of its own, model=..., or a registry."
             )
-        self._learners[labels] = learner
+        self._served[labels] = learner, predicting
 
     def describe(self) -> Iterable[Family]:
         """Return nothing: who wants to know names would have to wait for the learners."""
@@ -139,12 +145,17 @@ class _Families:
     def collect(self) -> Iterable[Family]:
         """Return the statistics of all learners, and the versions that readers see."""
         families: dict[str, Any] = {}  # Any: the base class has no `add_metric`
-        for labels, learner in list(self._learners.items()):
-            for kind, name, text, value in _values(learner):
+        for labels, (learner, predicting) in list(self._served.items()):
+            for kind, name, text, value in (*_of_predictions(predicting), *_values(learner)):
                 if name not in families:
                     families[name] = kind(f"{PREFIX}_{name}", text, labels=self._names)
                 families[name].add_metric(labels, value)
         return families.values()
+
+
+def _of_predictions(predicting: Predicting) -> Iterable[tuple[Any, str, str, float]]:
+    yield CounterMetricFamily, "predicted", "Inputs predicted.", predicting.num_inputs
+    yield CounterMetricFamily, "predict_calls", "Calls of predict for these.", predicting.num_calls
 
 
 def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:

@@ -23,47 +23,38 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, final
 
-import anyio
 import numpy as np
 
 from .._export import export_public
-from .._functions import is_async, require_finished, require_no_yield
+from .._functions import is_async, require_no_yield
 from ..devices import run_on_host
 from ..errors import CheckpointError, ContextError, JournalError
-from ..online import (
-    DeadLetter,
-    ExampleSpec,
-    OnlineLearner,
-    RecordStream,
-    SnapshotReader,
-    StepRecord,
-)
-from ..tree import flatten, map_leaves, unflatten
+from ..online import DeadLetter, ExampleSpec, OnlineLearner, SnapshotReader
+from ..tree import map_leaves
 
 try:
     import prometheus_client
     from starlette import routing
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import Response, StreamingResponse
+    from starlette.responses import Response
     from starlette.websockets import WebSocketClose
 
+    from ._events import Events
     from ._labelling import ids, kept, take_label
     from ._online_metrics import ServiceMetrics
     from ._operating import OPERATIONS, operate
+    from ._predicting import Predicting
     from ._request import (
         HEADERS,
         Limits,
         answer,
-        as_json,
         check,
         header,
         only_field,
@@ -89,8 +80,6 @@ MAX_KEY_LENGTH = 200
 LOGGER = logging.getLogger("aioreplica.integrations.asgi")
 MAX_LETTERS = 1000
 NUM_REASONS = 20
-NUM_STEPS = 32  # of the newest, that a client of `/events` may not have seen yet
-HEARTBEAT_S = 15.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -133,7 +122,8 @@ class OnlineService:
         predict: `predict(snapshot, inputs)` gets one published version and a batch of inputs, in
             the structure of `input_like` with one more axis in front, and returns arrays with that
             axis; what is not finite is null in the answer. A plain function runs on the event loop,
-            so it must be quick; an `async` one may use `ar.run_on_host`.
+            so it must be quick; an `async` one may use `ar.run_on_host`. Written with the keys of
+            the learner's state, `snapshot["weights"]`, it is the same for learner and reader.
         input_like: What one input looks like: arrays and numbers, in dicts and lists if you like.
             Shapes and dtypes count, the values do not.
         target_like: The same of a target. An example is `{"input": ..., "target": ...}`, or
@@ -141,6 +131,11 @@ class OnlineService:
         validate: Called with each input, of a prediction and of an example, once its shapes are
             right; what it returns is used in its place. What it refuses with a ValueError is
             answered with 422 and that text.
+        predict_batch: Most inputs of one call of `predict` that several requests share: for models
+            that take about as long for many inputs as for one. A request is never cut. One call
+            runs at a time, and what comes meanwhile waits for the next; if that fails, each of its
+            requests is tried alone. 1 makes a call for each request, beside others.
+        predict_delay_s: Seconds that a request may wait for others, if nothing runs.
         operator_token: If given, there are routes that pause, resume, save, roll back, pin, retry
             and discard, for whoever brings this one; see the page "A service of online learning".
         token: If given, every request but those of `/healthz` and `/readyz` must bring it, those
@@ -156,8 +151,8 @@ class OnlineService:
         event_interval_s: Seconds between two looks at the statistics, for `/events`.
 
     Raises:
-        ValueError: If the token is empty, or not of ASCII; or the registry shows the metrics of
-            another service without a `model` of its own.
+        ValueError: If the token is empty, or not of ASCII; a number is out of range; or the
+            registry shows the metrics of another service without a `model` of its own.
         TypeError: If `hosts` is one text, or a function is not a plain one that has to be.
     """
 
@@ -169,6 +164,8 @@ class OnlineService:
         input_like: Any,
         target_like: Any = None,
         validate: Callable[[Any], Any] | None = None,
+        predict_batch: int = 1,
+        predict_delay_s: float = 0.0,
         token: str | None = None,
         operator_token: str | None = None,
         hosts: Sequence[str] = LOCAL_NAMES,
@@ -185,13 +182,11 @@ class OnlineService:
             raise ValueError("operator_token is the token of clients. Give operators their own.")
         if isinstance(hosts, str):
             raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
-        require_no_yield(predict, "OnlineService")
         for name, called in (("report", report), ("validate", validate)):
             require_no_yield(called, "OnlineService")
             if is_async(called):
                 raise TypeError(f"{name} must be a plain function, got {called!r}.")
         self._learner = learner
-        self._predict = predict
         self._closing = asyncio.Event()
         self.input_like = input_like
         self.target_like = target_like
@@ -205,10 +200,11 @@ class OnlineService:
         self._limits = Limits() if limits is None else limits
         self._report = report
         self._read = learner.read if isinstance(learner, SnapshotReader) else learner.snapshot
-        self._metrics = ServiceMetrics(learner, registry, model)
+        self._predicting = Predicting(predict, self._read, predict_batch, predict_delay_s)
+        self._metrics = ServiceMetrics(learner, registry, model, self._predicting)
         self.registry = self._metrics.registry
         self._event_interval_s = event_interval_s
-        self._streams: set[_Events] = set()
+        self._streams: set[Events] = set()
         self.routes = tuple(self._make_routes())
         self._router = routing.Router(
             [routing.Route(route.path, route) for route in self.routes],
@@ -252,6 +248,7 @@ class OnlineService:
                 await stack.enter_async_context(self._learner)
             else:
                 stack.enter_context(self._learner)
+            stack.push_async_callback(self._predicting.aclose)
             stack.callback(self.close)
             yield
 
@@ -329,22 +326,45 @@ class OnlineService:
 
     # ---- predicting and learning ---------------------------------------------------------------
 
+    async def predict(self, x: object) -> tuple[Any, int]:  # Any: in the structure of `predict`'s
+        """Predict one input in this process, as `/predict` does: checked, and in its batches.
+
+        It keeps no input for a label that comes later: that is `learner.expect`.
+
+        Args:
+            x: One input, in the structure of `input_like`.
+
+        Returns:
+            The prediction, as arrays and numbers without the axis of the batch; and the version
+            that it is from.
+
+        Raises:
+            ValueError: If it is not like `input_like`, or `validate` refuses it.
+            ContextError: If the learner was never opened, or the service is closed meanwhile.
+            FileNotFoundError: If a reader finds nothing; CheckpointError if that is damaged.
+            Exception: What the function `predict` raises.
+
+        Cancellation:
+            Stops waiting.
+        """
+        found = await self._predicting([self._valid_input(x)])
+        return found.part(0), found.version
+
     async def _on_predict(self, request: Request) -> Response:
         found = await read_json(request, self._limits)
         is_single = isinstance(found, dict) and "inputs" not in found
         where = "input" if is_single else "inputs"
         given = only_field(found, where)
         inputs = self._checked([given] if is_single else given, self._valid_input, where)
-        snapshot = self._newest()
-        result = self._predict(snapshot, _stacked(inputs))
-        if isawaitable(result):
-            result = await result
-        require_finished(result, self._predict, "OnlineService")
+        try:
+            found = await self._predicting(inputs)
+        except _NO_VERSION as error:
+            raise _no_version(error) from error
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
-        lists = map_leaves(lambda leaf: np.asarray(leaf)[picked].tolist(), result)
-        learner, about = self._learner, dict[str, Any](version=snapshot.version)
+        lists = map_leaves(lambda leaf: leaf.tolist(), found.part(picked))
+        learner, about = self._learner, dict[str, Any](version=found.version)
         if isinstance(learner, OnlineLearner) and learner.keeps_inputs:
-            about |= ids(kept(learner, inputs, result), is_single=is_single)
+            about |= ids(kept(learner, inputs, found.rows), is_single=is_single)
         return answer({**about, name: lists})
 
     async def _on_learn(self, request: Request) -> Response:
@@ -371,9 +391,8 @@ class OnlineService:
     def _newest(self) -> Any:  # Any: snapshots of a learner and of a reader have different keys
         try:
             return self._read()
-        except (FileNotFoundError, CheckpointError, ContextError) as error:
-            what = f"There is no version to predict from: {error}"
-            raise refusal(503, what, retry_after="1") from error
+        except _NO_VERSION as error:
+            raise _no_version(error) from error
 
     def _valid_input(self, given: Any) -> Any:
         found = self._input_spec(given)
@@ -439,7 +458,15 @@ class OnlineService:
             what = f"{len(self._streams)} clients follow already."
             raise refusal(503, what, retry_after="5")
         self._state()  # raises before the answer has begun, if there is no version yet
-        return _Events(self)
+        records = self._learner.records if isinstance(self._learner, OnlineLearner) else None
+        return Events(
+            self._state,
+            records,
+            self._streams,
+            self._closing,
+            send_s=self._limits.send_s,
+            interval_s=self._event_interval_s,
+        )
 
     async def _on_healthz(self, _request: Request) -> Response:
         return answer({"status": "ok"})
@@ -459,6 +486,11 @@ class OnlineService:
 
 
 _Handler = Callable[[Request], Awaitable[Response]]
+_NO_VERSION = (FileNotFoundError, CheckpointError, ContextError)
+
+
+def _no_version(error: Exception) -> HTTPException:
+    return refusal(503, f"There is no version to predict from: {error}", retry_after="1")
 
 
 async def _not_here(scope: Scope, receive: Receive, send: Send) -> None:
@@ -467,62 +499,6 @@ async def _not_here(scope: Scope, receive: Receive, send: Send) -> None:
     else:
         refused = answer({"error": f"There is no {scope['path'][:80]!r} here."}, 404)
         await refused(scope, receive, send)
-
-
-@final
-class _Events(StreamingResponse):  # type: ignore[misc]  # Any: Starlette need not be installed
-    """The state of a service as server-sent events, now and whenever it has changed.
-
-    A client has a place for one state and for the newest steps: what it misses is not kept. One
-    that does not read is dropped, and all end when the service closes.
-    """
-
-    def __init__(self, service: OnlineService) -> None:
-        self._service = service
-        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
-        super().__init__(
-            self._texts(),
-            headers={**HEADERS, "x-accel-buffering": "no"},
-            media_type="text/event-stream",
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service = self._service
-
-        async def send_in_time(message: Message) -> None:
-            with anyio.fail_after(service._limits.send_s):
-                await send(message)
-
-        service._streams.add(self)
-        try:
-            async with anyio.create_task_group() as tasks:
-                if isinstance(service._learner, OnlineLearner):
-                    tasks.start_soon(self._keep, service._learner.records())
-                with suppress(TimeoutError, ClientDisconnect):
-                    await super().__call__(scope, receive, send_in_time)
-                tasks.cancel_scope.cancel()
-        finally:
-            service._streams.discard(self)
-
-    async def _keep(self, records: RecordStream) -> None:
-        async for record in records:
-            self._steps.append(record)
-
-    async def _texts(self) -> AsyncIterator[str]:
-        service, closing = self._service, self._service._closing
-        told, told_at = "", 0.0
-        while not closing.is_set():
-            state, now = as_json(service._state()), time.monotonic()
-            if state != told:
-                newest = as_json([asdict(step) for step in self._steps])
-                self._steps.clear()
-                told, told_at = state, now
-                yield f'event: state\ndata: {state[:-1]}, "steps": {newest}}}\n\n'
-            elif now - told_at >= HEARTBEAT_S:
-                told_at = now
-                yield ": still there\n\n"
-            with anyio.move_on_after(service._event_interval_s):
-                await closing.wait()
 
 
 def _as_row(letter: DeadLetter) -> dict[str, Any]:
@@ -568,11 +544,6 @@ def _about(reader: SnapshotReader) -> dict[str, Any]:
     if math.isfinite(reader.age_s):
         about["publisher_age_s"] = round(reader.age_s, 3)
     return about
-
-
-def _stacked(examples: Sequence[Any]) -> Any:  # Any: trees of arrays
-    columns = zip(*(flatten(example)[0] for example in examples), strict=True)
-    return unflatten(flatten(examples[0])[1], [np.stack(column) for column in columns])
 
 
 export_public(__name__, __all__, globals())

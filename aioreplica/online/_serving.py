@@ -237,6 +237,7 @@ class Serving:
                     variable: _as_now(variable, kept["arrays"][key])
                     for key, variable in model.items()
                 },
+                model,
             )
 
     def take_over(self, before: Serving) -> None:
@@ -246,9 +247,8 @@ class Serving:
 
     def look(self, version: int) -> Snapshot:
         """Return a snapshot of the variables as they are now."""
-        return Snapshot(
-            version, {variable: variable.components for variable in self._model.values()}
-        )
+        components = {variable: variable.components for variable in self._model.values()}
+        return Snapshot(version, components, self._model)
 
     def judge_as(self, version: int) -> StepCheck | None:
         """Return what checks a step that may become a version, before it is kept."""

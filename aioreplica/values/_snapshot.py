@@ -17,7 +17,8 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
     """An immutable, consistent set of values: `snapshot[variable]` is a read-only array.
 
     Every write is in it as a whole or not at all. Taking one costs a few hundred nanoseconds per
-    variable and copies nothing; the arrays stay as they are while they are held.
+    variable and copies nothing; the arrays stay as they are while they are held. That of an online
+    learner also takes the keys of its state, `snapshot["layers/0"]`, as published files have them.
 
     Example:
         >>> from aioreplica import get_strategy
@@ -27,16 +28,22 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
         array([1., 2.])
     """
 
-    __slots__ = ("_components", "_taken_s", "_version")
+    __slots__ = ("_components", "_keys", "_taken_s", "_version")
 
     # Two snapshots are equal if they are one: comparing arrays gives no truth value.
     __eq__ = object.__eq__
     __ne__ = object.__ne__
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]  # a mixin sets None
 
-    def __init__(self, version: int, components: dict[Variable, Components]) -> None:
+    def __init__(
+        self,
+        version: int,
+        components: dict[Variable, Components],
+        keys: Mapping[str, Variable] | None = None,
+    ) -> None:
         self._version = version
         self._components = components
+        self._keys = {} if keys is None else keys
         self._taken_s = monotonic()
 
     @property
@@ -49,13 +56,15 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
         """Seconds since the snapshot was taken."""
         return monotonic() - self._taken_s
 
-    def __getitem__(self, variable: Variable) -> Array:
+    def __getitem__(self, variable: Variable | str) -> Array:
+        found = self._keys.get(variable) if isinstance(variable, str) else variable
         try:
-            components = self._components[variable]
+            components = self._components[found]  # type: ignore[index]  # None is no key of it
         except (KeyError, TypeError):
-            held = ", ".join(repr(known.name) for known in [*self._components][:8])
+            names = [*self._keys] or [known.name for known in self._components]
+            held = ", ".join(map(repr, names[:8]))
             raise KeyError(f"{variable!r} is not in this snapshot, which holds {held}.") from None
-        return variable._primary_of(components)
+        return found._primary_of(components)  # type: ignore[union-attr]  # as above
 
     @property
     def components(self) -> Mapping[Variable, Components]:

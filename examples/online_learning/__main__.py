@@ -30,7 +30,7 @@ try:
     from aioreplica.integrations.asgi import LOCAL_NAMES, OnlineService
     from aioreplica.online import Journal, OnlineLearner
 
-    from .model import INPUT, TARGET, Model
+    from .model import INPUT, TARGET, Model, predict
     from .progress import Progress
     from .web import make_app
 except ModuleNotFoundError as missing:
@@ -77,7 +77,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
         )
         service = OnlineService(
             learner,
-            model.predict,
+            predict,
             input_like=INPUT,
             target_like=TARGET,
             token=TOKEN,

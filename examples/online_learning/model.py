@@ -58,21 +58,22 @@ class Model:
         await self.optimizer.apply_gradients(pairs)
         return {"loss": loss, "accuracy": accuracy}
 
-    def predict(self, snapshot: Any, inputs: Array) -> dict[str, Array]:
-        """Return how likely each page is to be phishing, in one published version."""
-        values = {name: snapshot[variable] for name, variable in self.variables.items()}
-        return {"phishing": probability(values, inputs)[1]}
-
     def prequential(self) -> Prequential:
         """Return figures of the newest predictions, made before their examples were learned."""
         drift = importlib.import_module("river.drift") if find_spec("river") else None
         return Prequential(
-            lambda snapshot, inputs: self.predict(snapshot, inputs)["phishing"],
+            lambda snapshot, inputs: predict(snapshot, inputs)["phishing"],
             {"accuracy": lambda targets, found: np.mean(is_wrong(targets, found) == 0)},
             window=200,
             detector=drift and drift.ADWIN,
             error=is_wrong,
         )
+
+
+def predict(snapshot: Any, inputs: Array) -> dict[str, Array]:
+    """Return how likely each page is to be phishing, in one version: a learner's or a file's."""
+    values = {name: snapshot[f"variables/{name}"] for name in ("w1", "b1", "w2", "b2")}
+    return {"phishing": probability(values, inputs)[1]}
 
 
 def is_wrong(targets: Array, found: Array) -> Array:

@@ -9,7 +9,6 @@ the public name of a proxy; ONLINE_LEARNING_TOKEN has the token.
 """
 
 import os
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -17,12 +16,7 @@ from aioreplica.integrations.asgi import LOCAL_NAMES, OnlineService
 from aioreplica.integrations.fastapi import lifespan, router
 from aioreplica.online import SnapshotReader
 
-from .model import INPUT, probability
-
-
-def predict(snapshot: Any, inputs: Any) -> dict[str, Any]:
-    values = {name: snapshot[f"variables/{name}"] for name in ("w1", "b1", "w2", "b2")}
-    return {"phishing": probability(values, inputs)[1]}
+from .model import INPUT, predict
 
 
 def make_app() -> FastAPI:

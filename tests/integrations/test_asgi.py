@@ -505,7 +505,7 @@ async def test_the_end_of_the_lifespan_ends_followers_and_readiness(
 async def test_followers_are_few_and_one_that_does_not_read_is_dropped(
     pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aioreplica.integrations.asgi.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("aioreplica.integrations._events.HEARTBEAT_S", 0.02)
     async with serving(pair, limits=Limits(streams=1, send_s=0.05)) as (service, _):
         deaf = Follower(stops_reading=True)
         following = asyncio.create_task(deaf.follow(service))

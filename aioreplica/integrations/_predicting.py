@@ -1,0 +1,211 @@
+"""Calls of a service's `predict`: one for each request, or one for several that wait together.
+
+Invariants:
+    * All inputs of a request are in one call, so its predictions are from one version.
+    * One call at a time, if several requests share calls: those that come meanwhile wait for the
+      next one. A request waits at most `delay_s` for others while nothing runs.
+    * A call that fails for several requests is made again for each, so that one bad input has one
+      bad answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from inspect import isawaitable
+from itertools import chain
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from .._functions import require_finished, require_no_yield
+from ..devices import OwnedTask, require_loop
+from ..errors import ContextError
+from ..tree import flatten, leaves, map_leaves, unflatten
+
+
+class Predicted(NamedTuple):
+    """What `predict` has returned, as arrays with a row per input, and the version it is from."""
+
+    rows: Any  # Any: a tree of arrays
+    version: int
+
+    def part(self, rows: int | slice) -> Any:
+        """Return some of the rows, in the structure of all."""
+        return map_leaves(lambda leaf: leaf[rows], self.rows)
+
+
+@final
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request that waits for a call."""
+
+    inputs: Sequence[object]
+    came_s: float
+    answer: asyncio.Future[Predicted]
+
+
+@final
+class Predicting:
+    """Predicts inputs of requests.
+
+    Args:
+        predict: See `OnlineService`.
+        read: Returns the snapshot to predict from.
+        batch: Most inputs of a call that several requests share; 1 for a call per request.
+        delay_s: How long a request may wait for others.
+
+    Attributes:
+        num_inputs: How many inputs were predicted.
+        num_calls: In how many calls.
+
+    Raises:
+        ValueError: If a number is out of range, or there is a delay and nothing to wait for.
+    """
+
+    def __init__(
+        self, predict: Callable[..., Any], read: Callable[[], Any], batch: int, delay_s: float
+    ) -> None:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"predict_batch must be an int of at least 1, got {batch!r}.")
+        if not 0 <= delay_s < math.inf:
+            raise ValueError(f"predict_delay_s must be seconds, not negative, got {delay_s!r}.")
+        if delay_s and batch == 1:
+            raise ValueError(
+                f"predict_delay_s={delay_s:g} lets requests wait for others, and predict_batch=1 "
+                "takes each alone. Give predict_batch as well."
+            )
+        require_no_yield(predict, "OnlineService")
+        self.num_inputs = self.num_calls = 0
+        self._predict = predict
+        self._read = read
+        self._batch = batch
+        self._delay_s = delay_s
+        self._waiting: deque[_Asked] = deque()
+        self._came = asyncio.Event()
+        self._work: OwnedTask[None] | None = None  # while something waits or runs
+
+    async def __call__(self, inputs: Sequence[object]) -> Predicted:
+        """Predict the inputs of a request, from one version.
+
+        Raises:
+            ContextError: If the service is closed meanwhile, or its learner was never opened.
+            Exception: What reading a version or `predict` raises.
+
+        Cancellation:
+            Stops waiting; a call for several requests goes on for the others.
+        """
+        if self._batch == 1:
+            return await self._call(inputs)
+        loop = asyncio.get_running_loop()
+        if self._work is not None:
+            require_loop(self._work.task.get_loop(), "A service that predicts in batches")
+        asked = _Asked(inputs, loop.time(), loop.create_future())
+        self._waiting.append(asked)
+        self._came.set()
+        if self._work is None:
+            self._work = OwnedTask(self._answer_all(), "predictions of a service")
+        return await asked.answer
+
+    async def aclose(self) -> None:
+        """End the call under way; who waits gets a ContextError. Idempotent."""
+        work = self._work
+        if work is not None:
+            work.cancel()
+            await work.ended()
+            self._end([])  # also if it was cancelled before it had begun
+
+    async def _answer_all(self) -> None:
+        asked: list[_Asked] = []
+        try:
+            while self._waiting:
+                await self._wait_for_others()
+                asked = self._next()
+                if asked:
+                    await self._answer(asked)
+        finally:
+            self._end(asked)
+
+    def _end(self, asked: Sequence[_Asked]) -> None:
+        self._work = None
+        closed = "The service was closed before it had predicted. Ask the next one."
+        for each in (*asked, *self._waiting):
+            if not each.answer.done():
+                each.answer.set_exception(ContextError(closed))
+                each.answer.exception()  # who has asked may be cancelled, and never look
+        self._waiting.clear()
+
+    async def _wait_for_others(self) -> None:
+        """Wait until a batch is full, or the first request has waited long enough."""
+        if not self._delay_s:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._waiting[0].came_s + self._delay_s):
+                while not self._is_full():
+                    self._came.clear()
+                    await self._came.wait()
+
+    def _is_full(self) -> bool:
+        count = 0
+        for asked in self._waiting:
+            count += len(asked.inputs)
+            if count >= self._batch:
+                return True
+        return False
+
+    def _next(self) -> list[_Asked]:
+        """Take the requests of the next call: whole ones, in the order they came."""
+        taken, count = list[_Asked](), 0
+        while self._waiting:
+            asked = self._waiting[0]
+            if asked.answer.done():  # who has asked waits no longer
+                self._waiting.popleft()
+                continue
+            if taken and count + len(asked.inputs) > self._batch:
+                break
+            taken.append(self._waiting.popleft())
+            count += len(asked.inputs)
+        return taken
+
+    async def _answer(self, asked: Sequence[_Asked]) -> None:
+        try:
+            found = await self._call([*chain.from_iterable(each.inputs for each in asked)])
+        except Exception as error:  # noqa: BLE001 - who has asked gets it
+            if len(asked) > 1:
+                for each in asked:
+                    await self._answer([each])
+            elif not asked[0].answer.done():
+                asked[0].answer.set_exception(error)
+                asked[0].answer.exception()  # as in `_end`
+            return
+        first = 0
+        for each in asked:
+            part = found.part(slice(first, first := first + len(each.inputs)))
+            if not each.answer.done():
+                each.answer.set_result(Predicted(part, found.version))
+
+    async def _call(self, inputs: Sequence[object]) -> Predicted:
+        snapshot = self._read()
+        self.num_calls += 1
+        self.num_inputs += len(inputs)
+        result = self._predict(snapshot, _stacked(inputs))
+        if isawaitable(result):
+            result = await result
+        require_finished(result, self._predict, "OnlineService")
+        rows = map_leaves(np.asarray, result)
+        for leaf in leaves(rows):
+            if not leaf.ndim or len(leaf) != len(inputs):
+                raise ValueError(
+                    f"predict has returned an array of shape {leaf.shape} for {len(inputs)} "
+                    "inputs. Return one row per input."
+                )
+        return Predicted(rows, snapshot.version)
+
+
+def _stacked(examples: Sequence[object]) -> object:
+    columns = zip(*(flatten(example)[0] for example in examples), strict=True)
+    return unflatten(flatten(examples[0])[1], [np.stack(column) for column in columns])

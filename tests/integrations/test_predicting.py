@@ -1,0 +1,251 @@
+"""Predictions of a service: one function for learner and reader, in process, several at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from aioreplica.errors import ContextError, LoopMismatchError
+from aioreplica.integrations.asgi import OnlineService
+from aioreplica.online import SnapshotReader, publish_snapshot
+from tests.online.program import Counting, example
+
+from .asking import ask, post, until
+
+prometheus_client = pytest.importorskip("prometheus_client")
+
+Predict = Callable[[Any, Any], Any]
+
+
+@pytest_asyncio.fixture
+async def program(tmp_path: Path) -> AsyncIterator[Counting]:
+    async with Counting(tmp_path, max_batch=1, publish_to=tmp_path / "model") as found:
+        yield found
+
+
+class Recorded:
+    """A function that predicts the version; keeps the inputs of each call, and waits if told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[float]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self, snapshot: Any, inputs: Any) -> dict[str, Any]:
+        self.calls.append(inputs[:, 0].tolist())
+        await self.gate.wait()
+        if (inputs < 0).any():
+            raise ValueError("negative")
+        return {"twice": 2 * inputs[:, 0], "version": np.full(len(inputs), snapshot.version)}
+
+
+def service_of(program: Counting, predict: Predict, **options: Any) -> OnlineService:
+    return OnlineService(program.learner, predict, input_like=np.zeros(1), **options)
+
+
+async def blocked(service: OnlineService, predict: Recorded, *inputs: float) -> list[Any]:
+    """Let inputs wait behind a call, of 0, which begins first; return all their tasks."""
+    predict.gate.clear()
+    tasks = [asyncio.ensure_future(service.predict([0.0]))]
+    await until(lambda: predict.calls)
+    tasks += [asyncio.ensure_future(service.predict([each])) for each in inputs]
+    await asyncio.sleep(0)  # each has begun: it waits
+    return tasks
+
+
+async def twice(tasks: Sequence[Any]) -> list[float]:
+    return [float(found["twice"]) for found, _ in await asyncio.gather(*tasks)]
+
+
+@pytest.mark.asyncio
+async def test_one_function_predicts_from_the_learner_and_from_its_file(
+    program: Counting, tmp_path: Path
+) -> None:
+    await (await program.learner.submit(example(3)))
+
+    def predict(snapshot: Any, inputs: Any) -> Any:
+        return inputs[:, 0] + snapshot["counts"][3]
+
+    service = service_of(program, predict)
+    reader = SnapshotReader(tmp_path / "model")
+    await until(lambda: reader.read().version == 1)
+    worker = OnlineService(reader, predict, input_like=np.zeros(1))
+
+    answers = [await post(each, "/predict", {"input": [4]}) for each in (service, worker)]
+    found = [await each.predict(np.full(1, 4.0)) for each in (service, worker)]
+    reader.close()
+
+    assert [each.json() for each in answers] == [{"version": 1, "prediction": 5.0}] * 2
+    assert found == [(5.0, 1)] * 2
+    with pytest.raises(KeyError, match="'count' is not in this snapshot, which holds 'counts',"):
+        program.learner.snapshot()["count"]
+
+
+@pytest.mark.asyncio
+async def test_a_prediction_in_process_is_checked_and_raises_what_went_wrong(
+    tmp_path: Path,
+) -> None:
+    program = Counting(tmp_path)
+
+    def validate(given: Any) -> Any:
+        if given[0] > 9:
+            raise ValueError("above 9")
+        return given
+
+    service = service_of(program, lambda _, x: x / 0, validate=validate)
+    with pytest.raises(ContextError, match="never opened"):
+        await service.predict([1.0])
+    async with program:
+        with pytest.raises(ValueError, match="above 9"):
+            await service.predict([10.0])
+        with pytest.raises(ValueError, match="shape"):
+            await service.predict([1.0, 2.0])
+        with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+            await service.predict([1.0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("returned", [7.0, np.zeros(3), [np.zeros(2), np.zeros((1, 2))]])
+async def test_predictions_have_a_row_per_input(program: Counting, returned: Any) -> None:
+    service = service_of(program, lambda *_: returned)
+
+    answer = await post(service, "/predict", {"inputs": [[1], [2]]})
+
+    assert answer.status == 500
+    with pytest.raises(ValueError, match=r"of shape .* for 1 inputs. Return one row per input"):
+        await service.predict([1.0])
+
+
+# ---- several at a time ---------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_requests_that_come_during_a_call_share_the_next(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=4)
+    tasks = await blocked(service, predict, 1, 2, 3, 4, 5)
+    predict.gate.set()
+
+    assert await twice(tasks) == [0, 2, 4, 6, 8, 10]
+    assert predict.calls == [[0], [1, 2, 3, 4], [5]]
+    metrics = (await ask(service, "GET", "/metrics")).body.decode()
+    assert "aioreplica_online_predicted_total 6.0" in metrics
+    assert "aioreplica_online_predict_calls_total 3.0" in metrics
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_never_cut(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=4)
+    tasks = await blocked(service, predict, 1, 2)
+    many = [
+        asyncio.ensure_future(
+            post(service, "/predict", {"inputs": [[10 * i + k] for k in range(i)]})
+        )
+        for i in (3, 6)
+    ]
+    await until(lambda: len(service._predicting._waiting) == 4)
+    await (await program.learner.submit(example(1)))
+    predict.gate.set()
+
+    await twice(tasks)
+    answers = [(await each).json() for each in many]
+    assert predict.calls == [[0], [1, 2], [30, 31, 32], [60, 61, 62, 63, 64, 65]]
+    for answer in answers:
+        assert {*answer["predictions"]["version"]} == {answer["version"]} == {1}
+
+
+@pytest.mark.asyncio
+async def test_a_bad_input_fails_alone(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=4)
+    tasks = await blocked(service, predict, 1, -2, 3)
+    predict.gate.set()
+
+    first, good, bad, other = await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert [found["twice"] for found, _ in (first, good, other)] == [0, 2, 6]
+    assert isinstance(bad, ValueError)
+    assert predict.calls == [[0], [1, -2, 3], [1], [-2], [3]]
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_takes_no_place_and_disturbs_nobody(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=4)
+    tasks = await blocked(service, predict, 1, 2)
+    tasks[0].cancel()
+    tasks[1].cancel()
+    await asyncio.sleep(0)
+    predict.gate.set()
+
+    assert await twice(tasks[2:]) == [4]
+    assert predict.calls == [[0], [2]]
+    assert [task.cancelled() for task in tasks] == [True, True, False]
+
+
+@pytest.mark.asyncio
+async def test_a_full_batch_waits_no_longer_and_a_delay_ends(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=2, predict_delay_s=3600.0)
+    assert await twice([service.predict([each]) for each in (1.0, 2.0)]) == [2, 4]
+    assert predict.calls == [[1, 2]]
+
+    service = service_of(program, predict, predict_batch=2, predict_delay_s=0.001)
+    assert await twice([service.predict([3.0])]) == [6]
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_the_call_and_tells_who_waits(tmp_path: Path) -> None:
+    program, predict = Counting(tmp_path), Recorded()
+    service = service_of(program, predict, predict_batch=2)
+    async with program.strategy:
+        async with service.lifespan():
+            tasks = await blocked(service, predict, 1, 2, 3)
+            waiting = asyncio.ensure_future(post(service, "/predict", {"input": [4]}))
+            await until(lambda: len(service._predicting._waiting) == 4)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+
+        assert [type(each) for each in found] == [ContextError] * 4
+        assert (await waiting).status == 503
+        predict.gate.set()
+        async with service.lifespan():
+            assert await twice([service.predict([5.0])]) == [10]
+    await program.manager.aclose()
+
+
+@pytest.mark.asyncio
+async def test_another_loop_is_refused_while_a_call_runs(program: Counting) -> None:
+    predict = Recorded()
+    service = service_of(program, predict, predict_batch=2)
+    tasks = await blocked(service, predict)
+
+    def ask_elsewhere() -> None:
+        asyncio.run(service.predict([1.0]))  # type: ignore[arg-type]
+
+    with pytest.raises(LoopMismatchError, match="A service that predicts in batches"):
+        await asyncio.to_thread(ask_elsewhere)
+    predict.gate.set()
+    assert await twice(tasks) == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"predict_batch": 0}, "predict_batch must be an int of at least 1, got 0"),
+        ({"predict_batch": True}, "got True"),
+        ({"predict_batch": 2, "predict_delay_s": -1.0}, "must be seconds, not negative, got -1.0"),
+        ({"predict_batch": 2, "predict_delay_s": np.inf}, "got inf"),
+        ({"predict_delay_s": 0.1}, "Give predict_batch as well"),
+    ],
+)
+def test_sizes_and_delays_are_checked(tmp_path: Path, options: Any, told: str) -> None:
+    publish_snapshot(tmp_path / "model", 1, {})
+    with SnapshotReader(tmp_path / "model") as reader, pytest.raises(ValueError, match=told):
+        OnlineService(reader, lambda _, x: x, input_like=0.0, **options)
