@@ -6,7 +6,10 @@
     POST /pin, /unpin         {} or, for /pin, {"version": 812}
     POST /retry, /discard     {"numbers": [7, 9]}, of dead letters
 
-The answer says what the learner is then; a refusal has changed nothing, unless it says so.
+    GET  /dead-letters        ?after=, ?before=, ?limit=; for clients, too
+
+The answer to a POST says what the learner is then; a refusal has changed nothing, unless it says
+so.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import anyio
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import CheckpointError, ContextError, JournalError
-from ..online import OnlineLearner
-from ._request import Limits, answer, read_json, refusal
+from ..online import DeadLetter, OnlineLearner
+from ..tree import map_leaves
+from ._request import Limits, answer, only_numbers, read_json, refusal
 
 MAX_NUMBERS = 1000
+MAX_LETTERS = 1000
 
 Given = Mapping[str, Any]  # Any: JSON, checked by each operation
 Operation = Callable[[OnlineLearner, Given], Awaitable[dict[str, Any]]]
@@ -136,3 +142,29 @@ async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Re
     now = learner.statistics()
     about = {"state": now.state, "version": now.version, "newest_version": now.newest_version}
     return answer({**done, **about, "generation": now.generation})
+
+
+async def list_letters(learner: OnlineLearner, request: Request) -> Response:
+    """Answer with dead letters, and the query of the next page."""
+    asked = only_numbers(request, "after", "before", "limit")
+    limit = min(max(asked.get("limit", 100), 1), MAX_LETTERS)
+    after, before = asked.get("after", 0), asked.get("before")
+    try:
+        letters = await learner.dead_letters(after=after, before=before, limit=limit)
+    except (ContextError, JournalError) as error:
+        raise refusal(503, str(error), retry_after="5") from error
+    is_more = len(letters) == limit
+    edge = letters[-1 if before is None else 0].number if letters else 0
+    following = f"{'after' if before is None else 'before'}={edge}&limit={limit}"
+    listed = [*map(_as_row, letters)]
+    return answer({"dead_letters": listed, "next": following if is_more else None})
+
+
+def _as_row(letter: DeadLetter) -> dict[str, Any]:
+    """Return a dead letter as JSON has it."""
+    return {
+        "number": letter.number,
+        "error": letter.error,
+        "time": letter.time,
+        "example": map_leaves(lambda leaf: np.asarray(leaf).tolist(), letter.example),
+    }

@@ -29,7 +29,7 @@ from ..tree import flatten, leaves, map_leaves, unflatten
 
 
 class Predicted(NamedTuple):
-    """What `predict` has returned, as arrays with a row per input, and the version it is from."""
+    """Predictions, as arrays with a row per input, and the version they are from."""
 
     rows: Any  # Any: a tree of arrays
     version: int

@@ -10,7 +10,7 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,6 +27,7 @@ from ..tree import map_leaves
 
 DROPPED = 8  # times the limit of a body: so much is read of one that is refused
 DROPPING_S = 1.0
+NUM_REASONS = 20
 
 HEADERS = {
     "cache-control": "no-store",
@@ -240,6 +241,27 @@ def only_field(found: Any, name: str) -> Any:  # Any: JSON
     return found[name]
 
 
+def checked_examples(
+    given: object, spec: Callable[[Any], Any], where: str, limits: Limits
+) -> list[Any]:
+    """Return examples as arrays; refuse all of them if one is wrong."""
+    if not isinstance(given, list) or not given:
+        raise refusal(422, f"{where} must be a list of at least one.")
+    if len(given) > limits.examples:
+        raise refusal(413, f"A request has at most {limits.examples} examples, got {len(given)}.")
+    checked, reasons = [], []
+    for number, each in enumerate(given):
+        try:
+            checked.append(spec(each))
+        except ValueError as error:
+            place = f"{where}[{number}]" if where.endswith("s") else where
+            reasons.append((place, str(error)[:300]))
+    if reasons:
+        what = f"{len(reasons)} of {len(given)} are not what is needed; nothing was taken."
+        raise refusal(422, what, *reasons[:NUM_REASONS])
+    return checked
+
+
 def only_numbers(request: Request, *names: str) -> dict[str, int]:
     """Return the numbers of a query by their names; refuse what is unknown or no number."""
     found, reasons = dict[str, int](), list[tuple[str, str]]()
@@ -251,5 +273,5 @@ def only_numbers(request: Request, *names: str) -> dict[str, int]:
         else:
             found[name] = int(given)
     if reasons:
-        raise refusal(422, "The query is not what is needed.", *reasons[:20])
+        raise refusal(422, "The query is not what is needed.", *reasons[:NUM_REASONS])
     return found

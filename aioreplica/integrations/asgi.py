@@ -29,13 +29,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
-
 from .._export import export_public
 from .._functions import is_async, require_no_yield
 from ..devices import run_on_host
-from ..errors import CheckpointError, ContextError, JournalError
-from ..online import DeadLetter, ExampleSpec, OnlineLearner, SnapshotReader
+from ..errors import CheckpointError, ContextError
+from ..online import ExampleSpec, OnlineLearner, SnapshotReader
 from ..tree import map_leaves
 
 try:
@@ -49,16 +47,16 @@ try:
     from ._events import Events
     from ._labelling import ids, kept, take_label
     from ._online_metrics import ServiceMetrics
-    from ._operating import OPERATIONS, operate
+    from ._operating import OPERATIONS, list_letters, operate
     from ._predicting import Predicting
     from ._request import (
         HEADERS,
         Limits,
         answer,
         check,
+        checked_examples,
         header,
         only_field,
-        only_numbers,
         read_json,
         refusal,
         taking,
@@ -78,8 +76,6 @@ __all__ = ["Limits", "OnlineService"]
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_KEY_LENGTH = 200
 LOGGER = logging.getLogger("aioreplica.integrations.asgi")
-MAX_LETTERS = 1000
-NUM_REASONS = 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -223,9 +219,10 @@ class OnlineService:
             self._route("/readyz", "GET", "Whether it predicts and learns.", self._on_readyz),
         ]
         if isinstance(self._learner, OnlineLearner):
+            letters = partial(list_letters, self._learner)
             routes += [
                 self._route("/learn", "POST", "Learn from examples.", self._on_learn),
-                self._route("/dead-letters", "GET", "What is not learned.", self._on_dead_letters),
+                self._route("/dead-letters", "GET", "What is not learned.", letters),
             ]
             if self._learner.keeps_inputs and self.target_like is not None:
                 spec = ExampleSpec(self.target_like)
@@ -405,24 +402,7 @@ class OnlineService:
         return {**found, "input": self._input_spec(self._validate(found["input"]))}
 
     def _checked(self, given: Any, spec: Callable[[Any], Any], where: str) -> list[Any]:
-        """Return examples as arrays; refuse all of them if one is wrong."""
-        if not isinstance(given, list) or not given:
-            raise refusal(422, f"{where} must be a list of at least one.")
-        if len(given) > self._limits.examples:
-            raise refusal(
-                413, f"A request has at most {self._limits.examples} examples, got {len(given)}."
-            )
-        checked, reasons = [], []
-        for number, each in enumerate(given):
-            try:
-                checked.append(spec(each))
-            except ValueError as error:
-                place = f"{where}[{number}]" if where.endswith("s") else where
-                reasons.append((place, str(error)[:300]))
-        if reasons:
-            what = f"{len(reasons)} of {len(given)} are not what is needed; nothing was taken."
-            raise refusal(422, what, *reasons[:NUM_REASONS])
-        return checked
+        return checked_examples(given, spec, where, self._limits)
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -432,21 +412,6 @@ class OnlineService:
         if isinstance(self._learner, SnapshotReader):
             found |= _about(self._learner)
         return answer(found)
-
-    async def _on_dead_letters(self, request: Request) -> Response:
-        assert isinstance(self._learner, OnlineLearner)
-        asked = only_numbers(request, "after", "before", "limit")
-        limit = min(max(asked.get("limit", 100), 1), MAX_LETTERS)
-        after, before = asked.get("after", 0), asked.get("before")
-        try:
-            letters = await self._learner.dead_letters(after=after, before=before, limit=limit)
-        except (ContextError, JournalError) as error:
-            raise refusal(503, str(error), retry_after="5") from error
-        is_more = len(letters) == limit
-        edge = letters[-1 if before is None else 0].number if letters else 0
-        following = f"{'after' if before is None else 'before'}={edge}&limit={limit}"
-        listed = [*map(_as_row, letters)]
-        return answer({"dead_letters": listed, "next": following if is_more else None})
 
     async def _on_metrics(self, _request: Request) -> Response:
         # Written on a thread of the host: a registry may have much in it.
@@ -499,16 +464,6 @@ async def _not_here(scope: Scope, receive: Receive, send: Send) -> None:
     else:
         refused = answer({"error": f"There is no {scope['path'][:80]!r} here."}, 404)
         await refused(scope, receive, send)
-
-
-def _as_row(letter: DeadLetter) -> dict[str, Any]:
-    """Return a dead letter as JSON has it."""
-    return {
-        "number": letter.number,
-        "error": letter.error,
-        "time": letter.time,
-        "example": map_leaves(lambda leaf: np.asarray(leaf).tolist(), letter.example),
-    }
 
 
 def _why_unready(service: OnlineService) -> str:

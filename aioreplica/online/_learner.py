@@ -278,11 +278,7 @@ class OnlineLearner:
     # ---- what is served ------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Return the values that are served, of all variables but slots.
-
-        `snapshot[variable]`, or by its key in `variables`, nested ones joined by `/`:
-        `snapshot["layers/0"]`. That is what a `SnapshotReader` takes, so one function predicts here
-        and there.
+        """Return the values that are served, of all variables but slots, also by their keys.
 
         They are those after the last step that was kept, unless `publish_if` holds that back, or
         another version is pinned. Costs nothing; from any thread. Its `version` is that of the
