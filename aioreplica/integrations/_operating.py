@@ -6,6 +6,7 @@
     POST /pin, /unpin         {} or, for /pin, {"version": 812}
     POST /retry, /discard     {"numbers": [7, 9]}, of dead letters
 
+    GET  /example             ?number=; whether it waits, is learned or a dead letter
     GET  /dead-letters        ?after=, ?before=, ?limit=; for clients, too
 
 The answer to a POST says what the learner is then; a refusal has changed nothing, unless it says
@@ -22,7 +23,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..errors import CheckpointError, ContextError, JournalError
+from ..errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from ..online import DeadLetter, OnlineLearner
 from ..tree import map_leaves
 from ._request import Limits, answer, only_numbers, read_json, refusal
@@ -142,6 +143,29 @@ async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Re
     now = learner.statistics()
     about = {"state": now.state, "version": now.version, "newest_version": now.newest_version}
     return answer({**done, **about, "generation": now.generation})
+
+
+async def show_example(learner: OnlineLearner, request: Request) -> Response:
+    """Answer with what became of one example."""
+    asked = only_numbers(request, "number")
+    if "number" not in asked:
+        raise refusal(422, "Say which example: ?number=7.")
+    number = asked["number"]
+    found: dict[str, Any] = {"number": number, "state": "waiting"}
+    try:
+        ticket = await learner.ticket(number)
+        if ticket.is_done:
+            found |= {"state": "learned", "version": await ticket}
+    except KeyError:
+        what = f"No example has the number {number}: the last one has "
+        raise refusal(404, f"{what}{learner.statistics().last_number}.") from None
+    except PoisonedExampleError as error:
+        found |= {"state": "dead", "error": str(error)}
+    except JournalError as error:
+        raise refusal(503, str(error), retry_after="5") from error
+    except ContextError as error:
+        raise refusal(409, str(error)) from error
+    return answer(found)
 
 
 async def list_letters(learner: OnlineLearner, request: Request) -> Response:

@@ -47,7 +47,7 @@ try:
     from ._events import Events
     from ._labelling import ids, kept, take_label
     from ._online_metrics import ServiceMetrics
-    from ._operating import OPERATIONS, list_letters, operate
+    from ._operating import OPERATIONS, list_letters, operate, show_example
     from ._predicting import Predicting
     from ._request import (
         HEADERS,
@@ -229,6 +229,9 @@ class OnlineService:
                 handle = partial(take_label, self._learner, spec, self._limits)
                 routes.append(self._route("/label", "POST", "Label a prediction.", handle))
             if self._operator_token is not None:
+                show = partial(show_example, self._learner)
+                summary = "What became of one example."
+                routes.append(self._route("/example", "GET", summary, show, self._operator_token))
                 for path, (_, _, summary) in OPERATIONS.items():
                     handle = partial(operate, path, self._learner, self._limits)
                     routes.append(self._route(path, "POST", summary, handle, self._operator_token))

@@ -320,15 +320,28 @@ class Intake:
         self.num_duplicates += len(submission.tickets)
         self._release(len(submission.tickets))
         for number, ticket in zip(numbers, submission.tickets, strict=True):
-            ticket.save(number, is_duplicate=True)
-            fate = fates.get(number, number)
-            if isinstance(fate, str):
-                ticket.settle(dead_error(number, fate))
-            elif fate == 0:
-                ticket.settle(_discarded_error(number))
-            else:
-                self._follower_tickets(fate).append(ref(ticket))
+            self._tell_fate(ticket, number, fates.get(number, number))
         self._changed.give()
+
+    async def ticket_of(self, number: int) -> Ticket:
+        """See `OnlineLearner.ticket`."""
+        if self._journal is None:
+            raise ContextError("Only a journal knows examples by number. Pass journal=path.")
+        if not 1 <= number <= self.last_number:
+            raise KeyError(number)
+        fates, ticket = await self._journal.fates([number]), Ticket()
+        self._tell_fate(ticket, number, fates.get(number, number))
+        return ticket
+
+    def _tell_fate(self, ticket: Ticket, number: int, fate: int | str) -> None:
+        """Let a ticket follow an example, or what was taken in its place."""
+        ticket.save(number, is_duplicate=True)
+        if isinstance(fate, str):
+            ticket.settle(dead_error(number, fate))
+        elif fate == 0:
+            ticket.settle(_discarded_error(number))
+        else:
+            self._follower_tickets(fate).append(ref(ticket))
 
     def _follower_tickets(self, number: int) -> list[ref[Ticket]]:
         """Return the tickets that follow an example, without those that nobody has any more."""

@@ -11,9 +11,7 @@ from typing import Any, Self, final
 
 from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError
-from ..optimizers import Optimizer
 from ..strategies import Strategy
-from ..tree import leaves
 from ..values import Snapshot
 from ._engine import CLOSED, Engine, require_loop
 from ._example import as_example
@@ -33,6 +31,7 @@ from ._settings import (
     checked_or_none,
     checked_step_fn,
     journal_of,
+    optimizers_of,
 )
 from ._statistics import LearnerStatistics, failure_of, statistics_of
 from ._ticket import RecordStream, Ticket
@@ -394,11 +393,11 @@ class OnlineLearner:
         Raises:
             ValueError: If there is no optimizer in `variables`, or the rate is not finite.
         """
-        return _optimizers(self._settings.variables)[0].learning_rate
+        return optimizers_of(self._settings.variables)[0].learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        for optimizer in _optimizers(self._settings.variables):
+        for optimizer in optimizers_of(self._settings.variables):
             optimizer.learning_rate = value
 
     async def checkpoint(self) -> int:
@@ -451,6 +450,21 @@ class OnlineLearner:
         engine.requests.append(request)
         engine.changed.give()
         return await asyncio.shield(done)
+
+    async def ticket(self, number: int) -> Ticket:
+        """Return a ticket of an example that was taken before, also by earlier learners.
+
+        That a dead letter was discarded or taken again is known for the journal's `keep_keys_s`.
+
+        Raises:
+            KeyError: If none of that number was taken.
+            ContextError: If the learner is not open, or has no journal.
+            JournalError: If the journal cannot be read.
+        """
+        engine = self._open_engine()
+        ticket = await engine.intake.ticket_of(number)
+        engine.intake.settle_followers(engine.learned_number, engine.version)
+        return ticket
 
     # ---- dead letters --------------------------------------------------------------------
 
@@ -577,13 +591,3 @@ def _opened(engine: Engine | None) -> Engine:
     if engine is None:
         raise ContextError("The learner was never opened. Use it in `async with`.")
     return engine
-
-
-def _optimizers(variables: object) -> list[Optimizer]:
-    found = [each for each in leaves(variables) if isinstance(each, Optimizer)]
-    if not found:
-        raise ValueError(
-            "There is no optimizer in `variables`, so no learning rate. Put it there: it belongs "
-            "to what a step changes."
-        )
-    return found

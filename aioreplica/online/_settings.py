@@ -10,8 +10,10 @@ from typing import Any, final
 
 from .._functions import refuse_context_passed, require_no_yield
 from ..checkpoint import CheckpointManager
+from ..optimizers import Optimizer
 from ..replica import ReplicaContext
 from ..strategies import Strategy
+from ..tree import leaves
 from ._journal import Journal, checked_count
 from ._prequential import Prequential
 from ._serving import GateFunction
@@ -94,3 +96,14 @@ def checked_step_fn(value: Any) -> StepFunction:
     refuse_context_passed(value, "OnlineLearner")
     require_no_yield(value, "OnlineLearner")
     return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
+
+
+def optimizers_of(variables: object) -> list[Optimizer]:
+    """Return all optimizers of a state; ValueError if there is none."""
+    found = [each for each in leaves(variables) if isinstance(each, Optimizer)]
+    if not found:
+        raise ValueError(
+            "There is no optimizer in `variables`, so no learning rate. Put it there: it belongs "
+            "to what a step changes."
+        )
+    return found

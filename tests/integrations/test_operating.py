@@ -92,6 +92,48 @@ async def test_dead_letters_are_discarded_or_wait_for_room(operated: Any) -> Non
 
 
 @pytest.mark.asyncio
+async def test_operators_see_what_became_of_an_example(operated: Any) -> None:
+    service, program = operated
+
+    async def state_of(number: object) -> Any:
+        return await ask(service, "GET", f"/example?number={number}", **BEARER)
+
+    await learn(program, 0)
+    bad = await program.learner.submit(example(1, RAISES))
+    await until(lambda: bad.is_done)
+    await program.learner.pause()
+    await program.learner.submit(example(2))
+
+    found = [(await state_of(number)).json() for number in (1, 2, 3)]
+    assert found[0] == {"number": 1, "state": "learned", "version": 1}
+    assert (found[1]["state"], "a bad mood" in found[1]["error"]) == ("dead", True)
+    assert found[2] == {"number": 3, "state": "waiting"}
+
+    await operate(service, "/resume")
+    await operate(service, "/retry", {"numbers": [2]})
+    again = await program.learner.ticket(2)  # follows number 4
+    await until(lambda: again.is_done)
+    await operate(service, "/discard", {"numbers": [4]})
+    for number in (2, 4):
+        found = (await state_of(number)).json()
+        assert (found["state"], "discarded" in found["error"]) == ("dead", True)
+    never = await state_of(5)
+    assert (never.status, "the last one has 4" in never.json()["error"]) == (404, True)
+    assert (await state_of(0)).status == 404
+    assert [(await state_of(each)).status for each in ("-1", "x")] == [422, 422]
+    assert (await ask(service, "GET", "/example", **BEARER)).status == 422
+    assert (await ask(service, "GET", "/example?number=1")).status == 401
+
+
+@pytest.mark.asyncio
+async def test_without_a_journal_nobody_knows_examples_by_number() -> None:
+    async with Counting(None, max_batch=1) as program:
+        service = served(program)
+        found = await ask(service, "GET", "/example?number=1", **BEARER)
+        assert (found.status, "Pass journal=path" in found.json()["error"]) == (409, True)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
