@@ -184,7 +184,7 @@ def test_after_a_crash_at_any_point_the_old_or_the_new_state_is_restored(
     assert asyncio.run(crash_everywhere(files, [1], step, max_to_keep=max_to_keep)) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("max_to_keep", [1, 2])
 def test_after_a_crash_while_steps_are_removed_none_is_there_by_half(max_to_keep: int) -> None:
     steps = [1, 2, 3]

@@ -103,7 +103,7 @@ async def test_watching_tracing_and_exporters(tmp_path: Path) -> None:
     spans.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_tensorboard_writers_and_servers_of_metrics(tmp_path: Path) -> None:
     from prometheus_client import CollectorRegistry
 
@@ -191,7 +191,7 @@ async def use(learner: OnlineLearner, number: int) -> None:
     await learner.discard(poisoned.number)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_learners_opened_again_with_their_journals(tmp_path: Path) -> None:
     async def learn(number: int) -> None:
         async with new_learner(tmp_path) as (learner, _), learner:
@@ -200,7 +200,7 @@ async def test_learners_opened_again_with_their_journals(tmp_path: Path) -> None
     await assert_nothing_grows(learn, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_a_learner_that_is_used_for_long(tmp_path: Path) -> None:
     async with new_learner(tmp_path) as (learner, _), learner:
 
@@ -211,7 +211,7 @@ async def test_a_learner_that_is_used_for_long(tmp_path: Path) -> None:
         await assert_nothing_grows(learn, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_lifespans_of_a_service_and_its_followers(tmp_path: Path) -> None:
     async with new_learner(tmp_path) as (learner, w):
         service = OnlineService(
@@ -244,7 +244,7 @@ async def follow(service: OnlineService, followed: asyncio.Event) -> None:
 # ---- several workers -------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("kind", [LocalCommunicator, ThreadCommunicator])
 async def test_groups_of_workers(kind: Any, tmp_path: Path) -> None:
     async def meet(number: int) -> None:
@@ -257,7 +257,7 @@ async def test_groups_of_workers(kind: Any, tmp_path: Path) -> None:
     await assert_nothing_grows(meet, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("kind", [LocalCommunicator, ThreadCommunicator])
 async def test_splits_of_a_group_that_goes_on(kind: Any, tmp_path: Path) -> None:
     group = kind.group(2, timeout=60.0)
@@ -272,7 +272,7 @@ async def test_splits_of_a_group_that_goes_on(kind: Any, tmp_path: Path) -> None
     await asyncio.gather(*(c.aclose() for c in group))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_coordinators_of_closures(tmp_path: Path) -> None:
     async def coordinate(number: int) -> None:
         async with (
