@@ -32,4 +32,5 @@ def make_app() -> Litestar:
 
 if __name__ == "__main__":
     ar.set_logical_devices("cpu", 2)
+    ar.set_lane_options(background=True)  # learn on cores that nothing else needs
     uvicorn.run(make_app(), timeout_graceful_shutdown=5)

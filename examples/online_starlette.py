@@ -58,4 +58,5 @@ def make_app() -> Starlette:
 
 if __name__ == "__main__":
     ar.set_logical_devices("cpu", 2)
+    ar.set_lane_options(background=True)  # learn on cores that nothing else needs
     uvicorn.run(make_app(), timeout_graceful_shutdown=5)

@@ -141,7 +141,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
     parser.add_argument("--no-replay", action="store_true", help="only serve")
     parser.add_argument("--rate", type=float, default=50.0, help="examples replayed per second")
-    parser.add_argument("--background", action="store_true", help="learn on idle cores only")
+    parser.add_argument(
+        "--background",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="learn on idle cores only; beside processes that keep every core busy, say no",
+    )
     parser.add_argument("--save-every", type=float, default=10.0, help="seconds")
     options = parser.parse_args(arguments)
     if not (options.host in LOCAL_NAMES or options.no_token or TOKEN):

@@ -24,6 +24,7 @@ Until = Callable[[Callable[[], Any]], Any]
 def serving(data: Path, port: int = 0, *options: str) -> Iterator[str]:
     """Run the service with its client; gives its address."""
     command = [sys.executable, "-m", "examples.online_learning", "--port", str(port)]
+    command += ["--no-background"]  # other tests may keep every core busy
     with subprocess.Popen(
         [*command, "--data", str(data), *options], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:

@@ -46,7 +46,9 @@ def running(*command: str, **environment: str) -> Iterator[Any]:
 
 @contextmanager
 def serving(data: Path, **environment: str) -> Iterator[tuple[Any, str]]:
-    command = ["examples.online_learning", "--port", "0", "--no-replay", "--data", str(data)]
+    # Other tests may keep every core busy.
+    options = ["--no-replay", "--no-background", "--data", str(data)]
+    command = ["examples.online_learning", "--port", "0", *options]
     with running(*command, **environment) as process:
         line = process.stdout.readline()
         assert "http://127.0.0.1:" in line
@@ -119,7 +121,8 @@ def test_workers_predict_what_the_learner_publishes(tmp_path: Path) -> None:
 
 
 def test_a_service_that_is_killed_leaves_no_client_behind(tmp_path: Path) -> None:
-    command = ["examples.online_learning", "--port", "0", "--data", str(tmp_path)]
+    options = ["--no-background", "--data", str(tmp_path)]
+    command = ["examples.online_learning", "--port", "0", *options]
     with running(*command) as process:
         assert "http://127.0.0.1:" in process.stdout.readline()
         watched = psutil.Process(process.pid)
