@@ -174,6 +174,16 @@ def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str,
             yield GaugeMetricFamily, name, text, value
     for field, name, text in FLAGS:
         yield GaugeMetricFamily, name, text, bool(getattr(now, field))
+    if now.sources:
+        sources = now.sources.values()
+        taken, refused = (
+            sum(getattr(each, f"num_{name}") for each in sources) for name in ("taken", "refused")
+        )
+        yield CounterMetricFamily, "source_taken", "Examples taken from sources.", taken
+        text = "Examples of sources that were none, or not what is needed."
+        yield CounterMetricFamily, "source_refused", text, refused
+        text = "1 while a source cannot be read."
+        yield GaugeMetricFamily, "source_failing", text, any(each.error for each in sources)
     for name, value in now.figures.items():
         text = "A figure of the newest predictions, made before their examples were learned."
         yield GaugeMetricFamily, f"figure_{name}", text, value

@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._example import ExampleSpec as ExampleSpec
+from ._folder_source import FolderSource as FolderSource
 from ._journal import Journal as Journal
 from ._learner import OnlineLearner as OnlineLearner
 from ._prequential import Prequential as Prequential
@@ -14,6 +15,7 @@ from ._records import StepRecord as StepRecord
 from ._rollback import roll_back_closed as roll_back_closed
 from ._serving import Candidate as Candidate
 from ._serving import StepLimits as StepLimits
+from ._sources import Source as Source
 from ._statistics import LearnerStatistics as LearnerStatistics
 from ._ticket import RecordStream as RecordStream
 from ._ticket import Ticket as Ticket
@@ -21,6 +23,7 @@ from ._ticket import Ticket as Ticket
 __all__ = [
     "DeadLetter",
     "ExampleSpec",
+    "FolderSource",
     "Journal",
     "LearnerStatistics",
     "OnlineLearner",

@@ -29,6 +29,7 @@ from ._rollback import RollbackRequest, answer_request, refuse_all
 from ._saving import Saving
 from ._serving import Serving
 from ._settings import Settings
+from ._sources import Follower
 from ._step import BlamelessError, NotUndoneError, StepResult, UnderWay, learn
 from ._ticket import RecordStream, Signal
 
@@ -112,6 +113,7 @@ class Engine:
             self.intake = Intake(
                 self.settings.queue_size, self.journal, self.backlog_end, self.changed
             )
+            self.followers = _followers(self.settings, self.intake, self.journal)
             await self.publishing.open(model)
             self._main = OwnedTask(self._run(), "online learner")
             undo.pop_all()
@@ -142,6 +144,9 @@ class Engine:
                 commits = OwnedTask(self.intake.commit_forever(), "online commits")
                 ends.push_async_callback(_end_task, commits)
                 commits.when_done(lambda _error: self.changed.give())
+            for each in self.followers:
+                following = OwnedTask(each.run(), f"online source {each.name}")
+                ends.push_async_callback(_end_source, following)
             ends.push_async_callback(self.saving.aclose)
             if self.settings.publish_to is not None:
                 publishing = OwnedTask(self.publishing.run(), "online snapshots")
@@ -384,6 +389,18 @@ class Engine:
         return self.serving.newest.version
 
 
+def _followers(
+    settings: Settings, intake: Intake, journal: OpenJournal | None
+) -> tuple[Follower, ...]:
+    if journal is None:  # then there are no sources
+        return ()
+    size = min(settings.max_batch, settings.queue_size)
+    return tuple(
+        Follower(name, source, settings.validate, size, intake, journal)
+        for name, source in settings.sources.items()
+    )
+
+
 def _record(
     engine: Engine,
     part: list[Taken],
@@ -505,3 +522,12 @@ async def _cut_short(engine: Engine, main: OwnedTask[None]) -> None:
 async def _end_task(task: OwnedTask[None]) -> None:
     task.cancel()
     await task.ended(through_interrupt=True)
+
+
+async def _end_source(task: OwnedTask[None]) -> None:
+    """End a task that runs code of users, which may swallow a cancellation."""
+    while not task.is_done:
+        task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNDO_S):
+                await task.done_or_cancelled()

@@ -182,6 +182,11 @@ class Intake:
             self.depth += size
         self._accept(submission)
 
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing more is taken."""
+        return self._closed_because is not None
+
     def _require_open(self) -> None:
         if self._closed_because is not None:
             raise ContextError(self._closed_because)

@@ -129,6 +129,9 @@ class OpenJournal:
     async def append(self, entries: Sequence[Entry], waiting: Sequence[Waiting]) -> Appended:
         return await self._lane.run(self._file.append, entries, self.clock_s, waiting)
 
+    async def offset(self, source: str) -> str | None:
+        return await self._lane.run(self._file.offset, source)
+
     async def waiting(self, name: str) -> Waiting | None:
         return await self._lane.run(self._file.waiting, name, self.clock_s)
 

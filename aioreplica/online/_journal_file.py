@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, final
 
 from ..checkpoint import FileLock
-from ..errors import JournalError, KeyReusedError
+from ..errors import AioReplicaError, JournalError
 from ._example import pack_example, unpack_example
 from ._journal_format import (
     NO_ROOM,
@@ -35,7 +35,7 @@ from ._journal_format import (
     locked,
     prepare,
 )
-from ._journal_keys import MOVED, Keeping, claimed, find, forget, keep
+from ._journal_keys import MOVED, Keeping, advance, claimed, find, forget, keep, offset
 from ._records import DeadLetter
 
 MAX_NUMBER = 2**63 - 1  # of SQLite
@@ -127,7 +127,7 @@ class JournalFile:
             last = strays[-1].number if strays else self._last
             if waiting:
                 keep(self._run, waiting, clock_s)
-            results: list[tuple[int, bool] | KeyReusedError | KeyError] = []
+            results: list[tuple[int, bool] | AioReplicaError | KeyError] = []
             for entry in entries:
                 bodies = list(map(pack_example, entry.examples))
                 refusal = self._refusal(entry, bodies, last + 1, clock_s)
@@ -144,10 +144,12 @@ class JournalFile:
 
     def _refusal(
         self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
-    ) -> tuple[int, bool] | KeyReusedError | KeyError | None:
+    ) -> tuple[int, bool] | AioReplicaError | KeyError | None:
         """Return why nothing is appended for a submission, or remember it as that of `number`."""
         if entry.revived is not None and not self._take_out(entry.revived, number):
             return KeyError(entry.revived)
+        if entry.progress is not None:
+            return advance(self._run, entry.progress)
         if entry.key is None and entry.label is None:
             return None
         return claimed(self._run, self._keeping, entry, bodies, number, clock_s)
@@ -372,6 +374,15 @@ class JournalFile:
         """
         with self._database.reading():
             return find(self._run, self._keeping, self._path, name, clock_s)
+
+    def offset(self, source: str) -> str | None:
+        """Return how far a source was read, None if it never was; blocks.
+
+        Raises:
+            JournalError: If the file cannot be read.
+        """
+        with self._database.reading():
+            return offset(self._run, source)
 
     def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
         """Return what became of those examples that are not as they were; blocks.

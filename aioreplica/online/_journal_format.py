@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from ..checkpoint import FileLock
-from ..errors import JournalError, KeyReusedError
+from ..errors import AioReplicaError, JournalError
 
 APPLICATION_ID = 0x61724F6C  # "arOl"
 NO_ROOM = {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_SHMOPEN", "SQLITE_FULL"}
@@ -44,7 +44,11 @@ CREATE TABLE pending (
 );
 CREATE INDEX pending_by_clock ON pending (clock_s);
 """
-_SCHEMAS = (_VERSION_1, _VERSION_2, _VERSION_3)
+
+_VERSION_4 = """
+CREATE TABLE offsets (source TEXT PRIMARY KEY, read_to TEXT NOT NULL) WITHOUT ROWID;
+"""
+_SCHEMAS = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 VERSION = len(_SCHEMAS)
 
 
@@ -67,6 +71,20 @@ class Label(NamedTuple):
     target: object
 
 
+class Progress(NamedTuple):
+    """An advance in a source.
+
+    Attributes:
+        source: Its name.
+        after: The offset before.
+        to: The offset of the last example.
+    """
+
+    source: str
+    after: str | None
+    to: str
+
+
 class Entry(NamedTuple):
     """One submission, to be appended.
 
@@ -75,12 +93,14 @@ class Entry(NamedTuple):
         key: Its idempotency key.
         revived: The dead letter that it takes the place of.
         label: What it was made of, together with the prediction that goes.
+        progress: The source that the examples come from.
     """
 
     examples: Sequence[Any]
     key: str | None = None
     revived: int | None = None
     label: Label | None = None
+    progress: Progress | None = None
 
 
 class Row(NamedTuple):
@@ -107,7 +127,7 @@ class Appended(NamedTuple):
         strays: Rows that are in the file although writing them had failed. They come before.
     """
 
-    results: list[tuple[int, bool] | KeyReusedError | KeyError]
+    results: list[tuple[int, bool] | AioReplicaError | KeyError]
     strays: list[Row]
 
 

@@ -1,4 +1,4 @@
-"""Submissions that the journal knows by a key, and predictions that wait for labels by an id.
+"""Submissions known by a key, predictions that wait for labels by an id, sources by an offset.
 
 A label takes its prediction away in the transaction that appends the example made of both. From
 then on it is known by its id, as a submission is by its key: the same label again gives the same
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import JournalError, KeyReusedError
 from ._example import pack_example, unpack_example
-from ._journal_format import Entry, Waiting
+from ._journal_format import Entry, Progress, Waiting
 
 Run = Callable[..., list[tuple[Any, ...]]]
 """Runs one statement of SQL, with its values."""
@@ -60,6 +60,24 @@ def claimed(
         run("DELETE FROM pending WHERE id = ?", label.id)
     run("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", key, own, number, clock_s)
     return None
+
+
+def advance(run: Run, progress: Progress) -> JournalError | None:
+    """Write down how far a source was read; return why not, if the examples are not next."""
+    found = offset(run, progress.source)
+    if found != progress.after:
+        return JournalError(
+            f"The source {progress.source!r} stands at {found!r} in the journal, not at "
+            f"{progress.after!r}. It is read again from there."
+        )
+    run("INSERT OR REPLACE INTO offsets VALUES (?, ?)", progress.source, progress.to)
+    return None
+
+
+def offset(run: Run, source: str) -> str | None:
+    """Return how far a source was read, None if it never was."""
+    found = run("SELECT read_to FROM offsets WHERE source = ?", source)
+    return str(found[0][0]) if found else None
 
 
 def _reused(entry: Entry, first: int) -> KeyReusedError:

@@ -13,7 +13,6 @@ from ..errors import ContextError
 from ._example import as_example
 from ._intake import ExampleGroup, checked_key
 from ._journal_format import Entry, Label, Waiting
-from ._settings import Validation
 from ._ticket import Ticket
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ async def expected(engine: Engine, name: str) -> Mapping[str, Any]:
     return found.kept
 
 
-async def label(engine: Engine, validate: Validation | None, name: str, target: object) -> Ticket:
+async def label(engine: Engine, name: str, target: object) -> Ticket:
     """See `OnlineLearner.label`."""
     _require_kept(engine)
     label = Label(checked_key("prediction_id", name), as_example(target))
@@ -48,6 +47,7 @@ async def label(engine: Engine, validate: Validation | None, name: str, target: 
     examples: list[object] = []  # none for a label that is known already, or nobody asked for
     if found is not None:
         example = {"input": found.kept["input"], "target": label.target}
+        validate = engine.settings.validate
         examples.append(as_example(example if validate is None else validate(example)))
     submission = ExampleGroup(examples or [label.target], (Ticket(),), Entry(examples, label=label))
     await engine.intake.take(submission)

@@ -33,6 +33,7 @@ from ._settings import (
     journal_of,
     optimizers_of,
 )
+from ._sources import Source, checked_sources
 from ._statistics import LearnerStatistics, failure_of, statistics_of
 from ._ticket import RecordStream, Ticket
 
@@ -88,6 +89,7 @@ class OnlineLearner:
         publish_if: Judges each version that was kept, in the same way, before it is served. What
             it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on.
         prequential: Predicts each batch before it is learned: figures, and drift.
+        sources: Read by the learner itself, by name, such as `FolderSource`; needs a journal.
 
     Raises:
         ValueError: If a number is out of range, `variables` no container, or there are workers.
@@ -115,6 +117,7 @@ class OnlineLearner:
         step_check: GateFunction | None = None,
         publish_if: GateFunction | None = None,
         prequential: Prequential | None = None,
+        sources: Mapping[str, Source] | None = None,
     ) -> None:
         check(strategy, checkpoints, validate, step_check, publish_if)
         if prequential is not None and not isinstance(prequential, Prequential):
@@ -137,9 +140,10 @@ class OnlineLearner:
             step_check,
             publish_if,
             prequential,
+            validate,
+            checked_sources({} if sources is None else sources, journal is not None),
         )
         self._step_fn = checked_step_fn(step_fn)
-        self._validate = validate
         self._engine: Engine | None = None
         self._is_opening = False
 
@@ -217,7 +221,7 @@ class OnlineLearner:
                 f"The queue has {size} places, so {len(examples)} examples cannot be taken at "
                 "once. Submit at least one and at most that many."
             )
-        validate = self._validate
+        validate = self._settings.validate
         kept = [as_example(each if validate is None else validate(each)) for each in examples]
         return ExampleGroup.of(kept, name, self._settings.journal is not None)
 
@@ -226,7 +230,7 @@ class OnlineLearner:
     def expect(
         self, x: object, prediction: object = None, *, prediction_id: str | None = None
     ) -> str:
-        """Keep an input until its label comes; returns at once.
+        """Keep an input until its label comes; returns its id at once.
 
         It is written with the next commit of the journal, whose `label_ttl_s` says for how long. A
         crash before that commit forgets it.
@@ -236,9 +240,6 @@ class OnlineLearner:
             prediction: Kept beside it, see `expected`.
             prediction_id: What the label names it by; one is drawn if there is none. A later one
                 with the same id takes its place.
-
-        Returns:
-            The id.
 
         Raises:
             anyio.WouldBlock: If too many are not written yet.
@@ -266,7 +267,7 @@ class OnlineLearner:
             KeyReusedError: If it had another label.
             Exception: As `submit`.
         """
-        return await label(self._open_engine(), self._validate, prediction_id, target)
+        return await label(self._open_engine(), prediction_id, target)
 
     @property
     def keeps_inputs(self) -> bool:

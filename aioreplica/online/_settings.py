@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -17,6 +17,7 @@ from ..tree import leaves
 from ._journal import Journal, checked_count
 from ._prequential import Prequential
 from ._serving import GateFunction
+from ._sources import Source
 
 StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
 Validation = Callable[[Any], Any]
@@ -43,6 +44,8 @@ class Settings:
     step_check: GateFunction | None
     publish_if: GateFunction | None
     prequential: Prequential | None
+    validate: Validation | None
+    sources: Mapping[str, Source]
 
 
 def check(

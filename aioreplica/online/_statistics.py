@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from ._sources import SourceStatistics
+
 if TYPE_CHECKING:
     from ._engine import Engine
 
@@ -21,6 +23,7 @@ class LearnerStatistics:
         num_taken: Examples taken, duplicates left out.
         num_duplicates: Examples whose idempotency key was known.
         num_refused: Examples not taken: the queue was full, or the journal could not keep them.
+        sources: Counters of each source, by name.
         num_expected: Inputs kept until their labels come.
         num_labelled: Examples made of these and their labels.
         num_unknown_labels: Labels without an input that waits for them.
@@ -63,6 +66,7 @@ class LearnerStatistics:
     num_taken: int
     num_duplicates: int
     num_refused: int
+    sources: Mapping[str, SourceStatistics]
     num_expected: int
     num_labelled: int
     num_unknown_labels: int
@@ -116,6 +120,7 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         num_taken=intake.num_taken,
         num_duplicates=intake.num_duplicates,
         num_refused=intake.num_refused,
+        sources={each.name: each.statistics() for each in engine.followers},
         num_expected=intake.num_expected,
         num_labelled=intake.num_labelled,
         num_unknown_labels=intake.num_unknown_labels,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest_asyncio
 
 from aioreplica.integrations.asgi import OnlineService
 from tests.online.program import RAISES, Counting, example
+from tests.online.test_sources import Listed
 
 from .asking import Answer, ask, post, until
 
@@ -181,3 +183,16 @@ async def test_a_learner_without_checkpoints_says_so() -> None:
         answer = await operate(served(program), "/rollback", {"to": 0})
         assert answer.status == 409
         assert "a journal and checkpoints" in answer.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_metrics_tell_of_sources(tmp_path: Path) -> None:
+    source = Listed([example(0), ValueError("none"), example(1)])
+    async with Counting(tmp_path, sources={"list": source}) as program:
+        await until(lambda: program.learner.statistics().sources["list"].offset == "3")
+        service = served(program, token=None, operator_token=None)
+        metrics = (await ask(service, "GET", "/metrics")).body.decode()
+        for line in ("source_taken_total 2.0", "source_refused_total 1.0", "source_failing 0.0"):
+            assert f"aioreplica_online_{line}" in metrics
+        [event] = [json.loads(json.dumps(service._state()))]
+        assert event["statistics"]["sources"]["list"]["num_taken"] == 2

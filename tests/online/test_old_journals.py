@@ -50,6 +50,8 @@ async def test_they_are_learned_and_gone_on_with(folder: Path, version: int) -> 
         learner.expect(example(0), prediction_id="x")
         await (await learner.submit(example(6)))
         assert "input" in await learner.expected("x")
+        if version >= 3:
+            assert (await learner.expected("old"))["input"]["id"] == 7
         assert program.learned() == [1, 1, 1, 0, 0, 1, 1]
         assert await learner.checkpoint() == 7
         await learner.rollback(7)

@@ -1,6 +1,7 @@
 """Whole services over HTTP: left out of a plain `pytest`, since they need web frameworks.
 
-`python -m pytest tests/web` runs these; it needs `pip install -e ".[test,web]" litestar river`.
+`python -m pytest tests/web` runs these; it needs redis-server, and
+`pip install -e ".[test,web]" litestar river redis`.
 """
 
 from pathlib import Path
