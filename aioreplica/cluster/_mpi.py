@@ -14,6 +14,7 @@ import ctypes
 import os
 import re
 import sys
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from time import sleep
@@ -25,19 +26,9 @@ from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import ContextError, StallError, WorkerLostError
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
-from ._engine import (
-    LEFT,
-    NOTE_BYTES,
-    PASSED,
-    WAITING,
-    Engine,
-    EngineCommunicator,
-    Link,
-    Note,
-    has_ended,
-)
-from ._exchange import Exchange, Poll
+from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
+from ._transport import LEFT, NOTE_BYTES, PASSED, WAITING, Group, Link, Note, Poll, Transport
 
 ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
@@ -77,15 +68,15 @@ class MpiCommunicator(EngineCommunicator):
         timeout = require_timeout(timeout)
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
-        engine = await runtime.run("start MPI", timeout, runtime.new_engine)
-        return cls(Link(engine, runtime.lane), tuple(range(engine.size)), timeout)
+        transport = await runtime.run("start MPI", timeout, runtime.new_transport)
+        return cls(Link(transport, runtime.lane), tuple(range(transport.size)), timeout)
 
     async def _shrink(self) -> MpiCommunicator:
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
-        engine = self._link.engine
-        assert isinstance(engine, MpiEngine)  # made by `connect`
-        smaller = await runtime.run("shrink the group", self.timeout, engine.shrunk)
+        transport = self.link.transport
+        assert isinstance(transport, MpiTransport)  # made by `connect`
+        smaller = await runtime.run("shrink the group", self.timeout, transport.shrunk)
         link = Link(smaller, runtime.lane)
         return MpiCommunicator(link, tuple(range(smaller.size)), self.timeout)
 
@@ -140,11 +131,11 @@ class MpiRuntime:
 
     # ---- on the lane's thread ------------------------------------------------------------
 
-    def new_engine(self) -> MpiEngine:
+    def new_transport(self) -> MpiTransport:
         """Start MPI if that was not done, and take a communicator of its own."""
         if self.mpi is None:
             self._start()
-        return MpiEngine(self.mpi, self.mpi.COMM_WORLD.Dup(), self)
+        return MpiTransport(self.mpi, self.mpi.COMM_WORLD.Dup(), self)
 
     def _start(self) -> None:
         mpi = import_mpi()
@@ -231,12 +222,15 @@ def init_mpi(mpi: Any) -> None:
 
 
 @final
-class MpiEngine(Engine):
+class MpiTransport(Transport):
     """One communicator of MPI for exchanges, and one for notes.
+
+    Few workers, and those of a split, exchange messages in pairs; all of many use MPI's own
+    collectives.
 
     Args:
         mpi: The module.
-        comm: For this engine alone.
+        comm: For this transport alone.
         runtime: Told when the group has failed.
     """
 
@@ -248,9 +242,6 @@ class MpiEngine(Engine):
         self._notes = comm.Dup()
         for each in (self._comm, self._notes):
             each.Set_errhandler(mpi.ERRORS_RETURN)
-        self._pairs: Exchange | None = None
-        if self.size <= PAIRS:
-            self._pairs = MpiMessages(mpi, comm, tuple(range(self.size)), 0)
         self._max_tag = comm.Get_attr(mpi.TAG_UB) or MAX_TAG
         self._sent: list[Any] = []  # requests, and what they send
         self._buffer = np.zeros(NOTE_BYTES, np.uint8)
@@ -258,32 +249,62 @@ class MpiEngine(Engine):
 
     # ---- exchanges -----------------------------------------------------------------------
 
-    def all_gather(self, send: Any, recv: Any) -> Poll:
-        if self._pairs is not None:
-            return self._pairs.all_gather(send, recv)
-        own = recv.reshape(self.size, -1)[self.rank]
+    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+        rows = recv.reshape(group.size, -1)
+        if self._goes_in_pairs(group):
+            return self._exchange(group, [send] * group.size, rows)
+        own = rows[self.rank]
         mine = self._mpi.IN_PLACE if np.may_share_memory(send, own) else self._of(send)
         return poll_of(self._comm.Iallgather(mine, self._of(recv)).Test, send, recv)
 
-    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
-        if self._pairs is not None:
-            return self._pairs.all_to_all(send, recv, counts)
+    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+        if self._goes_in_pairs(group):
+            parts = np.split(send, np.cumsum(counts)[:-1])
+            return self._exchange(group, parts, recv.reshape(group.size, counts[group.rank]))
         own = [counts[self.rank]] * self.size
         send_spec = [send, counts, _starts(counts), self._mpi.BYTE]
         recv_spec = [recv, own, _starts(own), self._mpi.BYTE]
         return poll_of(self._comm.Ialltoallv(send_spec, recv_spec).Test, send, recv)
 
-    def broadcast(self, buffer: Any, root: int) -> Poll:
-        return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
+    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+        if not group.name:
+            return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
+        if group.rank == root:
+            requests = [self._send_to(group, buffer, rank) for rank in group.others()]
+        else:
+            requests = [self._receive_from(group, buffer, root)]
+        return self._poll(requests, buffer)
 
-    def barrier(self) -> Poll:
-        return poll_of(self._comm.Ibarrier().Test)
+    def barrier(self, group: Group) -> Poll:
+        if not group.name:
+            return poll_of(self._comm.Ibarrier().Test)
+        return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, source: object, target: Any) -> Poll | None:
+    def add(self, group: Group, source: object, target: Any) -> Poll | None:
         return None
 
-    def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
-        return MpiMessages(self._mpi, self._comm, ranks, tag_of(name, self._max_tag))
+    def _goes_in_pairs(self, group: Group) -> bool:
+        """Tell whether members send each other messages: to make a communicator would block."""
+        return bool(group.name) or self.size <= PAIRS
+
+    def _exchange(self, group: Group, parts: Any, rows: Any) -> Poll:
+        requests = [self._receive_from(group, rows[rank], rank) for rank in group.others()]
+        requests += [self._send_to(group, parts[rank], rank) for rank in group.others()]
+        return self._poll(requests, parts, rows)
+
+    def _send_to(self, group: Group, array: Any, rank: int) -> object:
+        return self._comm.Isend(self._of(array), group.ranks[rank], self._tag_of(group))
+
+    def _receive_from(self, group: Group, array: Any, rank: int) -> object:
+        return self._comm.Irecv(self._of(array), group.ranks[rank], self._tag_of(group))
+
+    def _tag_of(self, group: Group) -> int:
+        """Return that of a group's messages; they arrive in order, in which workers agree."""
+        return tag_of(group.name, self._max_tag) if group.name else 0
+
+    def _poll(self, requests: list[Any], *held: Any) -> Poll:
+        test = self._mpi.Request.Testall
+        return poll_of(lambda: test(requests), *held)
 
     def _of(self, array: Any) -> object:
         return [array, self._mpi.BYTE]
@@ -359,12 +380,12 @@ class MpiEngine(Engine):
     def close(self) -> None:
         self._receive.Cancel()
 
-    def shrunk(self) -> MpiEngine:
-        """Return an engine of the workers that are left."""
+    def shrunk(self) -> MpiTransport:
+        """Return a transport between the workers that are left."""
         mpi = self._mpi
         try:
             smaller = self._comm.Shrink()
-            engine = MpiEngine(mpi, smaller, self._runtime)
+            transport = MpiTransport(mpi, smaller, self._runtime)
         except NotImplementedError:
             raise ContextError(
                 "This MPI cannot go on after the loss of a worker. Start the workers with "
@@ -373,64 +394,10 @@ class MpiEngine(Engine):
         except mpi.Exception as error:
             raise WorkerLostError(f"MPI could not shrink the group: {error}") from error
         self._runtime.failed = False
-        return engine
+        return transport
 
 
-@final
-class MpiMessages(Exchange):
-    """Exchanges by messages between each two workers.
-
-    For few workers, and for parts of a group: to make a communicator of MPI would block.
-
-    Args:
-        mpi: The module.
-        comm: The communicator of all.
-        ranks: The members, by their ranks in `comm`.
-        tag: Of the messages. They arrive in order, and workers agree in the order of calls.
-    """
-
-    def __init__(self, mpi: Any, comm: Any, ranks: tuple[int, ...], tag: int) -> None:
-        self.rank, self.size = ranks.index(comm.Get_rank()), len(ranks)
-        self._mpi, self._comm, self._ranks, self._tag = mpi, comm, ranks, tag
-
-    def all_gather(self, send: Any, recv: Any) -> Poll:
-        return self._exchange([send] * self.size, recv.reshape(self.size, -1))
-
-    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
-        parts = np.split(send, np.cumsum(counts)[:-1])
-        return self._exchange(parts, recv.reshape(self.size, counts[self.rank]))
-
-    def broadcast(self, buffer: object, root: int) -> Poll:
-        others = [rank for rank in range(self.size) if rank != root]
-        if self.rank == root:
-            requests = [self._send(buffer, rank) for rank in others]
-        else:
-            requests = [self._receive(buffer, root)]
-        return self._poll(requests, buffer)
-
-    def barrier(self) -> Poll:
-        return self.all_gather(np.zeros(1, np.uint8), np.empty(self.size, np.uint8))
-
-    def add(self, source: object, target: Any) -> Poll | None:
-        return None
-
-    def _exchange(self, parts: Any, rows: Any) -> Poll:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        requests = [self._receive(rows[rank], rank) for rank in others]
-        requests += [self._send(parts[rank], rank) for rank in others]
-        return self._poll(requests, parts, rows)
-
-    def _send(self, array: Any, rank: int) -> object:
-        return self._comm.Isend([array, self._mpi.BYTE], self._ranks[rank], self._tag)
-
-    def _receive(self, array: Any, rank: int) -> object:
-        return self._comm.Irecv([array, self._mpi.BYTE], self._ranks[rank], self._tag)
-
-    def _poll(self, requests: list[Any], *held: Any) -> Poll:
-        test = self._mpi.Request.Testall
-        return poll_of(lambda: test(requests), *held)
-
-
+@lru_cache(maxsize=1024)
 def tag_of(group: str, most: int) -> int:
     """Return the tag of the messages in a group, from 1 to `most`: a hash of its name, of 31 bits.
 

@@ -27,17 +27,7 @@ from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
-from ._engine import (
-    PASSED,
-    WAITING,
-    Engine,
-    EngineCommunicator,
-    GroupEndedError,
-    Link,
-    Note,
-    has_ended,
-)
-from ._exchange import Exchange, Poll
+from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
 from ._resolver import ClusterResolver
 from ._torch_store import (
@@ -51,6 +41,7 @@ from ._torch_store import (
     meet,
     open_store,
 )
+from ._transport import PASSED, WAITING, Group, GroupEndedError, Link, Note, Poll, Transport
 
 NO_TIMEOUT = timedelta(days=365)
 SLACK_S = 5.0  # Gloo's own timeout comes after ours, which knows who is missing
@@ -105,8 +96,8 @@ class TorchCommunicator(EngineCommunicator):
         try:
             await has_ended(joining, None)  # all in it has timeouts of its own
             store = joining.result()
-            connecting: Op[TorchEngine] = Op(
-                completions, new_engine, (store, resolver, timeout, completions), {}, lane
+            connecting: Op[TorchTransport] = Op(
+                completions, new_transport, (store, resolver, timeout, completions), {}, lane
             )
             connecting.put()
             if not await has_ended(connecting, None if timeout is None else timeout + SLACK_S):
@@ -116,14 +107,14 @@ class TorchCommunicator(EngineCommunicator):
                     "process is suspended.",
                     timeout_s=timeout,
                 )
-            engine = connecting.result()
+            transport = connecting.result()
         except BaseException:
             lane.stop()
             raise
-        link = Link(engine, lane)
-        for stop in (lane.stop, engine.store.close):
+        link = Link(transport, lane)
+        for stop in (lane.stop, transport.store.close):
             weakref.finalize(link, stop).atexit = False  # splits may be closed after the group
-        return cls(link, tuple(range(engine.size)), timeout)
+        return cls(link, tuple(range(transport.size)), timeout)
 
     async def _shrink(self) -> Communicator:
         raise ContextError(
@@ -214,9 +205,9 @@ def join(resolver: ClusterResolver, timeout: float | None, completions: Completi
     return store
 
 
-def new_engine(
+def new_transport(
     store: Store, resolver: ClusterResolver, timeout: float | None, completions: CompletionQueue
-) -> TorchEngine:
+) -> TorchTransport:
     """Let Gloo connect the workers, which have met.
 
     Raises:
@@ -224,7 +215,7 @@ def new_engine(
     """
     torch, dist = import_torch()
     try:
-        return TorchEngine(torch, dist, store, resolver, timeout, completions)
+        return TorchTransport(torch, dist, store, resolver, timeout, completions)
     except BaseException as error:
         store.close()
         if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
@@ -236,7 +227,7 @@ def new_engine(
 
 
 @final
-class TorchEngine(Engine):
+class TorchTransport(Transport):
     """A process group with Gloo, and the store.
 
     Args:
@@ -272,15 +263,14 @@ class TorchEngine(Engine):
                     f"torch.distributed was initialised as worker {dist.get_rank()} of "
                     f"{dist.get_world_size()}, but this is worker {rank} of {size}."
                 )
-            self._group = dist.new_group(backend="gloo", timeout=self._limit)
+            group = dist.new_group(backend="gloo", timeout=self._limit)
         else:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("group", store.raw), rank=rank, world_size=size,
                 timeout=self._limit,
             )  # fmt: skip
-            self._group = dist.group.WORLD
-        self._messages = GlooMessages(torch, dist, self._group, rank, size)
-        self._subgroups: list[GlooMessages] = []
+            group = dist.group.WORLD
+        self._groups: dict[str, Any] = {"": group}  # of torch, by the names of ours
         self._num_read = self._num_words = 0
         self._read_at = self._words_at = 0.0
         self._asked: Answer[list[Note]] | None = None  # the notes
@@ -289,30 +279,59 @@ class TorchEngine(Engine):
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
-    def all_gather(self, send: Any, recv: object) -> Poll:
-        return self._messages.all_gather(send, recv)
+    # ---- exchanges -----------------------------------------------------------------------
 
-    def all_to_all(self, send: Any, recv: object, counts: list[int]) -> Poll:
-        return self._messages.all_to_all(send, recv, counts)
-
-    def broadcast(self, buffer: Any, root: int) -> Poll:
-        return self._messages.broadcast(buffer, root)
-
-    def barrier(self) -> Poll:
-        return self._messages.barrier()
-
-    def add(self, source: Any, target: Any) -> Poll | None:
-        return self._messages.add(source, target)
-
-    def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
+    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+        if np.may_share_memory(send, recv):
+            send = send.copy()
         dist = self._dist
-        group = dist.new_group(
-            list(ranks), self._limit, "gloo", use_local_synchronization=True,
-            group_desc=name,
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older
+        work = gather(
+            self._tensor(recv), self._tensor(send), self._process_group(group), async_op=True
+        )
+        return _poll_of(work, send, recv)
+
+    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+        work = self._dist.all_to_all_single(
+            self._tensor(recv), self._tensor(send), [counts[group.rank]] * group.size, counts,
+            self._process_group(group), async_op=True,
         )  # fmt: skip
-        messages = GlooMessages(self._torch, dist, group, ranks.index(self.rank), len(ranks))
-        self._subgroups.append(messages)
-        return messages
+        return _poll_of(work, send, recv)
+
+    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+        work = self._dist.broadcast(
+            self._tensor(buffer), group=self._process_group(group), async_op=True, group_src=root
+        )
+        return _poll_of(work, buffer)
+
+    def barrier(self, group: Group) -> Poll:
+        return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
+
+    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
+        if target.dtype.name not in ADDED:
+            return None
+        np.copyto(target, source)
+        work = self._dist.all_reduce(
+            self._torch.from_numpy(target), group=self._process_group(group), async_op=True
+        )
+        return _poll_of(work, target)
+
+    def _process_group(self, group: Group) -> object:
+        """Return that of a group, which is made at the first exchange of it."""
+        known = self._groups.get(group.name)
+        if known is None:
+            if not self._is_open:
+                raise RuntimeError("The process groups have been destroyed.")
+            known = self._groups[group.name] = self._dist.new_group(
+                list(group.ranks), self._limit, "gloo", use_local_synchronization=True,
+                group_desc=group.name,
+            )  # fmt: skip
+        return known
+
+    def _tensor(self, array: Any) -> object:
+        """Return a tensor of an array's memory, which may be read-only where it is only sent."""
+        memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
+        return self._torch.from_numpy(np.frombuffer(memory, np.uint8))
 
     # ---- notes ---------------------------------------------------------------------------
 
@@ -426,10 +445,10 @@ class TorchEngine(Engine):
             return []
         self._is_open = False
         atexit.unregister(self._at_exit)
-        groups = [self._group, *(each.forget() for each in (self._messages, *self._subgroups))]
+        groups = list(self._groups.values())
+        self._groups.clear()
         with suppress(RuntimeError, ValueError):
-            self._dist.destroy_process_group(self._group)
-        self._group = None
+            self._dist.destroy_process_group(groups[0])
         return groups
 
     def close(self) -> None:
@@ -444,66 +463,6 @@ class TorchEngine(Engine):
     def _at_exit(self) -> None:
         if self._pid == os.getpid():
             self._let_go().clear()
-
-
-@final
-class GlooMessages(Exchange):
-    """Exchanges between the workers of one process group.
-
-    Args:
-        torch: The module.
-        dist: The module torch.distributed.
-        group: The process group.
-        rank: Of this worker in it.
-        size: Of the group.
-    """
-
-    def __init__(self, torch: Any, dist: Any, group: object, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._torch, self._dist, self._group = torch, dist, group
-
-    def all_gather(self, send: Any, recv: Any) -> Poll:
-        if np.may_share_memory(send, recv):
-            send = send.copy()
-        dist = self._dist
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older
-        work = gather(self._tensor(recv), self._tensor(send), self._group, async_op=True)
-        return _poll_of(work, send, recv)
-
-    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
-        work = self._dist.all_to_all_single(
-            self._tensor(recv), self._tensor(send), [counts[self.rank]] * self.size, counts,
-            self._group, async_op=True,
-        )  # fmt: skip
-        return _poll_of(work, send, recv)
-
-    def broadcast(self, buffer: Any, root: int) -> Poll:
-        work = self._dist.broadcast(
-            self._tensor(buffer), group=self._group, async_op=True, group_src=root
-        )
-        return _poll_of(work, buffer)
-
-    def barrier(self) -> Poll:
-        return self.all_gather(np.zeros(1, np.uint8), np.empty(self.size, np.uint8))
-
-    def add(self, source: Any, target: Any) -> Poll | None:
-        if target.dtype.name not in ADDED:
-            return None
-        np.copyto(target, source)
-        work = self._dist.all_reduce(
-            self._torch.from_numpy(target), group=self._group, async_op=True
-        )
-        return _poll_of(work, target)
-
-    def forget(self) -> Any:
-        """Let go of the process group, and return it."""
-        group, self._group = self._group, None
-        return group
-
-    def _tensor(self, array: Any) -> object:
-        """Return a tensor of an array's memory, which may be read-only where it is only sent."""
-        memory = (ctypes.c_uint8 * array.size).from_address(array.ctypes.data)
-        return self._torch.from_numpy(np.frombuffer(memory, np.uint8))
 
 
 def _poll_of(work: Any, *held: object) -> Poll:

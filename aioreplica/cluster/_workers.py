@@ -25,7 +25,7 @@ from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
-from ._exchange import SMALL_BYTES
+from ._engine import SMALL_BYTES
 from ._frame import Closed, Frame, FrameKind, Room, digest_of
 from ._operation import Operation
 from ._turns import InnerTurn, OpenTurn, WorkersRun

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioreplica.cluster import _engine
-from aioreplica.cluster._engine import NOTE_BYTES, Note
+from aioreplica.cluster import _engine, _transport
+from aioreplica.cluster._transport import NOTE_BYTES, Note
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from tests.cluster.communicator_contract import (
     CHECKS,
@@ -107,7 +107,8 @@ async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in()
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of the lanes, which a test sets."""
     now = [0.0]
-    monkeypatch.setattr(_engine, "monotonic", lambda: now[0])
+    for module in (_engine, _transport):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     return now
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aioreplica.cluster._communicator import ENDED, LOST
-from aioreplica.cluster._engine import WAITING, Note
-from aioreplica.cluster._mpi import MpiEngine, MpiRuntime, tag_of
+from aioreplica.cluster._mpi import MpiRuntime, MpiTransport, tag_of
+from aioreplica.cluster._transport import WAITING, Note
 
 CLASSES = ("PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "IN_STATUS", "TRUNCATE")
 
@@ -24,7 +24,7 @@ class Group(SimpleNamespace):
         return len(self.ranks)
 
 
-def engine_that_lost(*ranks: int, survives: bool = True) -> MpiEngine:
+def transport_that_lost(*ranks: int, survives: bool = True) -> MpiTransport:
     """An engine of worker 1, whose MPI says that `ranks` have failed."""
 
     def failed() -> Any:
@@ -36,36 +36,36 @@ def engine_that_lost(*ranks: int, survives: bool = True) -> MpiEngine:
     mpi.Group = SimpleNamespace(
         Translate_ranks=lambda group, wanted, _everyone: [group.ranks[each] for each in wanted]
     )
-    engine = object.__new__(MpiEngine)
-    engine.rank = 1
-    engine._mpi = mpi
-    engine._notes = SimpleNamespace(Get_failed=failed, Get_group=lambda: None)
-    return engine
+    transport = object.__new__(MpiTransport)
+    transport.rank = 1
+    transport._mpi = mpi
+    transport._notes = SimpleNamespace(Get_failed=failed, Get_group=lambda: None)
+    return transport
 
 
 @pytest.mark.parametrize("name", CLASSES[:4])
 def test_a_loss_is_told_with_the_worker_that_is_gone(name: str) -> None:
     """One of several requests has failed (IN_STATUS): survivors blamed themselves."""
-    failure = engine_that_lost(2).explain(MpiError(name), "all_reduce #21")
+    failure = transport_that_lost(2).explain(MpiError(name), "all_reduce #21")
     assert failure is not None
     assert (failure.kind, failure.ranks) == (LOST, (2,))
     assert failure.text.startswith("Worker 2 is gone, as MPI says in all_reduce #21.")
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"),
-    [("IN_STATUS", engine_that_lost()), ("IN_STATUS", engine_that_lost(survives=False)),
-     ("TRUNCATE", engine_that_lost(2))],
+    ("name", "transport"),
+    [("IN_STATUS", transport_that_lost()), ("IN_STATUS", transport_that_lost(survives=False)),
+     ("TRUNCATE", transport_that_lost(2))],
 )  # fmt: skip
-def test_any_other_failure_is_this_worker_s_own(name: str, engine: MpiEngine) -> None:
-    failure = engine.explain(MpiError(name), "all_reduce #21")
+def test_any_other_failure_is_this_worker_s_own(name: str, transport: MpiTransport) -> None:
+    failure = transport.explain(MpiError(name), "all_reduce #21")
     assert failure is not None
     assert (failure.kind, failure.ranks) == (ENDED, (1,))
     assert failure.text == f"MPI failed in all_reduce #21 on worker 1: {name}"
 
 
 def test_an_error_that_is_not_of_mpi_is_not_explained() -> None:
-    assert engine_that_lost(2).explain(ValueError("PROC_FAILED"), "barrier #1") is None
+    assert transport_that_lost(2).explain(ValueError("PROC_FAILED"), "barrier #1") is None
 
 
 def test_notes_are_held_until_they_are_sent_and_no_longer() -> None:
@@ -75,15 +75,15 @@ def test_notes_are_held_until_they_are_sent_and_no_longer() -> None:
         sent.append(SimpleNamespace(Test=lambda: rank == 2))
         return sent[-1]
 
-    engine = engine_that_lost()
-    engine.size, engine._sent = 3, []
-    engine._mpi.BYTE, engine._runtime = None, MpiRuntime()
-    engine._notes.Isend = send
+    transport = transport_that_lost()
+    transport.size, transport._sent = 3, []
+    transport._mpi.BYTE, transport._runtime = None, MpiRuntime()
+    transport._notes.Isend = send
     for number in range(5):
-        engine.tell(Note(WAITING, 1, "", number))
+        transport.tell(Note(WAITING, 1, "", number))
     assert len(sent) == 10
-    assert len(engine._sent) == 6  # all to worker 0, who takes none, and the newest to worker 2
-    assert not engine._runtime.failed
+    assert len(transport._sent) == 6  # all to worker 0, who takes none, and the newest to worker 2
+    assert not transport._runtime.failed
 
 
 def test_tags_of_groups_differ_and_fit() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -16,8 +17,8 @@ import numpy as np
 
 from aioreplica.cluster import Communicator
 from aioreplica.cluster._communicator import Failure
-from aioreplica.cluster._engine import Engine, EngineCommunicator, Link, Note
-from aioreplica.cluster._exchange import Exchange, Poll
+from aioreplica.cluster._engine import EngineCommunicator
+from aioreplica.cluster._transport import Group, Link, Note, Poll, Transport
 from aioreplica.devices import Lane
 
 
@@ -43,49 +44,47 @@ class WiresEndedError(Exception):
     """Raised by exchanges of a group that another worker has ended."""
 
 
-class Messages(Exchange):
-    """Exchanges between the workers of one group.
+@final
+class ThreadTransport(Transport):
+    """The transport of one worker.
 
     Args:
-        wires: Those of the outermost group.
-        rank: Of this worker in the group.
-        size: Of the group.
-        name: Of the group.
+        wires: What it shares with the others.
+        rank: Of this worker.
     """
 
-    def __init__(self, wires: Wires, rank: int, size: int, name: str) -> None:
-        self.rank, self.size = rank, size
-        self._wires, self._name = wires, name
-        self._num_exchanges = 0
+    def __init__(self, wires: Wires, rank: int) -> None:
+        self.rank, self.size = rank, len(wires.notes)
+        self._wires = wires
+        self._num_exchanges: Counter[str] = Counter()  # by group
 
-    def all_gather(self, send: Any, recv: Any) -> Poll:
-        rows = recv.reshape(self.size, -1)
-        return self._exchange(dict.fromkeys(self._others(), send), rows, self._others())
+    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+        rows, others = recv.reshape(group.size, -1), group.others()
+        return self._exchange(group, dict.fromkeys(others, send), rows, others)
 
-    def all_to_all(self, send: Any, recv: Any, counts: list[int]) -> Poll:
-        parts = np.split(send, np.cumsum(counts)[:-1])
-        rows = recv.reshape(self.size, counts[self.rank])
-        return self._exchange({each: parts[each] for each in self._others()}, rows, self._others())
+    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+        parts, others = np.split(send, np.cumsum(counts)[:-1]), group.others()
+        rows = recv.reshape(group.size, counts[group.rank])
+        return self._exchange(group, {each: parts[each] for each in others}, rows, others)
 
-    def broadcast(self, buffer: Any, root: int) -> Poll:
-        if self.rank == root:
-            return self._exchange(dict.fromkeys(self._others(), buffer), None, ())
-        return self._exchange({}, {root: buffer}, [root])
+    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+        if group.rank == root:
+            return self._exchange(group, dict.fromkeys(group.others(), buffer), None, ())
+        return self._exchange(group, {}, {root: buffer}, [root])
 
-    def barrier(self) -> Poll:
-        return self.all_gather(np.zeros(1, np.uint8), np.empty(self.size, np.uint8))
+    def barrier(self, group: Group) -> Poll:
+        return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, source: Any, target: Any) -> Poll | None:
+    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
         return None
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
-    def _exchange(self, parts: dict[int, Any], rows: Any, senders: Iterable[int]) -> Poll:
-        wires, own, number = self._wires, self.rank, self._num_exchanges
-        self._num_exchanges += 1
-        going = [(self._name, number, own, each) for each in parts]
-        coming = {(self._name, number, each, own): rows[each] for each in senders}
+    def _exchange(
+        self, group: Group, parts: dict[int, Any], rows: Any, senders: Iterable[int]
+    ) -> Poll:
+        wires, own, number = self._wires, group.rank, self._num_exchanges[group.name]
+        self._num_exchanges[group.name] += 1
+        going = [(group.name, number, own, each) for each in parts]
+        coming = {(group.name, number, each, own): rows[each] for each in senders}
         with wires.changed:
             wires.sent.update(zip(going, parts.values(), strict=True))
             wires.changed.notify_all()
@@ -106,22 +105,6 @@ class Messages(Exchange):
             return False
 
         return poll
-
-
-@final
-class ThreadEngine(Messages, Engine):
-    """The engine of one worker.
-
-    Args:
-        wires: What it shares with the others.
-        rank: Of this worker.
-    """
-
-    def __init__(self, wires: Wires, rank: int) -> None:
-        super().__init__(wires, rank, len(wires.notes), "")
-
-    def subgroup(self, ranks: tuple[int, ...], name: str) -> Exchange:
-        return Messages(self._wires, ranks.index(self.rank), len(ranks), name)
 
     def tell(self, note: Note) -> None:
         with self._wires.changed:  # all at once: who reads it may end the exchanges of the others
@@ -161,7 +144,7 @@ class ThreadCommunicator(EngineCommunicator):
         wires = Wires(size) if wires is None else wires
         ranks = tuple(range(size))
         lanes = [Lane(f"worker:{rank}", nice=0) for rank in ranks]
-        links = [Link(ThreadEngine(wires, rank), lanes[rank]) for rank in ranks]
+        links = [Link(ThreadTransport(wires, rank), lanes[rank]) for rank in ranks]
         for link in links:
             weakref.finalize(link, link.lane.stop).atexit = False
         return tuple(ThreadCommunicator(link, ranks, timeout) for link in links)

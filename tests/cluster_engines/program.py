@@ -67,8 +67,8 @@ async def frozen(c: Communicator, argument: str) -> Any:
         pid_file.write_text(str(os.getpid()), encoding="utf-8")
         if where == "inside":  # its lane stops after the first message, where it has waited
             assert isinstance(c, EngineCommunicator)
-            tell = c._link.engine.tell
-            c._link.engine.tell = lambda note: (tell(note), Path(argument, "told").touch())[0]  # type: ignore[method-assign]
+            tell = c.link.transport.tell
+            c.link.transport.tell = lambda note: (tell(note), Path(argument, "told").touch())[0]  # type: ignore[method-assign]
             await c.all_gather_then_reduce([1.0], lambda _: stop(), [np.ones(1000)], "sum")
         stop()
     while where == "inside" and not Path(argument, "told").exists():

@@ -1,0 +1,441 @@
+"""Transports, which move bytes and notes for an engine; and the link, which waits for them.
+
+A thread (a lane) makes all calls of an engine, and blocks on its queue when there is nothing to do.
+In a call it polls: at first without a pause, for about as long as the bytes take, then with pauses
+that grow to a millisecond, so a late peer costs little. Between polls it looks for what the others
+have to say, and at the clock.
+
+Workers tell each other three things in notes, outside of the collectives: that they wait in a call,
+again and again (so that a stall names who does not, or has stopped in it), that they have left, and
+why the group has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+
+from ..devices import CompletionQueue, Lane, Op
+from ._communicator import LOST, STALLED, Failure
+from ._local import closed_text, stall_text, workers_in_words
+
+if TYPE_CHECKING:
+    from ._engine import EngineCommunicator, Visit
+
+LOGGER = logging.getLogger("aioreplica.cluster")
+
+WAITING, PASSED, LEFT = "waiting", "passed", "left"
+NOTE_BYTES = 1024
+WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
+WARN_S = 10.0  # in a call, before a worker logs for whom it waits
+QUIET_S = 3.0  # without a word from a worker that has said that it waits
+SPIN_S = 150e-6  # without pauses, plus what the bytes take
+SPIN_BYTES_PER_S = 1e9
+FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
+
+Poll: TypeAlias = Callable[[float], bool]
+"""Tells whether an exchange is over, after a pause of so many seconds if it is not."""
+
+
+@final
+class Group(NamedTuple):
+    """Workers that exchange with each other: all of them, or those of a split.
+
+    Attributes:
+        rank: The number of this worker among them.
+        ranks: The members, by rank, as they are numbered in the outermost group.
+        name: Tells it from other groups; empty for the outermost one.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def others(self) -> list[int]:
+        """Return the ranks of the other members."""
+        return [rank for rank in range(len(self.ranks)) if rank != self.rank]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Message of one worker to all others.
+
+    Attributes:
+        kind: WAITING, PASSED or LEFT, or the kind of a failure.
+        rank: Who says so, in the outermost group.
+        group: The name of the group it is about.
+        number: Of the call it waits in or has ended, or of its calls before it left.
+        text: Of the failure; names the call it waits in.
+        ranks: Of the failure.
+        timeout: Of the failure.
+    """
+
+    kind: str
+    rank: int
+    group: str = ""
+    number: int = 0
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    timeout: float | None = None
+
+    def encode(self) -> bytes:
+        """Return at most `NOTE_BYTES` bytes."""
+        text, ranks = self.text, self.ranks
+        while True:
+            fields = [self.kind, self.rank, self.group, self.number, text, ranks, self.timeout]
+            data = json.dumps(fields).encode()
+            if len(data) <= NOTE_BYTES:
+                return data
+            text, ranks = text[: len(text) * 3 // 4], ranks[: max(8, len(ranks) // 2)]
+
+    @staticmethod
+    def decode(data: bytes) -> Note:
+        """Return what `encode` was called on."""
+        kind, rank, group, number, text, ranks, timeout = json.loads(data)
+        return Note(kind, rank, group, number, text, tuple(ranks), timeout)
+
+
+class Transport(ABC):
+    """Moves bytes and notes between workers; called on the lane's thread only.
+
+    Exchanges start and return at once. Their arrays are flat, contiguous and of bytes, and are held
+    by the poll function until it has told that the exchange is over. What a worker would send to
+    itself may be left out.
+
+    Attributes:
+        rank: The number of this worker among all.
+        size: How many there are.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+        """Collect the bytes of all members, by rank; `send` may be its own place in `recv`."""
+
+    @abstractmethod
+    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+        """Give each member its part of `send`: `counts` bytes, by rank; collect the others'."""
+
+    @abstractmethod
+    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+        """Fill the buffer with that of `root`."""
+
+    @abstractmethod
+    def barrier(self, group: Group) -> Poll:
+        """Wait for all members."""
+
+    @abstractmethod
+    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
+        """Fill `target` with the sum of two members' arrays; None if the engine is slow at that.
+
+        Both are flat and have their own dtype. Two numbers have only one sum, so any engine's
+        will do.
+        """
+
+    @abstractmethod
+    def tell(self, note: Note) -> None:
+        """Send a note to all other workers, as far as they can be reached; does not wait."""
+
+    @abstractmethod
+    def notes(self, *, at_once: bool = False, waits: bool = True) -> list[Note]:
+        """Return the notes that have come since the last call.
+
+        Args:
+            at_once: Ask even if that takes long and was done a moment ago.
+            waits: Wait for the answer, within limits; if not, it is found by a later call.
+        """
+
+    @abstractmethod
+    def explain(self, error: Exception, what: str) -> Failure | None:
+        """Say what an error of the engine means; None if it is not the engine's."""
+
+    @abstractmethod
+    def unreachable(self) -> tuple[int, ...]:
+        """Return the workers without whom no note comes any more; usually none."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Make the group useless for everybody, so that those who wait in the engine return."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the engine back, after a group that has worked to its end."""
+
+
+@final
+class GroupEndedError(Exception):
+    """Carries a failure from the lane to the event loop."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@final
+class Link:
+    """The lane, the engine and what is known of the others: what a group shares with its splits.
+
+    Attributes:
+        transport: Moves the bytes.
+        ended: Why the group has ended; set once, by the loop's thread or the lane's.
+        members: The communicators that use it.
+    """
+
+    def __init__(self, transport: Transport, lane: Lane) -> None:
+        self.transport = transport
+        self.lane = lane
+        self.ended: Failure | None = None
+        self.members: list[EngineCommunicator] = []
+        self._is_told = False  # of the end, to the others
+        self._waiting: dict[tuple[str, int], int] = {}
+        self._passed: dict[tuple[str, int], int] = {}
+        self._left: dict[tuple[str, int], int] = {}
+        self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
+        self._late: Visit | None = None  # that waits for others
+        self._held: list[Poll] = []  # exchanges that the engine may not be done with
+
+    def put(self, fn: Callable[..., Any], *args: object) -> Op[Any]:
+        """Queue a call of the engine; on the event loop."""
+        op: Op[Any] = Op(CompletionQueue.of_running_loop(), fn, args, {}, self.lane)
+        op.put()
+        return op
+
+    # ---- on the lane's thread ------------------------------------------------------------
+
+    def finish(self, visit: Visit, poll: Poll, num_bytes: int) -> None:
+        """Wait for an exchange.
+
+        Raises:
+            GroupEndedError: If the group has ended, by whatever it was.
+        """
+        try:
+            spin_until = monotonic() + SPIN_S + num_bytes / SPIN_BYTES_PER_S
+            while not poll(0.0):
+                if monotonic() >= spin_until:
+                    self._wait(visit, poll)
+                    break
+            visit.start = monotonic()  # a timeout is for waiting: what came took its time
+        except BaseException:
+            self._held.append(poll)
+            raise
+
+    def _wait(self, visit: Visit, poll: Poll) -> None:
+        pause = FIRST_PAUSE_S
+        self._late = visit
+        try:
+            while not poll(pause):
+                pause = min(pause * 1.25, MAX_PAUSE_S)
+                self.look(visit)
+        finally:
+            self._late = None
+
+    def look(self, visit: Visit) -> None:
+        """Look for notes and at the clock.
+
+        Raises:
+            GroupEndedError: If the group has ended.
+        """
+        self.look_for_gone(visit)
+        now = monotonic()
+        if visit.timeout is not None and now > visit.tell_at + QUIET_S:
+            # This process was stopped itself: let the others speak.
+            visit.start = max(visit.start, now + 2 * visit.beat_s - visit.timeout)
+        if now >= visit.tell_at:
+            visit.tell_at = now + visit.beat_s
+            visit.is_told = True
+            self._say(visit, WAITING, now)
+        if now >= visit.warn_at:
+            visit.warn_at = math.inf
+            self._warn(visit, now)
+        if visit.timeout is not None and now >= visit.start + visit.timeout:
+            self.look_for_gone(visit, at_once=True)
+            self.end(self._stalled(visit, visit.timeout, monotonic()))
+
+    def _say(self, visit: Visit, kind: str, now: float) -> None:
+        own, call = self.transport.rank, visit.call
+        note = Note(kind, own, visit.group.name, call.number, call.describe())
+        self.transport.tell(note)
+        self._hear(note, now)
+
+    def _hear(self, note: Note, now: float) -> None:
+        key = note.group, note.rank
+        self._words[note.rank] = now, note
+        self._waiting[key] = note.number
+        if note.kind == PASSED:
+            self._passed[key] = note.number
+
+    def passed(self, visit: Visit) -> None:
+        """Tell those who still wait in a call that this worker has ended it, not stopped in it."""
+        if visit.is_told:
+            self._say(visit, PASSED, monotonic())
+
+    def absent(self) -> tuple[int, ...] | None:
+        """Return who has not come to the call that the lane waits in; None if it waits in none."""
+        visit = self._late
+        return None if visit is None else self._missing(visit)
+
+    def _missing(self, visit: Visit) -> tuple[int, ...]:
+        """Return who has not said that it waits in the call."""
+        number = visit.call.number
+        return tuple(
+            member
+            for member in visit.group.ranks
+            if self._waiting.get((visit.group.name, member), -1) < number
+        )
+
+    def _stopped(self, visit: Visit, now: float) -> tuple[int, ...]:
+        """Return who has said that it waits in the call, and says nothing any more."""
+        quiet_s = QUIET_S if visit.timeout is None else min(QUIET_S, 0.6 * visit.timeout)
+        return tuple(
+            member
+            for member in visit.group.ranks
+            if self._waiting.get((visit.group.name, member), -1) == visit.call.number
+            and self._passed.get((visit.group.name, member), -1) < visit.call.number
+            and self._words[member][0] + quiet_s < now
+        )
+
+    def _elsewhere(self, members: Iterable[int], group: str) -> tuple[int, ...]:
+        """Return those of some workers who wait in calls of other groups."""
+        return tuple(
+            member
+            for member in members
+            if member in self._words
+            and self._words[member][1].kind == WAITING
+            and self._words[member][1].group != group
+        )
+
+    def _stalled(self, visit: Visit, timeout: float, now: float) -> Failure:
+        """Say for whom a call has waited too long: it has not come, or has stopped in it.
+
+        Who waits in a call of another group has not failed to come: the order of calls differs.
+        """
+        what = visit.call.describe()
+        silent = tuple(each for each in self.transport.unreachable() if each in visit.group.ranks)
+        if silent:  # what the others have to say does not come either
+            text = (
+                f"{workers_in_words(silent)} has stopped: it keeps the store where the workers "
+                f"meet, which does not answer. Noticed in {what}, after {timeout:g} s."
+            )
+            return Failure(STALLED, text, silent, timeout)
+        missing, stopped = self._missing(visit), self._stopped(visit, now)
+        elsewhere = self._elsewhere(missing, visit.group.name)
+        absent = tuple(member for member in missing if member not in elsewhere)
+        if absent or not (stopped or elsewhere):
+            return Failure(STALLED, stall_text(absent, what, timeout), absent, timeout)
+        if stopped:
+            has = "has" if len(stopped) == 1 else "have"
+            text = (
+                f"{workers_in_words(stopped)} {has} come to {what} and stopped in it, for "
+                f"{timeout:g} s now. Look whether that process is suspended or its host is."
+            )
+            return Failure(STALLED, text, stopped, timeout)
+        where = ", ".join(
+            f"worker {each} waits in {self._words[each][1].text} of {_group_in_words(other)}"
+            for each in elsewhere
+            for other in [self._words[each][1].group]
+        )
+        own = self.transport.rank
+        text = (
+            f"Worker {own} has waited {timeout:g} s in {what} of "
+            f"{_group_in_words(visit.group.name)}, while {where}. Workers must make the calls of "
+            "groups that overlap in one order."
+        )
+        return Failure(STALLED, text, tuple(sorted((own, *elsewhere))), timeout)
+
+    def _warn(self, visit: Visit, now: float) -> None:
+        """Log for whom a call waits, and the newest word of every worker."""
+        missing = self.transport.unreachable() or self._missing(visit) or self._stopped(visit, now)
+        who = workers_in_words(missing).lower() if missing else "the others"
+        words = "; ".join(
+            f"worker {rank} {'waits in' if note.kind == WAITING else 'has ended'} {note.text}"
+            for rank, (_, note) in sorted(self._words.items())
+        )
+        limit = "for ever" if visit.timeout is None else f"for {visit.timeout:g} s"
+        LOGGER.warning(
+            "Worker %d has waited %.0f s in %s for %s, and goes on waiting, %s. Newest words: %s.",
+            self.transport.rank, now - visit.start, visit.call.describe(), who, limit, words,
+        )  # fmt: skip
+
+    def look_for_gone(self, visit: Visit, *, at_once: bool = False) -> None:
+        """Look for notes, and whether one of the group has closed before this call.
+
+        Raises:
+            GroupEndedError: If the group has ended.
+        """
+        self.read_notes(at_once=at_once, waits=at_once)
+        gone = tuple(
+            member
+            for member in visit.group.ranks
+            if self._left.get((visit.group.name, member), visit.call.number + 1)
+            <= visit.call.number
+        )
+        if gone:
+            self.end(Failure(LOST, closed_text(gone, visit.call), gone))
+
+    def read_notes(self, *, at_once: bool = False, waits: bool = True) -> None:
+        """Take note of what the others say.
+
+        Raises:
+            GroupEndedError: If one of them says that the group has ended, or it had before.
+        """
+        notes = self.transport.notes(at_once=at_once, waits=waits) if self.ended is None else ()
+        for note in notes:
+            if note.kind in (WAITING, PASSED):
+                self._hear(note, monotonic())
+            elif note.kind == LEFT:
+                self._left[note.group, note.rank] = note.number
+            elif self.ended is None:
+                self.ended = Failure(note.kind, note.text, note.ranks, note.timeout)
+                self._is_told = True
+        if self.ended is not None:
+            raise GroupEndedError(self.ended)
+
+    def end(self, failure: Failure) -> None:
+        """End the group for all workers.
+
+        Raises:
+            GroupEndedError: Always.
+        """
+        if self.ended is None:
+            self.ended = failure
+        self._tell()
+        raise GroupEndedError(self.ended)
+
+    def give_up(self) -> None:
+        """Tell the others why the group has ended, and let those in the engine return."""
+        self._tell()
+        self.transport.end()
+
+    def _tell(self) -> None:
+        failure = self.ended
+        assert failure is not None  # called at the end only
+        if not self._is_told:
+            self._is_told = True
+            self.transport.tell(
+                Note(
+                    failure.kind, self.transport.rank, text=failure.text, ranks=failure.ranks,
+                    timeout=failure.timeout,
+                )
+            )  # fmt: skip
+
+
+def _group_in_words(name: str) -> str:
+    """Return, for example, "the split of workers 0 and 2", of a group by its name."""
+    ranks = name.rpartition("/")[2].rpartition(".")[0]
+    if not ranks:
+        return "the group of all"
+    return f"the split of {workers_in_words(tuple(map(int, ranks.split(',')))).lower()}"
