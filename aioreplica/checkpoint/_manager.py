@@ -17,7 +17,7 @@ from .._functions import is_async, require_no_yield
 from ..devices import OwnedTask, require_loop
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ..telemetry import Observers
-from ._across import (
+from ._chief import (
     agree_on_restored,
     is_first,
     take_common_cut,

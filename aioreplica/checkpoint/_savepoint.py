@@ -6,7 +6,7 @@ from collections.abc import MutableSequence
 from typing import final
 
 from ..values import Variable
-from ._across import exchange_newest
+from ._chief import exchange_newest
 from ._format import Array, EntryRecord, Manifest, TensorRecord
 from ._restoring import apply_plan, make_plan
 from ._state import Cut, Deferring, Entry, StoredTensor, dtype_name, look, read_state

@@ -300,9 +300,8 @@ class Communicator(ABC):
         """
         summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
         array = as_array(x, AGREE)
-        return self._launch(
-            Call(AGREE, array, ReduceOp.parse(op), agrees=agrees, summands=summands)
-        )
+        parsed = op if isinstance(op, ReduceOp) else ReduceOp.parse(op)
+        return self._launch(Call(AGREE, array, parsed, agrees=agrees, summands=summands))
 
     # ---- groups, and their end -----------------------------------------------------------
 

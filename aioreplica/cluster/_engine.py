@@ -18,7 +18,7 @@ from typing import Any, final
 import numpy as np
 
 from ..collectives import BufferPool
-from ..devices import CompletionQueue, Op
+from ..devices import Op
 from ..devices.backends import reduce_arrays, reduce_into, result_dtype
 from ..typing import ReduceOp
 from ._communicator import (
@@ -156,7 +156,7 @@ class Visit:
         self._communicator = communicator
         self._link = communicator.link
         self._transport = communicator.link.transport
-        self._completions = CompletionQueue.of_running_loop()
+        self._completions = communicator.link.completions()
         self._result: Any = None
         self._error: BaseException | None = None
         self.call = call

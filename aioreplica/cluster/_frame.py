@@ -5,13 +5,13 @@ of them is about to do. Pure decision code: frames go in, one decision comes out
 worker.
 
 Layout, little-endian: magic and version, kind, length of the slot, run, sequence, stage, digest of
-what has to be equal, name of the step function, slot; then the room (`Room`).
+what has to be equal, name of the step function, slot; then the room for arrays that are reduced if
+all frames agree (`Workers.room`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, unique
@@ -30,7 +30,6 @@ DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 _HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
 FRAME_BYTES = -(-_HEADER_AND_SLOT // 64) * 64  # so that arrays behind it are aligned
-ROOM_MEMORY = 8  # operations: those of one training step, or two
 
 
 @final
@@ -74,8 +73,14 @@ class Frame:
     digest: bytes = bytes(DIGEST_BYTES)
     slot: bytes = b""
 
-    def encode(self, room: int = 0) -> npt.NDArray[np.uint8]:
-        """Return the bytes that are sent, with so many behind them.
+    def encode(
+        self, room: int = 0, arrays: Sequence[npt.NDArray[Any]] = ()
+    ) -> npt.NDArray[np.uint8]:
+        """Return the bytes that are sent.
+
+        Args:
+            room: How many bytes there are behind the frame, the same on all workers.
+            arrays: What is put there.
 
         Raises:
             ValueError: If the slot is too long.
@@ -89,6 +94,10 @@ class Frame:
         )  # fmt: skip
         if self.slot:
             data[_HEADER.size : _HEADER.size + len(self.slot)] = np.frombuffer(self.slot, np.uint8)
+        start = FRAME_BYTES
+        for array in arrays:
+            data[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += array.nbytes
         return data
 
     @staticmethod
@@ -209,45 +218,6 @@ def slots_if_one_collective(rows: npt.NDArray[np.uint8]) -> list[bytes] | None:
     if not all(data.startswith(header, start) for start in starts):
         return None
     return [data[start + _HEADER.size : start + _HEADER.size + length] for start in starts]
-
-
-@final
-class Room:
-    """The bytes behind each frame, for arrays that are reduced if all frames agree.
-
-    A frame has as much room as one of the last operations needed: of a training step that repeats,
-    gradients and frame are one message. Operations that agree are the same on all workers, so all
-    of them have the same room at each.
-
-    Args:
-        most: The most that is sent with a frame, in bytes.
-
-    Example:
-        >>> room = Room(1024)
-        >>> room.agreed(800), room.num_bytes
-        (None, 832)
-    """
-
-    __slots__ = ("_most", "_needed", "num_bytes")
-
-    def __init__(self, most: int) -> None:
-        self.num_bytes = 0
-        self._most = most
-        self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
-
-    def agreed(self, num_bytes: int) -> None:
-        """Learn how many bytes of arrays an operation had, on which all workers have agreed."""
-        self._needed.append(-(-num_bytes // 64) * 64 if num_bytes <= self._most else 0)
-        self.num_bytes = max(self._needed)
-
-    def filled(self, frame: Frame, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
-        """Return a frame and its room, with these arrays in it."""
-        row = frame.encode(self.num_bytes)
-        start = FRAME_BYTES
-        for array in arrays:
-            row[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            start += array.nbytes
-        return row
 
 
 def arrays_behind(

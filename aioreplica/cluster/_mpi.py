@@ -270,7 +270,7 @@ class MpiTransport(Transport):
         if not group.name:
             return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
         if group.rank == root:
-            requests = [self._send_to(group, buffer, rank) for rank in group.others()]
+            requests = [self._send_to(group, buffer, rank) for rank in group.others]
         else:
             requests = [self._receive_from(group, buffer, root)]
         return self._poll(requests, buffer)
@@ -288,8 +288,8 @@ class MpiTransport(Transport):
         return bool(group.name) or self.size <= PAIRS
 
     def _exchange(self, group: Group, parts: Any, rows: Any) -> Poll:
-        requests = [self._receive_from(group, rows[rank], rank) for rank in group.others()]
-        requests += [self._send_to(group, parts[rank], rank) for rank in group.others()]
+        requests = [self._receive_from(group, rows[rank], rank) for rank in group.others]
+        requests += [self._send_to(group, parts[rank], rank) for rank in group.others]
         return self._poll(requests, parts, rows)
 
     def _send_to(self, group: Group, array: Any, rank: int) -> object:

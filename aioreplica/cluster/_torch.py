@@ -176,6 +176,7 @@ def join(resolver: ClusterResolver, timeout: float | None, completions: Completi
 
     Raises:
         StallError: If a worker did not come in time, or the store does not answer.
+        WorkerLostError: If who keeps the store has gone.
     """
     _, dist = import_torch()
     address = str(resolver.coordinator_address)
@@ -199,9 +200,15 @@ def join(resolver: ClusterResolver, timeout: float | None, completions: Completi
             timeout_s=timeout,
             ranks=keeper,
         ) from None
-    except BaseException:
+    except BaseException as error:
         store.close()
-        raise
+        if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
+            raise
+        raise WorkerLostError(
+            f"The store at {address}, where the workers meet, is gone: who keeps it has ended "
+            f"before all had come; see what it raised. ({str(error).splitlines()[0]})",
+            ranks=() if is_kept_by_torchrun() else (0,),
+        ) from error
     return store
 
 

@@ -12,6 +12,7 @@ why the group has ended.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -62,8 +63,9 @@ class Group(NamedTuple):
         """Number of members."""
         return len(self.ranks)
 
+    @property
     def others(self) -> list[int]:
-        """Return the ranks of the other members."""
+        """The ranks of the other members."""
         return [rank for rank in range(len(self.ranks)) if rank != self.rank]
 
 
@@ -200,6 +202,7 @@ class Link:
         self.lane = lane
         self.ended: Failure | None = None
         self.members: list[EngineCommunicator] = []
+        self._completions: CompletionQueue | None = None
         self._is_told = False  # of the end, to the others
         self._waiting: dict[tuple[str, int], int] = {}
         self._passed: dict[tuple[str, int], int] = {}
@@ -208,9 +211,16 @@ class Link:
         self._late: Visit | None = None  # that waits for others
         self._held: list[Poll] = []  # exchanges that the engine may not be done with
 
+    def completions(self) -> CompletionQueue:
+        """Return the queue of the running loop, which the next call will want too."""
+        known = self._completions
+        if known is None or known.loop is not asyncio.get_running_loop():
+            known = self._completions = CompletionQueue.of_running_loop()
+        return known
+
     def put(self, fn: Callable[..., Any], *args: object) -> Op[Any]:
         """Queue a call of the engine; on the event loop."""
-        op: Op[Any] = Op(CompletionQueue.of_running_loop(), fn, args, {}, self.lane)
+        op: Op[Any] = Op(self.completions(), fn, args, {}, self.lane)
         op.put()
         return op
 

@@ -14,24 +14,37 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, final
 
-from ..collectives import Turn, broadcast_arrays, reduce_across, widen_halves
+from ..collectives import (
+    SLOT_BYTES,
+    Turn,
+    broadcast_arrays,
+    no_data,
+    reduce_across,
+    widen_halves,
+)
 from ..context import PLACE
 from ..devices import OwnedTask, is_ctrl_c
-from ..errors import ContextError, LoopMismatchError, WorkerLostError
+from ..errors import ContextError, LoopMismatchError, ReplicaRow, WorkerLostError
+from ..replica import Generation, Pending
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._engine import SMALL_BYTES
-from ._frame import Closed, Frame, FrameKind, Room, digest_of
-from ._operation import Operation
-from ._turns import InnerTurn, OpenTurn, WorkersRun
+from ._exchange import Exchange, OpenTurn
+from ._frame import Closed, Frame, FrameKind, cut_text, digest_of
+from ._rows import WorkerRows
 
 CLOSING_S = 30.0
 """How long `aclose` waits for the other workers, unless the communicator has a timeout."""
+
+ROOM_MEMORY = 8
+"""Exchanges that the room behind a frame is for: those of one training step, or two."""
 
 
 @final
@@ -48,6 +61,7 @@ class Workers:
 
     Attributes:
         left_by: What the block of the strategy is being left by; told to the others at its end.
+        room: Bytes behind each frame, for arrays that are reduced if all frames agree.
     """
 
     def __init__(
@@ -67,11 +81,11 @@ class Workers:
         self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
-        self.last: Operation[Any] | None = None
+        self.last: Exchange[Any] | None = None
         self._next_run = 0
         self._has_greeted = False
         self._num_closed = 0
-        self.room = self._new_room()
+        self._forget_room()
         self._broken: BaseException | None = None
         self.left_by: BaseException | None = None
         self.merging: OpenTurn | None = None
@@ -143,7 +157,7 @@ class Workers:
         """
         merging = self.merging
         if merging is not None and PLACE.get().in_merge:
-            yield InnerTurn(merging, what, signature)
+            yield merging.inner(what, signature)
             return
         async with self.run(what) as run:
             with run.turn(what, signature, 1) as turn:
@@ -181,7 +195,7 @@ class Workers:
         """The communicator, once all workers have met; before that `connect` gives it."""
         return self._communicator if self._has_greeted else None
 
-    def before(self) -> Operation[Any] | None:
+    def before(self) -> Exchange[Any] | None:
         """Return the last operation, which others wait for; None if its event loop has ended."""
         last = self.last
         if last is None or last.get_loop() is asyncio.get_running_loop():
@@ -244,8 +258,20 @@ class Workers:
                 ranks=getattr(error, "ranks", ()),
             ) from error
 
-    def _new_room(self) -> Room:
-        return Room(SMALL_BYTES // self.num_workers)
+    def agreed(self, num_bytes: int) -> None:
+        """Learn how many bytes of arrays an exchange had, on which all workers have agreed.
+
+        A frame has as much room behind it as one of the last exchanges needed: of a training step
+        that repeats, gradients and frame are one message. What all have agreed on is the same on
+        all, and so is the room.
+        """
+        most = SMALL_BYTES // self.num_workers
+        self._needed.append(-(-num_bytes // 64) * 64 if num_bytes <= most else 0)
+        self.room = max(self._needed)
+
+    def _forget_room(self) -> None:
+        self.room = 0
+        self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
 
     async def connect(self) -> Communicator:
         """Connect, and meet the other workers for the first time.
@@ -308,7 +334,7 @@ class Workers:
             self._broken = None
             self._has_greeted = False
             self._next_run = 0
-            self.room = self._new_room()
+            self._forget_room()
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -333,7 +359,7 @@ class Workers:
             self.last = self._queue_of_runs = self._broken = self.left_by = None
             self._has_greeted = False
             self._next_run = 0
-            self.room = self._new_room()
+            self._forget_room()
             if communicator is not None:
                 await communicator.aclose()
 
@@ -357,3 +383,153 @@ class Workers:
         """Give up at once, as the interpreter is interrupted."""
         if self._communicator is not None and self._broken is None:
             self.break_off(KeyboardInterrupt("the program was interrupted."))
+
+
+@final
+class WorkersRun:
+    """One run as it meets the same run of the other workers.
+
+    Args:
+        workers: Whose run it is.
+        function: Name of the step function.
+        step: Number of the step, for errors.
+
+    Attributes:
+        workers: The same.
+        function: The same.
+        step: The same.
+        number: Of the run, equal on all workers; None before the first operation.
+        is_over: Whether it has ended, or was ended by another worker.
+        ended_by: What another worker has ended it with, or None.
+        local_rows: Describe the replicas of this worker, for errors.
+    """
+
+    __slots__ = (
+        "_loop",
+        "_tail",
+        "ended_by",
+        "function",
+        "is_over",
+        "local_rows",
+        "number",
+        "step",
+        "workers",
+    )
+
+    def __init__(self, workers: Workers, function: str, step: int | None) -> None:
+        self.workers = workers
+        self.function = function
+        self.step = step
+        self.number: int | None = None
+        self.is_over = False
+        self.ended_by: Exception | None = None
+        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
+        self._tail: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()  # device threads take turns too
+
+    @property
+    def first_replica(self) -> int:
+        """The id of this worker's first replica among those of all."""
+        return self.workers.first_replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of all workers."""
+        return self.workers.num_replicas
+
+    def raise_if_over(self) -> None:
+        """Raise what the run was ended with, if it is over.
+
+        Raises:
+            CancelledError: If it was this worker that ended it.
+            Exception: What another worker has ended it with.
+        """
+        if self.ended_by is not None:
+            raise self.ended_by
+        if self.is_over:
+            raise asyncio.CancelledError
+
+    def begin(self, step: int, local_rows: Callable[[], Sequence[ReplicaRow]]) -> None:
+        """Learn of the replicas that have been made for it.
+
+        Args:
+            step: Number of the step.
+            local_rows: Describes the replicas.
+        """
+        self.step = step
+        self.local_rows = local_rows
+
+    def merge(self, generation: Generation) -> Pending:
+        """Take a turn for a generation that is complete here; return what to await."""
+        call = generation.calls[0]
+        turn = self.turn(call.describe(), call.collective.signature(call), call.sequence)
+        try:
+            merging = call.collective.across(generation.group, generation.calls, turn)
+        except BaseException:
+            turn.end()
+            raise
+        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
+        pending.turn = turn
+        return pending
+
+    def absent_workers(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to where this one waits; None if not known."""
+        communicator = self.workers.connected
+        return None if communicator is None else communicator._absent()
+
+    def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
+        """Take the turn after those that were taken before."""
+        before, self._tail = self._tail, asyncio.Future(loop=self._loop)
+        return OpenTurn(self, what, signature, sequence, before, self._tail)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other workers that the run has failed here, unless they know."""
+        if self.is_over:
+            return
+        self.is_over = True
+        cause = cut_text(cause_of(error), SLOT_BYTES)
+        frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
+        if not self.workers.is_broken:
+            Exchange(self, frame, "the failure", self.where, no_data).enter()
+
+    def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
+        """Tell the other workers that this one is closed, and why: the last operation there is."""
+        cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
+        frame = Frame(FrameKind.CLOSED, 0, slot=cause)
+        goodbye = Exchange(self, frame, "the end", self.where, no_data)
+        goodbye.enter()
+        return goodbye
+
+    def numbered(self, frame: Frame) -> Frame:
+        """Return a frame of this run with its number, which the first operation gives it."""
+        if self.number is None:
+            self.number = self.workers.new_run_number()
+        return frame if frame.run == self.number else replace(frame, run=self.number)
+
+    def end(self, error: Exception) -> None:
+        """End the run with what another worker has made of it."""
+        self.is_over = True
+        self.ended_by = error
+
+    def where(self, frame: Frame, what: str = "-", signature: str = "") -> WorkerRows:
+        """Describe where this worker is."""
+        first = self.first_replica
+        rows: Sequence[ReplicaRow] = () if self.local_rows is None else self.local_rows()
+        if not rows:
+            rows = [
+                ReplicaRow(first + i, "-", "outside", what, "-")
+                for i in range(self.workers.num_local_replicas)
+            ]
+        return WorkerRows(frame.run, self.function, what, signature, tuple(rows))
+
+
+def cause_of(error: BaseException) -> str:
+    """Name an error in a line, for the other workers; Ctrl-C comes as a cancellation."""
+    if isinstance(error, asyncio.CancelledError) and is_ctrl_c():
+        return "KeyboardInterrupt"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _as_they_are(parts: object) -> Any:
+    return parts

@@ -2,8 +2,8 @@
 
 from .._export import export_public
 from ._across import SLOT_BYTES as SLOT_BYTES
-from ._across import Ahead as Ahead
 from ._across import Carry as Carry
+from ._across import Summands as Summands
 from ._across import Turn as Turn
 from ._across import Wire as Wire
 from ._across import broadcast_arrays as broadcast_arrays

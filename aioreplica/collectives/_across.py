@@ -12,8 +12,7 @@ import asyncio
 import math
 import struct
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Container, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from ..devices.backends import backend_of, join_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._kind import array_like, half_dtype, narrowed, widened
+from ._plan import Layout, Pack, joined, views_into
 from ._reduce import reduce_leaves
 
 Array = npt.NDArray[Any]
@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 SLOT_BYTES = 384
 """What a frame has room for."""
-
-PACKED_BYTES = 256 * 1024
-"""Arrays up to this size are sent together; joining larger ones would cost more than it saves."""
 
 NO_HALVES: Mapping[int, Any] = MappingProxyType({})
 
@@ -63,74 +60,21 @@ Carry: TypeAlias = Callable[[Wire, list[bytes]], T | Coroutine[Any, Any, T]]
 """What is done once all frames agree, see `Turn.exchange`."""
 
 
-@final
-class Ahead:
-    """Arrays that are reduced as soon as all frames agree, before anything else is carried.
-
-    Args:
-        op: The operator.
-        arrays: What this worker brings.
-        are_lent: Whether they are a caller's own, who may write them once its wait was cancelled.
-
-    Attributes:
-        op: The same.
-        arrays: The same; copies of them once they were given back.
-        totals: What came of each; None if the engine left it to `carry`.
-    """
-
-    __slots__ = ("_are_lent", "_are_read", "_lock", "arrays", "op", "totals")
-
-    def __init__(self, op: ReduceOp, arrays: list[Array], *, are_lent: bool) -> None:
-        self.op = op
-        self.arrays = arrays
-        self.totals: Sequence[Array] | None = None
-        self._are_lent = are_lent
-        self._are_read = False
-        self._lock = threading.Lock()  # the engine's thread begins to read
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
-
-    def begin(self) -> None:
-        """Say that the arrays are read from now on."""
-        with self._lock:
-            self._are_read = True
-
-    def give_back(self) -> bool:
-        """Go on without the caller's arrays, by copies; false if they are being read."""
-        with self._lock:
-            if self._are_lent and not self._are_read:
-                self.arrays[:] = [each.copy() for each in self.arrays]
-                self._are_lent = False
-            return not self._are_lent
-
-
-class Turn(ABC):
+class Turn(Protocol):
     """The time in which one collective of a worker meets the same one of all other workers.
 
     Turns are taken in the order of the collectives, whatever their local parts take.
 
-    Args:
+    Attributes:
         rank: The number of this worker, from 0.
         num_workers: How many workers meet.
         num_local_replicas: How many replicas each of them has.
-
-    Attributes:
-        rank: The same.
-        num_workers: The same.
-        num_local_replicas: The same.
     """
 
-    __slots__ = ("num_local_replicas", "num_workers", "rank")
+    rank: int
+    num_workers: int
+    num_local_replicas: int
 
-    def __init__(self, rank: int, num_workers: int, num_local_replicas: int) -> None:
-        self.rank = rank
-        self.num_workers = num_workers
-        self.num_local_replicas = num_local_replicas
-
-    @abstractmethod
     def exchange(
         self,
         slot: bytes,
@@ -139,7 +83,7 @@ class Turn(ABC):
         what: str = "",
         signature: str = "",
         layout: str = "",
-        ahead: Ahead | None = None,
+        ahead: Summands | None = None,
     ) -> asyncio.Future[T]:
         """Send a frame to all workers; if all agree, carry larger data.
 
@@ -164,7 +108,6 @@ class Turn(ABC):
             What was begun goes on without the caller: the other workers need it.
         """
 
-    @abstractmethod
     def merging(self) -> AbstractContextManager[None]:
         """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
 
@@ -233,86 +176,114 @@ def reduce_across(
     Determinism:
         In rank order, element by element.
     """
-    reduction = _Reduction(op, leaves, halves, are_lent=are_lent)
-    slot = b"".join(map(_as_bytes, reduction.small))
+    summands = Summands(op, leaves, halves, are_lent=are_lent)
     return turn.exchange(
-        slot, reduction.carry, what=what, signature=signature, layout=reduction.layout,
-        ahead=reduction.ahead,
+        summands.slot(), summands.carry, what=what, signature=signature, layout=summands.layout,
+        ahead=summands if summands.arrays else None,
     )  # fmt: skip
 
 
 @final
-class _Reduction:
-    """Leaves on their way: small ones in the slot, arrays ahead, then what is left.
+class Summands:
+    """Leaves of a worker on their way to be reduced: small ones in the slot, arrays ahead.
+
+    Arrays are reduced as soon as all frames agree, before anything else is carried.
 
     Args:
         op: The operator.
-        leaves: Of this worker.
+        leaves: What this worker brings.
         halves: Which of them were widened, and from what.
-        are_lent: Whether they are a replica's own.
+        are_lent: Whether they are a caller's own, who may write them once its wait was cancelled.
 
     Attributes:
+        op: The same.
         layout: Describes all leaves as they are sent, and so how many bytes go where.
-        small: Those that go in the slot.
-        ahead: Arrays, joined where they are small; None if there are none.
+        arrays: Arrays, joined where they are small; copies of them once they were given back.
+        totals: What came of each; None if that was left to `carry`.
     """
 
     __slots__ = (
-        "_groups",
-        "_halves",
-        "_in_slot",
-        "_leaves",
-        "_op",
-        "_sent",
-        "ahead",
-        "layout",
-        "small",
-    )
+        "_are_lent", "_are_read", "_halves", "_in_slot", "_leaves", "_lock", "_packs", "_sent",
+        "_singles", "arrays", "layout", "op", "totals",
+    )  # fmt: skip
 
     def __init__(
-        self, op: ReduceOp, leaves: Sequence[Any], halves: Mapping[int, Any], *, are_lent: bool
+        self,
+        op: ReduceOp,
+        leaves: Sequence[Any],
+        halves: Mapping[int, Any] = NO_HALVES,
+        *,
+        are_lent: bool,
     ) -> None:
-        self._op = op
+        self.op = op
+        self.totals: Sequence[Array] | None = None
         self._leaves = leaves
         self._halves = halves
         self._sent = sent = [_sent_form(leaf) for leaf in leaves]
         self.layout = ", ".join(map(sent_text, sent))
         self._in_slot = _indices_in_slot(sent)
-        self._groups = _groups(sent, self._in_slot)
-        self.small = [sent[i] for i in self._in_slot]
-        joined = [_joined([sent[i] for i in group]) for group in self._groups]
-        self.ahead = Ahead(op, joined, are_lent=are_lent) if joined else None
+        self._packs: Sequence[Pack] = ()
+        self._singles: Sequence[int] = ()
+        if len(sent) == 1 and type(sent[0]) is np.ndarray:
+            self._singles = () if self._in_slot else (0,)
+        elif len(self._in_slot) < len(sent):
+            packing = Layout(sent, 0)
+            self._packs, self._singles = packing.packs, packing.singles
+        self.arrays: list[Array] = [joined(sent, pack) for pack in self._packs]
+        self.arrays += [np.ascontiguousarray(sent[i]) for i in self._singles]
+        self._are_lent = are_lent
+        self._are_read = False
+        self._lock = threading.Lock()  # the engine's thread begins to read
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def slot(self) -> bytes:
+        """Return the small leaves."""
+        return b"".join(_as_bytes(self._sent[i]) for i in self._in_slot)
+
+    def begin(self) -> None:
+        """Say that the arrays are read from now on."""
+        with self._lock:
+            self._are_read = True
+
+    def give_back(self) -> bool:
+        """Go on without the caller's arrays, by copies; false if they are being read."""
+        with self._lock:
+            if self._are_lent and not self._are_read:
+                self.arrays[:] = [each.copy() for each in self.arrays]
+                self._are_lent = False
+            return not self._are_lent
 
     def carry(self, wire: Wire, slots: list[bytes]) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         """Combine what has come; carry what has not."""
         results: list[Any] = [None] * len(self._sent)
-        rows = [_unpacked(slot, self.small) for slot in slots]
+        small = [self._sent[i] for i in self._in_slot]
+        rows = [_unpacked(slot, small) for slot in slots]
         for i, column in zip(self._in_slot, zip(*rows, strict=True), strict=True):
-            results[i] = _combine(self._op, column)
-        if self.ahead is not None and self.ahead.totals is not None:
-            self._cut(self.ahead.totals, results)
+            results[i] = _combine(self.op, column)
+        if self.arrays and self.totals is not None:
+            self._cut(self.totals, results)
         if any(result is None for result in results):
             return self._carry_rest(wire, results)
         return self._as_before(results)
 
     async def _carry_rest(self, wire: Wire, results: list[Any]) -> list[Any]:
-        ahead, op = self.ahead, self._op
-        if ahead is not None and ahead.totals is None:
-            ahead.begin()
-            self._cut([await wire.all_reduce(each, op) for each in ahead.arrays], results)
-        await _reduce_others(wire, op, self._sent, results)
+        if self.totals is None:
+            self.begin()
+            self._cut([await wire.all_reduce(each, self.op) for each in self.arrays], results)
+        await _reduce_others(wire, self.op, self._sent, results)
         return self._as_before(results)
 
     def _cut(self, totals: Sequence[Array], results: list[Any]) -> None:
-        for group, total in zip(self._groups, totals, strict=True):
-            if len(group) == 1:
-                results[group[0]] = _frozen(total.reshape(self._sent[group[0]].shape))
-                continue
-            start = 0
-            for i in group:
-                shape = self._sent[i].shape
-                stop = start + math.prod(shape)
-                results[i], start = _frozen(total[start:stop].reshape(shape)), stop
+        """Take the totals apart into the leaves' shapes."""
+        for pack, total in zip(self._packs, totals, strict=False):
+            for i, part in zip(pack.indices, views_into(_frozen(total), pack), strict=True):
+                results[i] = part
+        for i, total in zip(self._singles, totals[len(self._packs) :], strict=True):
+            results[i] = _frozen(total.reshape(self._sent[i].shape))
 
     def _as_before(self, results: list[Any]) -> list[Any]:
         found = [_as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
@@ -342,28 +313,6 @@ async def _reduce_others(wire: Wire, op: ReduceOp, sent: Sequence[Any], results:
     for i, leaf in enumerate(sent):
         if isinstance(leaf, IndexedSlices):
             results[i] = reduce_leaves(op, await _gather_slices(wire, leaf))
-
-
-def _groups(leaves: Sequence[Any], in_slot: Container[int]) -> list[list[int]]:
-    """Put small arrays of one dtype together, in their order; large ones stay alone."""
-    groups: list[list[int]] = []
-    together: dict[str, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        if type(leaf) is not np.ndarray or index in in_slot:
-            continue
-        if leaf.nbytes > PACKED_BYTES:
-            groups.append([index])
-        elif leaf.dtype.char in together:
-            together[leaf.dtype.char].append(index)
-        else:
-            groups.append(together.setdefault(leaf.dtype.char, [index]))
-    return groups
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    if len(arrays) == 1:
-        return np.ascontiguousarray(arrays[0])
-    return np.concatenate([array.reshape(-1) for array in arrays])
 
 
 def _frozen(array: Array) -> Array:

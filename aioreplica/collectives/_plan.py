@@ -222,7 +222,7 @@ class ReductionPlan:
                 partial(_reduce_pack, self._op, total, columns, pack.portions),
             )
         )
-        views = _views_into(_read_only(total), pack)
+        views = views_into(_read_only(total), pack)
         if span is not None:
             self.results[span] = views
         else:
@@ -289,7 +289,13 @@ def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> object:
         return np.concatenate(arrays, axis=None)
 
 
-def _views_into(flat: Any, pack: Pack) -> list[Any]:
+def joined(leaves: Sequence[Any], pack: Pack) -> Any:
+    """Return the arrays of a pack, one behind the other, in one of their own."""
+    arrays = [leaves[index] for index in pack.indices]
+    return _joined(arrays, arrays[0].dtype)
+
+
+def views_into(flat: Any, pack: Pack) -> list[Any]:
     """Take the flat result of a pack apart into arrays of the leaves' shapes."""
     if pack.common_shape:
         return list(flat.reshape(len(pack.shapes), *pack.common_shape))

@@ -8,19 +8,22 @@ unchanged. Arrays are immutable once they are here, so the entries share one rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ..collectives import (
     CommunicationOptions,
     concatenate,
+    gather_across,
     gather_difference,
+    join_across,
     leaf_bytes,
     leaf_difference,
+    reduce_across,
     reduce_over_axis,
     require_axis,
     require_dense,
@@ -29,16 +32,19 @@ from ..collectives import (
     widen_halves,
 )
 from ..devices import INLINE_BYTES, Device, require_device, run_together
-from ..tree import TreeSpec, flatten, leaves, map_leaves, unflatten
-from ..typing import ReduceOp
+from ..replica import joined_text, payload_signature
+from ..tree import LEAF_SPEC, TreeSpec, flatten, leaves, map_leaves, unflatten
+from ..typing import ReduceOp, VariableAggregation
 from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
-from ._across import Local, gather_leaves_across, reduce_axis_across, reduce_leaves_across
 from ._runtime import Replicas
 
 if TYPE_CHECKING:
     from ..cluster import Workers
 
 Axis = int | tuple[int, ...] | None
+
+Local: TypeAlias = tuple[list[Any], Mapping[int, Any]]
+"""What a worker has made of its replicas' leaves, and the dtypes of those that were widened."""
 
 
 async def reduce_tree(
@@ -393,3 +399,68 @@ def _require_destination(
         f"{what} cannot go to a {kind}. Pass a device or its name, a variable, or a distributed "
         "value."
     )
+
+
+# ---- over several workers ------------------------------------------------------------------------
+
+
+async def reduce_leaves_across(
+    workers: Workers, op: ReduceOp, name: str, local: Callable[[], Awaitable[Local]]
+) -> list[Any]:
+    """Reduce here, in the turn of the operation, then over the workers.
+
+    Args:
+        workers: The other workers.
+        op: The operator.
+        name: Of the operation.
+        local: Reduces the values of this worker's replicas: the leaves, and which are widened.
+    """
+    async with workers.operation(name, op.name) as turn:
+        leaves, halves = await local()
+        return await reduce_across(turn, op, leaves, halves=halves)
+
+
+async def reduce_axis_across(
+    workers: Workers, op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]
+) -> Any:
+    """Reduce one leaf over axes of each component and over the replicas of all workers."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if op is not ReduceOp.MEAN:
+        rows, halves = widen_halves(op, [[part] for part in column])
+        local = reduce_over_axis(op, [part for [part] in rows], axis)
+        async with workers.operation("reduce", f"{op.name} {axes}") as turn:
+            return (await reduce_across(turn, op, [local], halves=halves))[0]
+    wide = [np.asarray(part) for part in column]
+    dtype = wide[0].dtype
+    if dtype.kind in "iub" or dtype.itemsize < 4:
+        wide = [part.astype(np.float64) for part in wide]
+    total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axis))
+    count = sum(int(np.prod([part.shape[one] for one in axes], dtype=np.int64)) for part in wide)
+    async with workers.operation("reduce", f"MEAN {axes}") as turn:
+        total, count = await reduce_across(turn, ReduceOp.SUM, [total, count])
+    if not count:
+        raise ValueError(f"MEAN over axis {axis!r} of empty components is undefined.")
+    mean = np.asarray(total / count)
+    mean = mean if dtype.kind in "iub" else mean.astype(dtype, copy=False)
+    mean.flags.writeable = False
+    return mean[()] if mean.ndim == 0 else mean
+
+
+async def read_variable(workers: Workers | None, variable: Variable, what: str) -> Any:
+    """Return what a reader outside the replicas sees of a variable of all workers."""
+    how = variable.aggregation
+    if workers is None or variable.is_mirrored or how is VariableAggregation.NONE:
+        return variable.value  # or an error that says why it has none
+    return await workers.aggregate(what, variable.name, how, variable.components)
+
+
+async def gather_leaves_across(workers: Workers, tree: object, axis: int) -> list[Any]:
+    """Join the leaves that each worker has joined."""
+    leaves, spec = flatten(tree)
+    text = payload_signature(leaves, spec if leaves else LEAF_SPEC, _joined(axis)) if leaves else ""
+    async with workers.operation("gather", f"axis {axis}: {text}") as turn:
+        return [join_across(parts, axis) for parts in await gather_across(turn, leaves, axis)]
+
+
+def _joined(axis: int) -> Callable[[Any], str]:
+    return lambda leaf: joined_text(leaf, axis)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from .._functions import is_async, require_finished, require_no_yield
+from ..collectives import no_data
 from ..input import InputContext, InputTarget, OpenLoops
 from ..values import PerReplica
-from ._across import agreed_batches
 from ._runtime import Runtime
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
+
+BATCHES_BYTES = 4
+MAX_BATCHES = 2 ** (8 * BATCHES_BYTES) - 1
 
 
 @final
@@ -73,3 +79,16 @@ def input_target(runtime: Runtime) -> InputTarget:
         runtime.lifecycle.open,
         None if workers is None else partial(agreed_batches, workers),
     )
+
+
+async def agreed_batches(workers: Workers, num_left: int) -> int:
+    """Tell how many batches every worker has, at least: a loop ends on all of them together.
+
+    Args:
+        workers: The other workers.
+        num_left: How many this one is sure to have.
+    """
+    own = min(num_left, MAX_BATCHES).to_bytes(BATCHES_BYTES, "little")
+    async with workers.operation("next batch", "") as turn:
+        slots = await turn.exchange(own, no_data)
+    return min(int.from_bytes(slot, "little") for slot in slots)

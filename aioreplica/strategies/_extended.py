@@ -24,8 +24,7 @@ from ..values import (
     split_arguments,
     update_components,
 )
-from ._across import read_variable
-from ._combine import broadcast_value, reduce_pairs
+from ._combine import broadcast_value, read_variable, reduce_pairs
 from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:

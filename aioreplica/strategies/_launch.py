@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from .._functions import UNFINISHED, is_async, require_no_yield, unfinished_error
+from ..collectives import broadcast_arrays
 from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
 from ..replica import SEND_BOUND, ReplicaGroup, RunningReplica, run_device_program
 from ..values import regroup_results, split_per_replica
-from ._across import equalize, function_name
 from ._run_options import RunOptions
 from ._runtime import Runtime
 
@@ -199,3 +199,33 @@ def require_runnable(fn: Any, args: object, options: object) -> None:
         )
     if options is not None and not isinstance(options, RunOptions):
         raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
+
+
+def function_name(fn: Any) -> str:
+    """Return the name of a step function."""
+    return getattr(fn, "__qualname__", None) or type(fn).__qualname__
+
+
+async def equalize(runtime: Runtime, across: WorkersRun) -> None:
+    """Give variables that were made since the last run the values of worker 0.
+
+    Raises:
+        MergeMismatchError: If workers have made different variables.
+    """
+    table = runtime.variable_table
+    number, made = table.made_since_last()
+    if not made:
+        table.are_equal_up_to(number)
+        return
+    kinds = [(each, "" if each.is_mirrored else " on read") for each in made]
+    text = "; ".join(f"{v.name!r}: {v.dtype}{list(v.shape)}{kind}" for v, kind in kinds)
+    mirrored = [variable for variable in made if variable.is_mirrored]
+    with across.turn("new variables", text, 0) as turn:
+        arrays = await broadcast_arrays(turn, [variable.components[0] for variable in mirrored])
+    changes = {}
+    for variable, array in zip(mirrored, arrays, strict=True):
+        if array.tobytes() != variable.components[0].tobytes():
+            changes[variable] = (array,) * len(variable.components)
+    if changes:
+        runtime.store.write(changes)
+    table.are_equal_up_to(number)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import final
 
 from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
-from ..collectives import CommunicationOptions, require_options
+from ..collectives import CommunicationOptions, gather_bytes, require_options
 from ..devices import Device
-from ._across import agree_on_names
 from ._mirrored import chosen_devices
 from ._one_device import new_mirrored
+from ._runtime import VariableTable
 from ._strategy import Strategy
 
 SHRUNK = "shrink"
@@ -201,3 +202,20 @@ async def _connect(
         engine=None if implementation == "auto" else implementation,
         timeout=None if options is None else options.timeout_seconds,
     )
+
+
+async def agree_on_names(workers: Workers, table: VariableTable) -> None:
+    """Take the variables that any worker has for equal: those that others make later too.
+
+    Workers that have put back one state may differ in slots, which an optimizer makes when it
+    first needs them, with the values of that state.
+    """
+    import json  # a first run needs none
+
+    names = json.dumps([variable.name for variable in table.all()]).encode()
+    async with workers.operation("shrink", "variables") as turn:
+        told: asyncio.Future[list[bytes]] = turn.exchange(
+            b"", lambda wire, _slots: gather_bytes(wire, names)
+        )
+        rows = await told
+    table.are_equal(name for row in rows for name in json.loads(row))

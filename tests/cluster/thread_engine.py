@@ -59,17 +59,17 @@ class ThreadTransport(Transport):
         self._num_exchanges: Counter[str] = Counter()  # by group
 
     def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
-        rows, others = recv.reshape(group.size, -1), group.others()
+        rows, others = recv.reshape(group.size, -1), group.others
         return self._exchange(group, dict.fromkeys(others, send), rows, others)
 
     def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
-        parts, others = np.split(send, np.cumsum(counts)[:-1]), group.others()
+        parts, others = np.split(send, np.cumsum(counts)[:-1]), group.others
         rows = recv.reshape(group.size, counts[group.rank])
         return self._exchange(group, {each: parts[each] for each in others}, rows, others)
 
     def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
         if group.rank == root:
-            return self._exchange(group, dict.fromkeys(group.others(), buffer), None, ())
+            return self._exchange(group, dict.fromkeys(group.others, buffer), None, ())
         return self._exchange(group, {}, {root: buffer}, [root])
 
     def barrier(self, group: Group) -> Poll:

@@ -10,9 +10,11 @@ import copy
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -182,6 +184,45 @@ async def leaving(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
     except WorkerLostError as error:
         return row_of(error)
     return "nobody left"
+
+
+async def path(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Files and classes that an all_reduce passes, on the event loop and the engine's thread."""
+    from tests.repo.test_paths import PACKAGE, properties
+
+    passed: set[tuple[str, str]] = set()
+    watched: list[bool] = []
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        is_named = code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<"
+        if watched and event == "call" and is_named:
+            passed.add((code.co_filename.removeprefix(PACKAGE), code.co_qualname))
+
+    async def step() -> None:
+        ctx, value = me(), np.ones(512)
+        for _ in range(10):  # makes what is made once
+            await ctx.all_reduce("sum", value)
+        is_last = ctx.replica_id_in_sync_group % 2 == 0
+        if is_last:
+            await asyncio.sleep(0)  # the other replica of this worker waits by now
+            watched.append(True)
+            sys.setprofile(note)
+        await ctx.all_reduce("sum", value)
+        if is_last:
+            sys.setprofile(None)
+            watched.clear()
+
+    threading.setprofile(note)  # before the engine's thread is started
+    await strategy.run(step)
+    threading.setprofile(None)
+    skipped = properties()
+    named = {(file, name) for file, name in passed if name not in skipped}
+    classes = {(file, name.split(".")[0]) for file, name in named if "." in name}
+    return {
+        "files": sorted({file for file, _ in named}),
+        "classes": sorted(name for _, name in classes if name.lstrip("_")[0].isupper()),
+    }
 
 
 def _copied(strategy: ar.MultiWorkerMirroredStrategy) -> str:

@@ -27,6 +27,14 @@ def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
         assert "float64[] on worker 0 and SUM; number on worker 1" in told
 
 
+def test_an_all_reduce_passes_few_files_and_classes() -> None:
+    for row in results_of(mpi(2, "path", program=STRATEGY_PROGRAM), 2):
+        assert "Exchange" in row["classes"]
+        assert len(row["files"]) <= 26, row["files"]
+        # A worker that waits for half a second says so, by a note.
+        assert len({*row["classes"]} - {"Note"}) <= 26, row["classes"]
+
+
 @pytest.mark.parametrize(
     ("launch", "how", "name"),
     [(mpi, "raise", "ValueError: bad batch"), (mpi, "exit", "SystemExit: 3"),

@@ -10,7 +10,7 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
-from aioreplica.collectives import Ahead
+from aioreplica.collectives import Summands
 from aioreplica.replica._meeting_point import MeetingPoint
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.strategies.workers import outcomes, strategies
@@ -59,7 +59,7 @@ def test_writes_of_a_cancelled_step_do_not_reach_the_others(
 ) -> None:
     """A single replica's array is lent: it is copied, or not written before it was sent."""
     if is_read:
-        monkeypatch.setattr(Ahead, "give_back", lambda _self: False)
+        monkeypatch.setattr(Summands, "give_back", lambda _self: False)
     post = MeetingPoint.post
 
     async def main() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from aioreplica.cluster import Communicator, LocalCommunicator, Workers
-from aioreplica.collectives import Ahead, Turn, no_data, reduce_across
+from aioreplica.collectives import Summands, Turn, no_data, reduce_across
 from aioreplica.errors import WorkerLostError
 from aioreplica.typing import ReduceOp
 
@@ -120,7 +120,7 @@ async def test_an_error_of_the_engine_ends_the_group(is_async: bool) -> None:
 async def test_a_wait_that_is_cancelled_while_arrays_are_read_ends_with_the_operation() -> None:
     all_workers, _ = both_workers()
     own = np.ones(100_000)
-    ahead = Ahead(ReduceOp.SUM, [own], are_lent=True)
+    ahead = Summands(ReduceOp.SUM, [own], are_lent=True)
     seen: list[Any] = []
 
     async def late(turn: Turn) -> Any:

@@ -1,18 +1,19 @@
-"""An operation across workers: the frames of all, then what follows from them.
+"""An exchange across workers: the frames of all, then what follows from them; and its turn.
 
-One is a future that goes from stage to stage in callbacks, because a small reduction in a training
-step would cost less than the tasks that wait for it. Tasks are made only where there is more to
-carry than what came with the frames.
+An exchange is a future that goes from stage to stage in callbacks, because a small reduction in a
+training step would cost less than the tasks that wait for it. Tasks are made only where there is
+more to carry than what came with the frames.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import Ahead, Carry, gather_bytes, no_data
+from ..collectives import Carry, Summands, gather_bytes, no_data
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
@@ -27,20 +28,21 @@ from ._frame import (
     FrameKind,
     arrays_behind,
     decide,
+    digest_of,
     slots_if_one_collective,
 )
 from ._rows import WorkerRows, workers_mismatch_error
 
 if TYPE_CHECKING:
-    from ._turns import WorkersRun
+    from ._workers import WorkersRun
 
 T = TypeVar("T")
-NOTHING_AHEAD = Ahead(ReduceOp.SUM, [], are_lent=False)
+NOTHING_AHEAD = Summands(ReduceOp.SUM, [], are_lent=False)
 
 
 @final
-class Operation(asyncio.Future[T]):
-    """Operation of a worker with all others; it is completed even if nobody awaits it.
+class Exchange(asyncio.Future[T]):
+    """Exchange of a worker with all others; it is completed even if nobody awaits it.
 
     Args:
         run: Of which it is a part.
@@ -52,10 +54,10 @@ class Operation(asyncio.Future[T]):
 
     Attributes:
         frame: The same.
-        is_over: Whether all is done, so that the next operation may begin.
+        is_over: Whether all is done, so that the next one may begin.
 
     Cancellation:
-        Ends the wait at once, and the operation goes on: the other workers need it. While a
+        Ends the wait at once, and the exchange goes on: the other workers need it. While a
         caller's own arrays are being sent, it ends the wait when that is over.
     """
 
@@ -71,7 +73,7 @@ class Operation(asyncio.Future[T]):
         what: str,
         where: Callable[[Frame], WorkerRows],
         carry: Carry[T],
-        ahead: Ahead = NOTHING_AHEAD,
+        ahead: Summands = NOTHING_AHEAD,
     ) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.frame = frame
@@ -101,7 +103,7 @@ class Operation(asyncio.Future[T]):
         return self._ahead.give_back()
 
     def when_over(self, fn: Callable[[], object]) -> None:
-        """Call something when the operation is over, or soon if it is."""
+        """Call something when the exchange is over, or soon if it is."""
         if self.is_over:
             self.get_loop().call_soon(fn)
         else:
@@ -135,7 +137,7 @@ class Operation(asyncio.Future[T]):
     # ---- from stage to stage -------------------------------------------------------------
 
     def enter(self, _before: object = None) -> None:
-        """Begin when the operations before are over, unless the wait was cancelled already."""
+        """Begin when the exchanges before are over, unless the wait was cancelled already."""
         if self.done():
             self._end()
             return
@@ -176,10 +178,10 @@ class Operation(asyncio.Future[T]):
         try:
             frame = self.frame = run.numbered(self.frame)
             communicator._what = f"{self._what} of run {frame.run} ({run.function})"
-            is_behind = ahead.num_bytes <= room.num_bytes
+            is_behind = ahead.num_bytes <= room
             behind, after = (ahead.arrays, []) if is_behind else ((), ahead.arrays)
             came = communicator.all_gather_then_reduce(
-                room.filled(frame, behind), partial(self._look, ahead, is_behind), after, ahead.op
+                frame.encode(room, behind), partial(self._look, ahead, is_behind), after, ahead.op
             )
             came.add_done_callback(partial(self._came, communicator))
         except BaseException as error:
@@ -187,7 +189,7 @@ class Operation(asyncio.Future[T]):
             if not isinstance(error, Exception):
                 raise
 
-    def _look(self, ahead: Ahead, is_behind: bool, rows: Any) -> bool:
+    def _look(self, ahead: Summands, is_behind: bool, rows: Any) -> bool:
         """Tell whether to reduce what follows; on the engine's thread, which then does it."""
         slots = self._slots = slots_if_one_collective(rows)
         if slots is None:
@@ -214,7 +216,7 @@ class Operation(asyncio.Future[T]):
                     self._spawn(self._disagree(communicator, frames, decision))
                     return
                 slots = decision.slots
-            self._run.workers.room.agreed(ahead.num_bytes)
+            self._run.workers.agreed(ahead.num_bytes)
             found = self._carry(communicator, slots)
         except BaseException as error:
             self._break(error)
@@ -297,6 +299,124 @@ class Operation(asyncio.Future[T]):
         then, self._then = self._then, []
         for fn in then:
             self.get_loop().call_soon(fn)
+
+
+@final
+class OpenTurn:
+    """The turn of one collective.
+
+    Args:
+        run: Of the run.
+        what: Names the collective.
+        signature: What has to be equal on all workers.
+        sequence: Number of the collective.
+        before: Done when the turn before has ended; None for the first.
+        ended: To be done when this one has.
+        outer: The turn of a merge function, in which this is an operation.
+
+    Attributes:
+        rank: The number of this worker, from 0.
+        num_workers: How many workers meet.
+        num_local_replicas: How many replicas each of them has.
+    """
+
+    __slots__ = (
+        "_before", "_ended", "_lent", "_outer", "_run", "_sequence", "_signature", "_stage",
+        "_what", "num_local_replicas", "num_workers", "rank",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        run: WorkersRun,
+        what: str,
+        signature: str,
+        sequence: int,
+        before: asyncio.Future[None] | None,
+        ended: asyncio.Future[None],
+        outer: OpenTurn | None = None,
+    ) -> None:
+        workers = run.workers
+        self.rank, self.num_workers = workers.rank, workers.num_workers
+        self.num_local_replicas = workers.num_local_replicas
+        self._run = run
+        self._what = what
+        self._signature = signature
+        self._sequence = sequence
+        self._stage = 0
+        self._before = before
+        self._ended = ended
+        self._outer = outer
+        self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
+
+    def exchange(
+        self,
+        slot: bytes,
+        carry: Carry[T],
+        *,
+        what: str = "",
+        signature: str = "",
+        layout: str = "",
+        ahead: Summands | None = None,
+    ) -> Exchange[T]:
+        """Send a frame to all workers; if all agree, carry larger data."""
+        if self._outer is not None:
+            return self._outer.exchange(
+                slot, carry, what=what or self._what, signature=signature or self._signature,
+                layout=layout, ahead=ahead,
+            )  # fmt: skip
+        run = self._run
+        name = f"{what} in {self._what}" if what else self._what
+        signature = f"{signature} {self._signature}" if signature else self._signature
+        stage, self._stage = self._stage, self._stage + 1
+        digest = digest_of(name, signature, layout)
+        frame = Frame(
+            FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
+        )
+
+        def where(sent: Frame) -> WorkerRows:
+            known = layout in signature  # nothing new for an error
+            return run.where(sent, name, signature if known else f"{signature} sent as {layout}")
+
+        exchange = Exchange(run, frame, name, where, carry, ahead or NOTHING_AHEAD)
+        if ahead is not None:
+            self._lent = exchange
+        before, self._before = self._before, None
+        if before is None or before.done():
+            exchange.enter()
+        else:
+            before.add_done_callback(exchange.enter)
+        return exchange
+
+    def inner(self, what: str, signature: str) -> OpenTurn:
+        """Return an operation in this turn, which is that of a merge function."""
+        outer = self._outer or self
+        return OpenTurn(self._run, what, signature, self._sequence, None, self._ended, outer)
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
+        workers = self._run.workers
+        workers.merging = self
+        try:
+            yield
+        finally:
+            workers.merging = None
+
+    def give_back(self) -> Exchange[Any] | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
+        lent = self._lent
+        return None if lent is None or lent.give_back() else lent
+
+    def end(self) -> None:
+        """Let the next turn begin."""
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def __enter__(self) -> OpenTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 def failed_error(failed: Failed) -> WorkerLostError:
