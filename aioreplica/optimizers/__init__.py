@@ -26,6 +26,7 @@ from ._local_sgd import LocalSGD as LocalSGD
 from ._loss import DynamicLossScale as DynamicLossScale
 from ._loss import LossScale as LossScale
 from ._loss import LossScaling as LossScaling
+from ._loss import ScaleRule as ScaleRule
 from ._loss import differentiate_loss as differentiate_loss
 from ._merged_gradient import merge_gradients as merge_gradients
 from ._moving_average import BlockingMovingAverage as BlockingMovingAverage
@@ -36,6 +37,7 @@ from ._optimizer import recipe_of as recipe_of
 from ._settings import OptimizerOptions as OptimizerOptions
 from ._settings import StepSettings as StepSettings
 from ._slots import working_dtype as working_dtype
+from ._step import FinishedGradients as FinishedGradients
 from ._step import finish_gradients as finish_gradients
 from ._step import take_step as take_step
 

@@ -97,6 +97,7 @@ class _Rule:
         options: Mapping[str, object],
     ) -> None:
         self.torch = torch
+        self.lock = Lock()
         self._class = optimizer_class
         self._options = dict(options)
         self._examples: dict[int, tuple[int, ...]] = {}  # a shape that each group takes
@@ -105,6 +106,7 @@ class _Rule:
         self.writes_gradients = bool(options.get("foreach"))  # SGD does, with nesterov
         self.groups = [dict(group) for group in groups or [{"params": ()}]]
         self.group_of: dict[Variable, int] = {}
+        self._group_named: dict[str, int] = {}  # where it came from another process
         for index, group in enumerate(self.groups):
             for variable in group.pop("params", ()):
                 if not isinstance(variable, Variable):
@@ -121,6 +123,32 @@ class _Rule:
             for name in self._tried_out(index, {len(v.shape) for v in own} or {1, 2}):
                 if name not in self.slot_names:
                     self.slot_names = (*self.slot_names, name)
+
+    def group_for(self, variable: Variable) -> int:
+        """Return the group of a variable; one that is in none goes into the first, if that is open.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        found = self.group_of.get(variable)
+        if found is None:
+            found = self._group_named.get(variable.name, 0 if self.is_open else None)
+            if found is None:
+                raise ValueError(
+                    f"Variable {variable.name!r} has a gradient but is in no group of from_torch. "
+                    "Add it to one, or leave its pair out."
+                )
+            self.group_of[variable] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        named = {variable.name: index for variable, index in self.group_of.items()}
+        kept = {name: value for name, value in vars(self).items() if name != "lock"}
+        return {**kept, "group_of": {}, "_group_named": {**self._group_named, **named}}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.lock = Lock()
 
     def new_optimizer(self, parameters: Sequence[Sequence[Any]], *, is_fused: bool = False) -> Any:
         """Make an optimizer of torch with the parameters of each group."""
@@ -225,6 +253,9 @@ class _Schedule:
         kept = ("params", "fused")  # the second is ours
         return [{k: v for k, v in group.items() if k not in kept} for group in groups]
 
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _Schedule, (self._rule, self._make)
+
     def _begin(self) -> None:
         torch = self._rule.torch
         parameters = [[self._rule.example(index)] for index in range(len(self._rule.groups))]
@@ -242,27 +273,25 @@ class _Schedule:
 class _FromTorch(JointOptimizer):
     """Lets torch take each step."""
 
+    takes_each_alone = True
+    _made: tuple[object, ...] = ()  # for which variables and factors
+    _variables: Sequence[Variable] = ()
+    _optimizer: object = None
+    _parameters: Sequence[Any] = ()
+
     def __init__(self, rule: _Rule, schedule: _Schedule | None, options: OptimizerOptions) -> None:
         super().__init__(1.0, (NUM_UPDATES, *rule.slot_names), **options)
         self._rule = rule
         self._schedule = schedule
-        self._lock = Lock()
-        self._made: tuple[object, ...] = ()  # for which variables and factors
-        self._variables: list[Variable] = []
-        self._optimizer: object = None
-        self._parameters: list[object] = []
-        self._nothing = rule.torch.zeros(0)
+
+    def attributes_of_rule(self) -> Mapping[str, Any]:
+        """Return torch's class and its options, and the scheduler."""
+        return {"_rule": self._rule, "_schedule": self._schedule}
 
     def start(self, variables: Sequence[Variable]) -> Sequence[Variable]:
         """Check that all are in a group; there is no state beside the slots."""
         for variable in variables:
-            if variable not in self._rule.group_of:
-                if not self._rule.is_open:
-                    raise ValueError(
-                        f"Variable {variable.name!r} has a gradient but is in no group of "
-                        "from_torch. Add it to one, or leave its pair out."
-                    )
-                self._rule.group_of[variable] = 0
+            self._rule.group_for(variable)
         return ()
 
     def new_slot(self, name: str, variable: Variable) -> Array:
@@ -270,7 +299,7 @@ class _FromTorch(JointOptimizer):
         if name == NUM_UPDATES:
             return np.array(0)
         dtype = working_dtype(variable.dtype)
-        state = self._rule.first_state(variable.shape, dtype, self._rule.group_of[variable])
+        state = self._rule.first_state(variable.shape, dtype, self._rule.group_for(variable))
         return state.get(name, np.zeros(()))
 
     def prepare(self, learning_rate: float, iteration: int) -> tuple[float, int]:
@@ -289,7 +318,7 @@ class _FromTorch(JointOptimizer):
         """Copy values and slots to new memory, where torch moves them."""
         factors = [factor for factor, _ in prepared]
         everything = [variable for group in groups for variable in group]
-        with self._lock:  # runs that go on at the same time share torch's optimizer
+        with self._rule.lock:  # runs that go on at the same time share torch's optimizer
             for old, new in write.begin(everything):
                 self._step(variables, factors, prepared[0][1], gradients, old, new)
         self.is_warm = True
@@ -336,12 +365,12 @@ class _FromTorch(JointOptimizer):
                 if part is not tensor and part is not None:
                     tensor.copy_(rule.checked_tensor(name, part))
             parameter.grad = None
-            parameter.data = self._nothing  # it would hold a buffer that the next step can use
+            parameter.data = torch.zeros(0)  # it would hold a buffer that the next step can use
         state.clear()
 
     def _optimizer_for(
         self, variables: Sequence[Variable], factors: Sequence[float], is_fused: bool
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         """Return torch's optimizer of these variables, each in a group for its factor."""
         wanted = (is_fused, *map(id, variables), *factors)
         if wanted != self._made:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from weakref import WeakSet
 
 import numpy as np
 
 from ..autodiff import differentiate_variables
-from ..context import PLACE
-from ..values import Variable, Weighted
+from ..context import BESIDE, CLOSURE, PLACE
+from ..errors import ContextError
+from ..values import Variable, Weighted, local_value
 from ._checks import checked_number, require_outside_replicas
 from ._gradient import ScaledGradient
 from ._slots import new_variable
@@ -178,11 +179,42 @@ class LossScale(LossScaling):
 
 
 @final
+class ScaleRule(NamedTuple):
+    """Rule by which a loss scale follows the steps.
+
+    Attributes:
+        growth_interval: After how many finite steps in a row it grows.
+        factor: What it grows and shrinks by.
+        minimum: Where it stops shrinking.
+    """
+
+    growth_interval: int
+    factor: float
+    minimum: float
+
+    def after(self, scale: float, num_finite: int, is_finite: bool) -> tuple[float, int]:
+        """Return the scale, and the number of finite steps since it changed, after one more step.
+
+        Args:
+            scale: Before it.
+            num_finite: Before it.
+            is_finite: Whether its gradients were.
+        """
+        if not is_finite:
+            return max(scale / self.factor, self.minimum), 0
+        if num_finite + 1 < self.growth_interval:
+            return scale, num_finite + 1
+        larger = scale * self.factor
+        return (larger if math.isfinite(larger) else scale), 0
+
+
+@final
 class DynamicLossScale(LossScaling):
     """A loss scale that halves when gradients overflow and doubles after a while without.
 
     Make it in `strategy.scope()`, with the optimizer. Its state is part of the optimizer's write:
-    a step that is skipped changes the scale and nothing else, on all replicas.
+    a step that is skipped changes the scale and nothing else, on all replicas. With parameter
+    servers it lives on one of them, and closures tell it how their steps went.
 
     Args:
         initial_scale: Where it starts.
@@ -203,7 +235,7 @@ class DynamicLossScale(LossScaling):
         Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
 
-    __slots__ = ("_factor", "_finite_steps", "_growth_interval", "_minimum", "_scale")
+    __slots__ = ("_finite_steps", "_scale", "rule")
 
     def __init__(
         self,
@@ -219,18 +251,27 @@ class DynamicLossScale(LossScaling):
             raise TypeError(f"growth_interval must be an int, got {growth_interval!r}.")
         if growth_interval < 1:
             raise ValueError(f"growth_interval must be at least 1, got {growth_interval}.")
-        self._growth_interval = growth_interval
-        self._factor = checked_number("factor", factor, "> 1", lambda number: number > 1)
-        self._minimum = checked_number(
-            "minimum", minimum, f"> 0 and at most initial_scale={start:g}", lambda m: 0 < m <= start
-        )
+        self.rule = ScaleRule(
+            growth_interval,
+            checked_number("factor", factor, "> 1", lambda number: number > 1),
+            checked_number(
+                "minimum", minimum, f"> 0 and at most initial_scale={start:g}",
+                lambda m: 0 < m <= start,
+            ),
+        )  # fmt: skip
         strategy = PLACE.get().strategy
         self._scale = new_variable(strategy, np.float64(start), "loss_scale")
-        self._finite_steps = new_variable(strategy, np.int64(0), "loss_scale_finite_steps")
+        token = BESIDE.set(self._scale)  # on the same server, if they live on one
+        try:
+            self._finite_steps = new_variable(strategy, np.int64(0), "loss_scale_finite_steps")
+        finally:
+            BESIDE.reset(token)
 
     @property
     def scale(self) -> float:
         """The number that losses are multiplied with now."""
+        if CLOSURE.get() is not None:  # it may live on a parameter server
+            return float(local_value(self._scale))
         return float(self._scale.components[0])
 
     @property
@@ -245,19 +286,16 @@ class DynamicLossScale(LossScaling):
 
     def after(self, is_finite: bool) -> Mapping[Variable, Any]:
         """Return the scale and the count after one more step."""
-        scale, steps = self.scale, int(self._finite_steps.components[0]) + 1
-        if not is_finite:
-            return {
-                self._scale: max(scale / self._factor, self._minimum),
-                self._finite_steps: 0,
-            }
-        if steps < self._growth_interval:
-            return {self._finite_steps: steps}
-        larger = scale * self._factor
-        return {self._scale: larger if math.isfinite(larger) else scale, self._finite_steps: 0}
+        old, steps = self.scale, int(self._finite_steps.components[0])
+        scale, steps = self.rule.after(old, steps, is_finite)
+        changed = {self._finite_steps: steps}
+        return changed if steps else {self._scale: scale, **changed}
 
     def __repr__(self) -> str:
-        return f"<DynamicLossScale | {self.scale:g}>"
+        try:
+            return f"<DynamicLossScale | {self.scale:g}>"
+        except ContextError:
+            return "<DynamicLossScale on a parameter server>"
 
 
 def checked_loss_scale(value: Any, strategy: Any) -> LossScaling | None:

@@ -41,7 +41,7 @@ from ._checks import (
     written,
 )
 from ._gradient import merged_pairs
-from ._loss import DynamicLossScale, LossScaling, Pairs
+from ._loss import LossScaling, Pairs
 from ._merged_gradient import merge_gradients
 from ._settings import OnNonFinite, StepSettings, checked_settings
 from ._slots import SlotTable, new_variable
@@ -62,6 +62,10 @@ class UpdateRule(ABC):
 
     is_elementwise = False
     is_joint = False
+
+    def attributes_of_rule(self) -> Mapping[str, Any]:
+        """Return what the rule keeps in the object, to make another one elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "_settings"}
 
     @abstractmethod
     def new_slot(self, name: str, variable: Variable) -> Array:
@@ -450,9 +454,11 @@ class JointOptimizer(Optimizer):
 
     Attributes:
         is_warm: Whether an update was made, so that the next one compiles nothing.
+        takes_each_alone: Whether each variable is updated as if it were the only one.
     """
 
     is_joint = True
+    takes_each_alone = False
     is_warm = False
 
     @abstractmethod
@@ -547,32 +553,26 @@ def recipe_of(optimizer: Optimizer, variables: Sequence[Variable]) -> OptimizerR
         variables: Those that it may update.
 
     Raises:
-        TypeError: If its rule needs all variables at once, or state that changes with every step.
+        TypeError: If its rule needs all variables at once.
     """
     settings = optimizer.settings
     what = f"{type(optimizer).__name__} {settings.iterations.name!r}"
-    if optimizer.is_joint:
+    if isinstance(optimizer, JointOptimizer) and not optimizer.takes_each_alone:
         raise TypeError(
             f"{what} updates all variables together, but on parameter servers each is updated "
-            "where it lives. Use one of ar.optimizers, or derive one from ElementwiseOptimizer."
-        )
-    if isinstance(settings.loss_scaling, DynamicLossScale):
-        raise TypeError(
-            f"{what} has a DynamicLossScale, which follows every step. On parameter servers use a "
-            "LossScale."
-        )
-    if isinstance(settings.learning_rate, ReduceOnPlateau):
-        raise TypeError(
-            f"{what} has the schedule ReduceOnPlateau, which keeps variables of its own. On "
-            "parameter servers set optimizer.learning_rate instead."
+            "where it lives, when a gradient comes. Use one of ar.optimizers or from_torch, whose "
+            "rules take each variable by itself, or derive one from ElementwiseOptimizer."
         )
     names = ("learning_rate", "clipping", "loss_scaling", "on_non_finite", "is_mean")
     options = {name: getattr(settings, name) for name in names}
+    if isinstance(settings.learning_rate, ReduceOnPlateau):
+        options["learning_rate"] = settings.learning_rate(0)
     of = settings.multiplier_of
     known = {} if of is None else {variable.name: of(variable) for variable in variables}
     options["multiplier_of"] = partial(_multiplier_by_name, known) if known else None
-    attributes = {name: value for name, value in vars(optimizer).items() if name != "_settings"}
-    return OptimizerRecipe(type(optimizer), attributes, options, settings.slots.names)
+    return OptimizerRecipe(
+        type(optimizer), optimizer.attributes_of_rule(), options, settings.slots.names
+    )
 
 
 def _multiplier_by_name(known: Mapping[str, float], variable: Variable) -> float:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -261,11 +261,26 @@ def publish(
     return is_done
 
 
+@final
+class FinishedGradients(NamedTuple):
+    """Gradients that are ready for the rule.
+
+    Attributes:
+        gradients: By variable; None if the step is to be skipped.
+        norm: Of all of them before clipping; None if it was not measured.
+        scale: Of the loss, if the step is to be skipped and there was one.
+    """
+
+    gradients: list[Any] | None
+    norm: float | None
+    scale: float | None = None
+
+
 def finish_gradients(
     optimizer: Optimizer,
     variables: Sequence[Variable],
     gradients: Sequence[object],
-) -> tuple[list[Any] | None, float | None]:
+) -> FinishedGradients:
     """Sum rows, unscale, check and clip, where the rule is applied elsewhere.
 
     Args:
@@ -274,8 +289,7 @@ def finish_gradients(
         gradients: As `checked_pairs` gives them.
 
     Returns:
-        Gradients to be applied, None if the step is to be skipped; and the norm of all of them
-        before clipping, None if it was not measured.
+        What is to be applied, and what was found out about it.
 
     Raises:
         NonFiniteError: If one is not finite, unless such steps are skipped.
@@ -294,8 +308,9 @@ def finish_gradients(
     if settings.on_non_finite != "ignore" and not all(each.is_finite for each in merged):
         if settings.skipped is None:
             raise next(each for each in merged if not each.is_finite).non_finite_error()
-        return None, None
-    return finished, norm
+        used = max((each.scale for each in merged if each.scale is not None), default=None)
+        return FinishedGradients(None, None, used)
+    return FinishedGradients(finished, norm)
 
 
 # ---- parts of these ------------------------------------------------------------------------------

@@ -191,3 +191,11 @@ def learn_next(table: Any, iterator: Any, gate: FileGate) -> int:
     row: int = next(iterator)
     add_row(table, row, gate)
     return row
+
+
+def scaled_step(w: Any, optimizer: Any, gradient: float) -> float:
+    """Apply a gradient as `compute_gradients` gives it: times the loss scale, which is returned."""
+    scale = optimizer.loss_scale.scale
+    whole = np.full(w.shape, gradient * scale, w.dtype)
+    optimizer.apply_gradients([(ar.optimizers.ScaledGradient(whole, scale), w)])
+    return float(scale)

@@ -543,10 +543,10 @@ def _scale_after(
     of_scale, of_steps = scaling.variables
     scale, steps = trace.read(of_scale), trace.read(of_steps) + 1
     if not is_finite:
-        smaller = jnp.maximum(scale / scaling._factor, scaling._minimum)
+        smaller = jnp.maximum(scale / scaling.rule.factor, scaling.rule.minimum)
         return {of_scale: smaller, of_steps: jnp.zeros_like(steps)}
-    larger = scale * scaling._factor
-    grows = steps >= scaling._growth_interval
+    larger = scale * scaling.rule.factor
+    grows = steps >= scaling.rule.growth_interval
     return {
         of_scale: jnp.where(grows & jnp.isfinite(larger), larger, scale),
         of_steps: jnp.where(grows, 0, steps),

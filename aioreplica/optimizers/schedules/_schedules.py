@@ -224,7 +224,8 @@ class ReduceOnPlateau:
     """A learning rate that falls when a metric has not improved for a while.
 
     Make it in `strategy.scope()`, with the optimizer, and tell it the metric outside the step, such
-    as once per epoch. Its state is in variables, which `optimizer.variables` has.
+    as once per epoch. Its state is in variables, which `optimizer.variables` has. With parameter
+    servers these live in the program, and a closure has the rate of when it was scheduled.
 
     Args:
         initial_learning_rate: Where it starts.
@@ -285,6 +286,8 @@ class ReduceOnPlateau:
             )
         self._mode = mode
         strategy = PLACE.get().strategy
+        if strategy is not None and strategy.elsewhere is not None:
+            strategy = None  # it is observed here; closures are told the rate
         worst = np.float64(np.inf if mode == "min" else -np.inf)
         self._rate = new_variable(strategy, np.float64(start), "learning_rate")
         self._best = new_variable(strategy, worst, "learning_rate_best_metric")

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, cast, final
 from uuid import uuid4
 
 import numpy as np
@@ -18,12 +18,14 @@ from ...cluster import ClosureWorker, StateHandle
 from ...context import CARRIER, CLOSURE, DEFAULT_PLACE, PLACE
 from ...errors import ContextError, StallError
 from ...optimizers import (
+    DynamicLossScale,
+    FinishedGradients,
     Optimizer,
     checked_pairs,
     finish_gradients,
 )
 from ...values import Done, Variable, Weighted, local_value
-from ._messages import Array, Count, Gradient, Item, Key, Pull, Stamp, Write
+from ._messages import Array, Count, Gradient, Item, Judgement, Key, Pull, Stamp, Write
 from ._packing import Packed, Reduced, pack, unpack
 from ._splits import Element, LeasedIterator, SplitReader
 from ._variables import ServedVariable, fitting_push, split_value
@@ -236,22 +238,42 @@ class ClosureContext:
         """Push gradients to where the variables are; see `Optimizer.apply_gradients`."""
         gradients, variables = checked_pairs(pairs)
         self._check_owned(optimizer, variables, global_step)
-        finished, norm = finish_gradients(optimizer, variables, gradients)
+        _check_whole(optimizer, variables)
+        finished = finish_gradients(optimizer, variables, gradients)
         with self._lock:
-            if finished is None:
+            if finished.gradients is None:
                 self._count(optimizer.skipped_steps)
             else:
-                self._push_step(optimizer, variables, finished, norm, global_step)
+                self._push_step(optimizer, variables, finished, global_step)
+            self._judge(optimizer, finished)
         return Done()
+
+    def _judge(self, optimizer: Optimizer, finished: FinishedGradients) -> None:
+        """Tell a loss scale that follows the steps how this one went."""
+        scaling, is_finite = optimizer.loss_scale, finished.gradients is not None
+        if not isinstance(scaling, DynamicLossScale):
+            return
+        if is_finite:
+            is_next = scaling.is_next_step_of(optimizer)
+            scaling.applied_by(optimizer)
+            if not is_next:
+                return  # an optimizer that shares it has told
+        scale, num_finite = (cast(ServedVariable, each).spec for each in scaling.variables)
+        key = (scale.variable_id, 0)
+        other = (num_finite.variable_id, 0)
+        item = Judgement(key, self._ordinal(key), other, scaling.rule, is_finite, finished.scale)
+        self._push({scale.shards[0].server: [item]})
+        for number in (key[0], other[0]):
+            self._values.pop(number, None)
 
     def _push_step(
         self,
         optimizer: Optimizer,
         variables: Sequence[Variable],
-        gradients: Sequence[object],
-        norm: float | None,
+        finished: FinishedGradients,
         global_step: Variable | None,
     ) -> None:
+        gradients, norm = finished.gradients or (), finished.norm
         iterations: Any = optimizer.iterations
         home = iterations.spec.shards[0].server
         number = iterations.spec.variable_id
@@ -478,6 +500,18 @@ def _failed(error: BaseException, context: ClosureContext) -> ClosureFailedError
 
 async def _awaited(result: Any) -> object:
     return await result
+
+
+def _check_whole(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Refuse cut variables for a rule that looks at a whole one."""
+    cut = [v for v in variables if isinstance(v, ServedVariable) and v.num_shards > 1]
+    if optimizer.is_joint and cut:
+        raise TypeError(
+            f"{type(optimizer).__name__} {optimizer.iterations.name!r} is an optimizer of torch, "
+            f"which keeps one state for a whole variable, but {cut[0].name!r} is cut into "
+            f"{cut[0].num_shards} shards. Use one of ar.optimizers for it, or have the partitioner "
+            "leave it whole."
+        )
 
 
 def _split_gradient(spec: Any, gradient: Any) -> list[tuple[int, Any]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from ...optimizers import working_dtype
 from ...values import Variable, VariableOptions
-from ._messages import Array, Key
+from ._messages import Array, Key, SlotSpec
 from ._servers import Servers
 from ._variables import ServedVariable, new_served, split_value
 
@@ -52,9 +51,12 @@ class Elsewhere:
         found = await self._servers.all(
             dict.fromkeys(range(self._servers.num_servers), ()), "slots"
         )
-        pairs = {(key[0], slot[0]) for each in found.values() for key, slot in each}
+        pairs: dict[tuple[int, int], dict[str, SlotSpec]] = {}
+        for each in found.values():
+            for spec in each:
+                pairs.setdefault((spec.key[0], spec.slot[0]), {})[spec.slot[1]] = spec
         made: list[ServedVariable] = []
-        for number, optimizer in sorted(pairs):
+        for (number, optimizer), specs in sorted(pairs.items()):
             variable, settings = (
                 self._servers.variables.get(number),
                 self._servers.settings.get(optimizer),
@@ -65,18 +67,18 @@ class Elsewhere:
             known = settings.slots.made.get(variable)
             if known is None:
                 known = tuple(
-                    self._slot_variable(variable, optimizer, name)
+                    self._slot_variable(variable, specs[name])
                     for name in settings.slots.names_of(variable)
                 )
                 settings.slots.made[variable] = known
             made += [slot for slot in known if not slot.is_home]
         return made
 
-    def _slot_variable(self, variable: ServedVariable, optimizer: int, name: str) -> ServedVariable:
-        full = f"{variable.name}/{name}"
-        dtype = working_dtype(variable.dtype)
+    def _slot_variable(self, variable: ServedVariable, slot: SlotSpec) -> ServedVariable:
+        full = f"{variable.name}/{slot.slot[1]}"
+        shape = slot.shape if variable.num_shards == 1 else variable.shape
         spec = variable.spec._replace(
-            name=full, dtype=dtype, trainable=False, slot=(optimizer, name)
+            name=full, shape=shape, dtype=slot.dtype, trainable=False, slot=slot.slot
         )
         options = VariableOptions(full, trainable=False, aggregation=variable.aggregation)
         return new_served(spec, options, variable.store, self._servers)

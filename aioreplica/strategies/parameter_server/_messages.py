@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from ...optimizers import ScaleRule
 from ...values import IndexedSlices
 from ._partition import Shard
 
@@ -118,7 +119,28 @@ class Gradient(NamedTuple):
     recipe: int = 0
 
 
-Item: TypeAlias = Write | Count | Gradient
+@final
+class Judgement(NamedTuple):
+    """Says whether the gradients of a step were finite, to a loss scale that follows them.
+
+    Attributes:
+        key: The scale.
+        ordinal: As in `Write`.
+        num_finite: The number of finite steps since it changed, on the same server.
+        rule: How it follows.
+        is_finite: Whether they were.
+        used: The scale that they had, if they were not; a smaller one has answered to that.
+    """
+
+    key: Key
+    ordinal: int
+    num_finite: Key
+    rule: ScaleRule
+    is_finite: bool
+    used: float | None
+
+
+Item: TypeAlias = Write | Count | Gradient | Judgement
 
 
 @final
@@ -155,6 +177,23 @@ class NewShard(NamedTuple):
     name: str
     trainable: bool
     constraint: Any
+
+
+@final
+class SlotSpec(NamedTuple):
+    """Description of a slot beside a shard.
+
+    Attributes:
+        key: The shard.
+        slot: Which one.
+        shape: Its own; that of the shard, but for some of torch's.
+        dtype: Of its elements.
+    """
+
+    key: Key
+    slot: Slot
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 @final

@@ -80,11 +80,13 @@ class HomeSide:
 
     Attributes:
         recipes: Of the optimizers that were named, by number: which settings, and these, pickled.
+        refused: Why an optimizer cannot be used in closures; None if all can.
     """
 
     def __init__(self, strategy: Any) -> None:  # Any: it needs this class
         self._strategy = strategy
         self.recipes: dict[int, tuple[int, bytes]] = {}
+        self.refused: TypeError | None = None
 
     def find(self, name: Any) -> Any:
         """Return the variable that a result names."""
@@ -140,7 +142,11 @@ class HomeSide:
         return optimizer_in_closure, (recipe, version, *counters)
 
     def _recipe(self, optimizer: Optimizer) -> OptimizerRecipe:
-        return recipe_of(optimizer, self._strategy._runtime.variable_table.all())
+        try:
+            return recipe_of(optimizer, self._strategy._runtime.variable_table.all())
+        except TypeError as error:
+            self.refused = error
+            raise
 
 
 def variable_in_closure(spec: Spec, options: VariableOptions) -> ServedVariable:
@@ -185,7 +191,7 @@ def pack_call(fn: Any, args: object, kwargs: object, side: HomeSide, what: str) 
     except Exception as error:
         from ...devices.processes import obstacle
 
-        if isinstance(error, ContextError | ValueError):
+        if isinstance(error, ContextError | ValueError) or error is side.refused:
             raise
         things = {"the function": fn, "args": args, "kwargs": kwargs}
         where, reason = obstacle(things, side, error)

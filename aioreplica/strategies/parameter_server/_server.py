@@ -27,11 +27,13 @@ from ._messages import (
     Count,
     Gradient,
     Item,
+    Judgement,
     Key,
     NewShard,
     Pull,
     ServerStatistics,
     Slot,
+    SlotSpec,
     Stamp,
     Write,
     num_bytes,
@@ -185,12 +187,28 @@ class ParameterServer:
         if isinstance(item, Gradient):
             self._apply_gradient(item, shard, counts)
             return
+        if isinstance(item, Judgement):
+            self._judge(item, shard)
+            return
         verb, value = ("assign_add", 1) if isinstance(item, Count) else (item.verb, item.value)
         new = combined(shard, verb, shard.components[0], fitting(shard, value))
         shard.store.write({shard: (new,)})
         self._totals.pushes += 1
         if isinstance(item, Count):
             counts[item.key] = int(shard.components[0])
+
+    def _judge(self, item: Judgement, shard: PlainVariable) -> None:
+        """Have a loss scale follow a step."""
+        scale, counter = float(shard.components[0]), self._shards[item.num_finite]
+        if not item.is_finite and item.used is not None and item.used > scale:
+            return  # another step has found out already that it was too large
+        num_finite = int(counter.components[0])
+        scale, num_finite = item.rule.after(scale, num_finite, item.is_finite)
+        new = {counter: (_frozen(np.int64(num_finite)),)}
+        if not num_finite:
+            new[shard] = (_frozen(np.float64(scale)),)
+        shard.store.write(new)
+        self._totals.pushes += 1
 
     def _apply_gradient(self, item: Gradient, shard: PlainVariable, counts: dict[Key, int]) -> None:
         totals = self._totals
@@ -219,15 +237,20 @@ class ParameterServer:
 
     # ---- checkpoints -----------------------------------------------------------------------
 
-    def slots(self) -> list[tuple[Key, Slot]]:
+    def slots(self) -> list[SlotSpec]:
         """Return every slot that there is."""
-        return [
-            (key, (number, name))
-            for key, shard in self._shards.items()
-            for number, optimizer in self._optimizers.items()
-            if optimizer.settings.slots.made.get(shard) is not None
-            for name in optimizer.settings.slots.names_of(shard)
-        ]
+        found: list[SlotSpec] = []
+        for key, shard in self._shards.items():
+            for number, optimizer in self._optimizers.items():
+                table = optimizer.settings.slots
+                made = table.made.get(shard)
+                if made is not None:
+                    named = zip(table.names_of(shard), made, strict=True)
+                    found += [
+                        SlotSpec(key, (number, name), slot.shape, slot.dtype)
+                        for name, slot in named
+                    ]
+        return found
 
     def load(
         self,

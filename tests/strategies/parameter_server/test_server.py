@@ -137,7 +137,7 @@ def test_slots_come_back_with_the_values_and_are_forgotten_without() -> None:
     server = new_server(1.0)
     learn(server, ar.optimizers.SGD(1.0, momentum=0.5))
     server.push(Stamp(0, 0, 0), [gradient(0, 1.0)])
-    [(key, slot)] = server.slots()
+    [(key, slot, *_)] = server.slots()
     assert (key, slot) == (W, (ITERATIONS[0], "momentum"))
     [(_, kept)] = server.pull([Pull(W, slot=slot)])
     assert kept is not None
