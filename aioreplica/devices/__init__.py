@@ -7,6 +7,9 @@ from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics
 from ._lane import ProcessStatistics as ProcessStatistics
 from ._lane import Publication as Publication
+from ._lane import follow_others as follow_others
+from ._lane import served_streams as served_streams
+from ._lane import synchronise_lane as synchronise_lane
 from ._lane_table import COLLECTIVES as COLLECTIVES
 from ._lane_table import HOST as HOST
 from ._lane_table import LaneTable as LaneTable

@@ -13,15 +13,17 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
 from ._op import AnyOp, Op, OpProcess, OpTracker, observers_of_all
+from ._streams import DeviceStreams
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+T = TypeVar("T")
 STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
 
 
@@ -110,6 +112,7 @@ class Lane:
         nice: Added to the threads' OS niceness; ignored where the system refuses.
         background: Whether the threads run only where a core has nothing else to do.
         process: What runs the ops; None runs them in the threads.
+        streams: What the threads enqueue on; None where functions end with their work.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class Lane:
         nice: int = 5,
         background: bool = False,
         process: LaneProcess | None = None,
+        streams: DeviceStreams | None = None,
     ) -> None:
         self.name = name
+        self.streams = streams
         self._process = process
         self._observers = observers_of_all()  # for ops outside every run
         self._num_streams = num_streams
@@ -256,7 +261,7 @@ class Lane:
         _lower_priority(self._nice, self._background)
         _serving_threads()[threading.get_ident()] = self, stream
         name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
-        process = self._process
+        runner: OpProcess | None = self._process or self.streams
         while True:
             op = (self._held_back_op() if self._held_back else None) or take()
             if type(op) is not Op:
@@ -278,10 +283,10 @@ class Lane:
             observers = self._observers if tracker is None else tracker.observers
             if (tell := observers.op_started) is not None:
                 tell(op, name)
-            if process is None:
+            if runner is None:
                 op.run_claimed()
             else:
-                op.run_claimed_by(process)
+                op.run_claimed_by(runner)
             if (tell := observers.op_ended) is not None:
                 tell(op, name)
             stream.is_running = False
@@ -352,6 +357,27 @@ def served_lane() -> Lane | None:
     """Return the lane whose ops the calling thread runs, None elsewhere."""
     lane, _ = _serving_threads().get(threading.get_ident(), (None, None))
     return lane
+
+
+def served_streams() -> DeviceStreams | None:
+    """Return the streams of the lane whose ops the calling thread runs, None if it has none."""
+    lane = served_lane()
+    return None if lane is None else lane.streams
+
+
+def synchronise_lane() -> None:
+    """Wait for what the calling thread has enqueued on its lane's streams; nothing elsewhere."""
+    streams = served_streams()
+    if streams is not None:
+        streams.synchronise()
+
+
+def follow_others(value: T) -> T:
+    """Return what other threads have made, for the streams of the calling thread's lane."""
+    streams = served_streams()
+    if streams is not None:
+        streams.follow(value)
+    return value
 
 
 def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:

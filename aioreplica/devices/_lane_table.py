@@ -17,6 +17,7 @@ from ._cores import BlasBudget, BlasThreads, num_cores
 from ._gate import Gate
 from ._lane import Lane, LaneProcess, LaneStatistics, served_lane
 from ._logical import is_process_device
+from ._streams import find_streams
 
 HOST = "host"
 """Name of the lane of functions without a device."""
@@ -76,6 +77,7 @@ class LaneTable:
                     nice=self.nice,
                     background=self.background and is_device,
                     process=process,
+                    streams=find_streams(name) if is_device else None,
                 )
                 lane = self._lanes.setdefault(name, new)
         return lane

@@ -41,7 +41,7 @@ class OpQueue(Protocol):
 
 
 class OpProcess(Protocol):
-    """Runner of ops outside the thread that takes them."""
+    """Runner of ops otherwise than by a mere call: in a process, on streams."""
 
     def call(
         self,
@@ -153,7 +153,7 @@ class Op(asyncio.Future[T]):
         self._args, self._kwargs = None, RELEASED  # before anyone learns that the op is done
 
     def run_claimed_by(self, process: OpProcess) -> None:
-        """Have a process run the call, and wait for it in the calling thread."""
+        """Have something else run the call, and wait for it in the calling thread."""
         args = self._args
         assert args is not None  # as in `run_claimed`
         start = perf_counter()

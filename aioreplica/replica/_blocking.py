@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from .._functions import require_finished
 from ..collectives import CommunicationOptions
 from ..context import PLACE, CurrentReplica, Place
+from ..devices import follow_others, served_streams, synchronise_lane
 from ..errors import ContextError
 from ..typing import OpName, ReduceOp
 from ..values import Variable
@@ -105,6 +106,8 @@ class BlockingContext(BlockingCollectives):
         """Belong to the calling thread from now on; called by the strategy."""
         self._waiter.open(place)
         self._replica.thread_id = self._waiter.thread_id
+        if served_streams() is not None:
+            self._group.point.has_streams = True
 
     def leave(self) -> None:
         """Refuse everything from now on; called by the strategy."""
@@ -191,11 +194,14 @@ class BlockingContext(BlockingCollectives):
 
     def send(self, value: Any, to: int, tag: Hashable = None) -> None:
         """Hand a value to one other replica; as `ctx.send`, waiting on the device thread."""
+        if self._group.point.has_streams:
+            synchronise_lane()
         send(self._waiter, self._members, value, to, tag, sys._getframe(1))
 
     def receive(self, from_: int, tag: Hashable = None) -> Any:
         """Take the next value of another replica; as `ctx.receive`, waiting on the thread."""
-        return receive(self._waiter, self._members, from_, tag, sys._getframe(1))
+        found = receive(self._waiter, self._members, from_, tag, sys._getframe(1))
+        return follow_others(found) if self._group.point.has_streams else found
 
     def call_on_host(
         self, fn: Callable[..., Any], args: tuple[object, ...], place: Place, name: str
@@ -213,8 +219,9 @@ class BlockingContext(BlockingCollectives):
         self.require_here("outside_compilation")
         context = copy_context()
         context.run(PLACE.set, place)
+        synchronise_lane()
         with self._shown(name):
-            return call_on_host(self._group.point, fn, args, context, name)
+            return follow_others(call_on_host(self._group.point, fn, args, context, name))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:

@@ -13,7 +13,15 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 from ..context import LOOP, PLACE
-from ..devices import HOST, OpTracker, lend_lane, name_of_served_lane, new_gate
+from ..devices import (
+    HOST,
+    OpTracker,
+    follow_others,
+    lend_lane,
+    name_of_served_lane,
+    new_gate,
+    synchronise_lane,
+)
 from ._meeting import Call, Generation, WaitedFor
 from ._meeting_point import MeetingPoint, Waiter
 from ._messages import Transfer
@@ -47,6 +55,8 @@ class ThreadWaiter(Waiter):
                 call.context.run(LOOP.set, None)  # the others may be in another step
         point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
         assert lock is not None  # threads meet here
+        if point.has_streams:
+            synchronise_lane()
         now_s = point.now()
         with lock:
             if point.is_aborted:
@@ -65,7 +75,8 @@ class ThreadWaiter(Waiter):
             point.merge(decided)
             if not must_wait:
                 if decided.is_merged:
-                    return decided.take(call.position)
+                    part = decided.take(call.position)
+                    return follow_others(part) if point.has_streams else part
                 with lock:
                     must_wait = not decided.is_merged and not point.is_aborted
                     if must_wait:
@@ -78,7 +89,8 @@ class ThreadWaiter(Waiter):
             self.wait_for(decided, timeout_s, call)
         if point.is_aborted and not decided.is_merged:  # else what was written is kept: finish
             raise asyncio.CancelledError
-        return decided.take(call.position)
+        part = decided.take(call.position)
+        return follow_others(part) if point.has_streams else part
 
     def elsewhere(self, call: Call) -> Any:
         """Raise a ContextError: only the device thread makes the calls of its replica."""
@@ -198,6 +210,7 @@ class _OpWait:
 
     def result(self) -> Any:
         """Make the call and wait, in the calling thread."""
+        synchronise_lane()
         with lend_lane():
             self._loop.call_soon_threadsafe(self._begin, context=copy_context())
             self._point.began_to_wait(self)
@@ -210,9 +223,9 @@ class _OpWait:
             raise error
         found, call = self._found, self._call
         if isinstance(call, Transfer):
-            return call.result
+            return follow_others(call.result)
         assert isinstance(found, Generation)  # it has begun
-        return found.look(call.position)
+        return follow_others(found.look(call.position))
 
     def describe(self) -> str:
         """Name the collective."""

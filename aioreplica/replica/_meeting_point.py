@@ -1,11 +1,9 @@
 """Meeting point of the replicas of one run: they arrive, one merge runs, all are released.
 
-The shell around the rendezvous, for tasks and device threads alike. Tasks share one future per
-generation (`TaskWaiter`, the hot path), threads park at a gate each (`_device_waiters.py`). The
-call that completes a generation merges it at once. Only a merge that awaits has a task of its own.
-
-Cancelling one waiting task cancels the future that all share; as the others can then never meet
-it, that ends the run in any case (`MeetingPoint.withdrew`).
+Tasks share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
+(`_device_waiters.py`). The call that completes a generation merges it at once. Only a merge that
+awaits has a task of its own. Cancelling one waiting task cancels the future that all share; as the
+others can then never meet it, that ends the run in any case (`MeetingPoint.withdrew`).
 
 Invariants:
     * Where threads meet, the rendezvous is touched under `lock` only, by threads and by the event
@@ -35,6 +33,7 @@ from ..devices import (
     is_interrupted,
     name_of_served_lane,
     require_loop,
+    synchronise_lane,
 )
 from ..errors import ReplicaRow
 from ..telemetry import ObservedCall, ObservedWait, Observers
@@ -75,7 +74,10 @@ class MeetingPoint:
         parked: The gates of the replicas whose device threads wait.
         on_abort: What else is called when the run is aborted: on any thread, perhaps repeatedly.
         host_calls: Cancel what the event loop does for device threads, on the loop.
+        has_streams: Whether threads meet whose functions return before their work is done.
     """
+
+    has_streams = False
 
     def __init__(
         self,
@@ -167,8 +169,7 @@ class MeetingPoint:
         """Merge a complete generation, in the thread that completed it."""
         if generation.timer is not None:
             generation.timer.cancel()
-        tell = self.observers.merge_began
-        if tell is not None:
+        if (tell := self.observers.merge_began) is not None:
             tell(generation)
         calls = generation.calls
         try:
@@ -213,8 +214,7 @@ class MeetingPoint:
         if self.lock is None:
             self.num_merges += 1
             generation.is_merged = True
-            waiter = generation.waiter
-            if waiter is not None and not waiter.done():
+            if (waiter := generation.waiter) is not None and not waiter.done():
                 waiter.set_result(None)
             if self.rendezvous.in_flight:
                 self.rendezvous.merged(generation)
@@ -223,6 +223,8 @@ class MeetingPoint:
                         watcher.set_result(None)
         else:
             parked, group = self.parked, generation.group
+            if self.has_streams:  # before anyone reads the parts
+                synchronise_lane()
             with self.lock:
                 self.num_merges += 1
                 generation.is_merged = True
@@ -233,8 +235,8 @@ class MeetingPoint:
                     parked.clear()
             for gate in gates:  # outside the lock, which the woken threads may need
                 gate.open()
-        tell_end = self.observers.merge_ended  # while the others wake up, which takes them longer
-        if tell_end is not None:
+        # While the others wake up, which takes them longer.
+        if (tell_end := self.observers.merge_ended) is not None:
             tell_end(generation, error)
 
     def _failed(self, generation: Generation, error: BaseException) -> None:
@@ -313,20 +315,17 @@ class MeetingPoint:
 
     def made(self, call: ObservedCall) -> None:
         """Tell observers of a call that was numbered."""
-        tell = self.observers.call_made
-        if tell is not None:
+        if (tell := self.observers.call_made) is not None:
             tell(call)
 
     def began_to_wait(self, wait: ObservedWait) -> None:
         """Tell observers that the current task or thread waits from now on."""
-        tell = self.observers.wait_began
-        if tell is not None:
+        if (tell := self.observers.wait_began) is not None:
             tell(wait)
 
     def ended_to_wait(self, wait: ObservedWait) -> None:
         """Tell observers that it waits no longer."""
-        tell = self.observers.wait_ended
-        if tell is not None:
+        if (tell := self.observers.wait_ended) is not None:
             tell(wait)
 
     # ---- ending --------------------------------------------------------------------------

@@ -33,6 +33,10 @@ class FakeBackend(Backend):
     def name(self) -> str:
         return "fake"
 
+    @property
+    def has_streams(self) -> bool:
+        return False
+
     def num_devices(self, kind: str) -> int:
         return 4 if kind == "fake" else 0
 
@@ -50,6 +54,8 @@ class FakeBackend(Backend):
         return nullcontext()
 
     def synchronise(self, device: str) -> None: ...
+
+    def keep(self, array: Any) -> None: ...
 
     def reduce(self, op: Any, arrays: Sequence[Any]) -> Any: ...
 

@@ -380,17 +380,21 @@ async def test_the_strategys_timeout_ends_a_receive() -> None:
     async def step() -> None:
         await (me().receive(from_=0) if my_id() else asyncio.sleep(60))
 
-    def plain() -> None:
-        if my_id():
-            me().blocking.receive(from_=0)
-        else:
-            me().blocking.receive(from_=1)
-
     async with ar.MirroredStrategy(["cpu:0", "cpu:1"], options=options) as strategy:
         with pytest.raises(StallError, match="receive #1 from replica 0 of step 0"):
             await strategy.run(step)
-        with pytest.raises(MergeMismatchError):
-            await strategy.run(plain)
+
+
+def test_threads_that_wait_for_each_other_need_no_timeout() -> None:
+    def plain() -> None:
+        me().blocking.receive(from_=1 - my_id())
+
+    async def main() -> None:
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with pytest.raises(MergeMismatchError):
+                await strategy.run(plain)
+
+    asyncio.run(main())
 
 
 def test_messages_are_progress() -> None:

@@ -24,6 +24,14 @@ class Backend(ABC):
     def name(self) -> str:
         """The entry point's name, such as "numpy"."""
 
+    @property
+    @abstractmethod
+    def has_streams(self) -> bool:
+        """True if what is enqueued on a device has to be waited for before others may read it.
+
+        Not where ops end before they return, nor where arrays are waited for by who reads them.
+        """
+
     @abstractmethod
     def num_devices(self, kind: str) -> int:
         """Return how many physical devices of `kind` there are, 0 for a kind it does not serve."""
@@ -42,11 +50,22 @@ class Backend(ABC):
 
     @abstractmethod
     def scope(self, device: str) -> AbstractContextManager[None]:
-        """Make `device` the library's own current device while an op runs."""
+        """Make `device` the library's own current one; what is done there goes to its stream.
+
+        With streams, to one of the calling thread's own, behind what is by now on the default
+        stream of the device, where all threads work outside this scope.
+        """
 
     @abstractmethod
     def synchronise(self, device: str) -> None:
-        """Wait, in the calling thread, until everything enqueued on `device` is done."""
+        """Wait until everything that the calling thread has enqueued on `device` is done."""
+
+    @abstractmethod
+    def keep(self, array: Array) -> None:
+        """Keep the memory of an array that goes from stream to stream, until it is let go by all.
+
+        These are the stream that it was made on, that of the calling thread and the default one.
+        """
 
     @abstractmethod
     def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:

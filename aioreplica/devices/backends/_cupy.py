@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import local
 from typing import Any, final
 
 from array_api_compat import is_cupy_array
 
+from ...context import REGISTRY
 from ...typing import ReduceOp
 from ._backend import Array, Backend
 from ._hardware import may_have_gpu, require_installed
@@ -29,6 +31,11 @@ class CupyBackend(Backend):
     def name(self) -> str:
         """The entry point's name."""
         return "cupy"
+
+    @property
+    def has_streams(self) -> bool:
+        """True."""
+        return True
 
     def num_devices(self, kind: str) -> int:
         """Return the GPUs for "cuda", 0 for other kinds."""
@@ -57,13 +64,22 @@ class CupyBackend(Backend):
         return array.get()
 
     def scope(self, device: str) -> AbstractContextManager[None]:
-        """Make a device CuPy's current one."""
-        scope: AbstractContextManager[None] = _cupy_device(device)
-        return scope
+        """Make a device CuPy's current one, and a stream of the calling thread's its own."""
+        return _on_own_stream(device)
 
     def synchronise(self, device: str) -> None:
-        """Wait for everything on a device."""
-        _cupy_device(device).synchronize()
+        """Wait for the stream of a device that the calling thread works on."""
+        import cupy
+
+        with _cupy_device(device):
+            cupy.cuda.get_current_stream().synchronize()
+
+    def keep(self, array: Array) -> None:
+        """Wait until the calling thread's stream is done: CuPy's pools keep nothing for others."""
+        import cupy
+
+        with array.device:
+            cupy.cuda.get_current_stream().synchronize()
 
     def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:
         """Combine arrays left to right, on the device of the first."""
@@ -73,6 +89,21 @@ class CupyBackend(Backend):
             return reduce_in_namespace(op, arrays)
         with arrays[0].device:
             return reduce_in_namespace(op, [cupy.asarray(array) for array in arrays])
+
+
+@contextmanager
+def _on_own_stream(device: str) -> Iterator[None]:
+    import cupy
+
+    mine = REGISTRY.once("cupy_streams", local)
+    streams: dict[str, Any] = mine.__dict__
+    with _cupy_device(device):
+        stream = streams.get(device)
+        if stream is None:
+            stream = streams[device] = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(cupy.cuda.Stream.null.record())
+        with stream:
+            yield
 
 
 def _cupy_device(name: str) -> Any:

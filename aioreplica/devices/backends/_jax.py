@@ -36,6 +36,11 @@ class JaxBackend(Backend):
         """The entry point's name."""
         return "jax"
 
+    @property
+    def has_streams(self) -> bool:
+        """False: an array is waited for by whatever reads it, on devices and on the host."""
+        return False
+
     def num_devices(self, kind: str) -> int:
         """Return the GPUs or TPUs, 0 for other kinds: the host's CPUs are NumPy's to count."""
         if not (kind == "gpu" and may_have_gpu()) and not (kind == "tpu" and may_have_tpu()):
@@ -76,6 +81,9 @@ class JaxBackend(Backend):
         import jax
 
         jax.device_put(0, _jax_device(device)).block_until_ready()
+
+    def keep(self, array: Array) -> None:
+        """Do nothing: there is no stream."""
 
     def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:
         """Combine arrays left to right, on the device of the first."""

@@ -29,6 +29,11 @@ class NumpyBackend(Backend):
         """The entry point's name."""
         return "numpy"
 
+    @property
+    def has_streams(self) -> bool:
+        """False: ops end before they return."""
+        return False
+
     def num_devices(self, kind: str) -> int:
         """Return the cores this process may use, at least 2, for "cpu"; 0 for other kinds."""
         return max(2, num_cores()) if kind == "cpu" else 0
@@ -51,6 +56,9 @@ class NumpyBackend(Backend):
 
     def synchronise(self, device: str) -> None:
         """Do nothing: NumPy ops end before they return."""
+
+    def keep(self, array: Array) -> None:
+        """Do nothing: there is no stream."""
 
     def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:
         """Combine the arrays left to right, so the result is bitwise reproducible.

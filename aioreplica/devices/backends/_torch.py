@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import local
 from typing import Any, final
 
 import numpy as np
 from array_api_compat import is_torch_array
 
+from ...context import REGISTRY
 from ...typing import ReduceOp
 from ._backend import Array, Backend
 from ._hardware import may_have_gpu, require_installed
@@ -30,6 +32,11 @@ class TorchBackend(Backend):
     def name(self) -> str:
         """The entry point's name."""
         return "torch"
+
+    @property
+    def has_streams(self) -> bool:
+        """True: on CUDA devices."""
+        return True
 
     def num_devices(self, kind: str) -> int:
         """Return the GPUs for "cuda", 0 for other kinds: the host's CPUs are NumPy's to count."""
@@ -64,25 +71,44 @@ class TorchBackend(Backend):
         return tensor.numpy()
 
     def scope(self, device: str) -> AbstractContextManager[None]:
-        """Make a CUDA device torch's current one."""
-        if not device.startswith("cuda"):
-            return nullcontext()
-        import torch
-
-        scope: AbstractContextManager[None] = torch.cuda.device(device)
-        return scope
+        """Make a CUDA device torch's current one, and a stream of the calling thread's its own."""
+        return _on_own_stream(device) if device.startswith("cuda") else nullcontext()
 
     def synchronise(self, device: str) -> None:
-        """Wait for a CUDA device; ops on the host end before they return."""
+        """Wait for the stream of a CUDA device that the calling thread works on."""
         if device.startswith("cuda"):
             import torch
 
-            torch.cuda.synchronize(device)
+            done = torch.cuda.Event(blocking=True)  # it does not keep a core busy meanwhile
+            done.record(torch.cuda.current_stream(device))
+            done.synchronize()
+
+    def keep(self, array: Array) -> None:
+        """Have the allocator wait for both streams before it hands out the memory again."""
+        if array.is_cuda:
+            import torch
+
+            array.record_stream(torch.cuda.current_stream(array.device))
+            array.record_stream(torch.cuda.default_stream(array.device))
 
     def reduce(self, op: ReduceOp, arrays: Sequence[Array]) -> Array:
         """Combine tensors left to right, on the device of the first."""
         device = arrays[0].device if arrays else None
         return reduce_in_namespace(op, [array.detach().to(device) for array in arrays])
+
+
+@contextmanager
+def _on_own_stream(device: str) -> Iterator[None]:
+    import torch
+
+    mine = REGISTRY.once("torch_streams", local)
+    streams: dict[str, Any] = mine.__dict__
+    stream = streams.get(device)
+    if stream is None:
+        stream = streams[device] = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 def _torch_device(name: str) -> Any:

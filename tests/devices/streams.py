@@ -1,0 +1,213 @@
+"""A device with streams, made of torch on the host: what a GPU does, at its worst.
+
+Work is enqueued and runs as late as it may: when something waits for its stream. Until then its
+result is poison, and whoever reads poison on the host gets an error. Memory that nobody holds any
+more becomes poison, as if the next op of its own stream had written there: behind what that stream
+has to do ("late"), or at once, as if it had done all of it ("early"). Other streams are waited for
+only if they were said to use it, by `keep`. All devices are one GPU.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from aioreplica.devices.backends import Backend, TorchBackend
+
+POISON = -7777
+LOCK = threading.RLock()  # of all streams: one GPU
+HERE = threading.local()
+aten: Any = torch.ops.aten
+
+
+class PoisonError(AssertionError):
+    """Something was read before it was there, or after its memory was given back."""
+
+
+class Stream:
+    """Work in order, which runs when someone waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_enqueued = 0
+        self.num_done = 0
+        self._work: list[Callable[[], object]] = []
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        with LOCK:
+            self._work.append(work)
+            self.num_enqueued += 1
+
+    def run_until(self, number: int) -> None:
+        with LOCK:
+            while self.num_done < number:
+                work = self._work.pop(0)
+                self.num_done += 1
+                work()
+
+    def synchronise(self) -> None:
+        self.run_until(self.num_enqueued)
+
+    def wait_for(self, other: "Stream") -> None:
+        number = other.num_enqueued
+        self.enqueue(lambda: other.run_until(number))
+
+
+DEFAULT = Stream("default")
+MODE = {"is": "late"}
+
+
+def current() -> Stream:
+    return getattr(HERE, "stream", DEFAULT)
+
+
+class Memory:
+    """What an array and its views lie in."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.owner = current()
+        self.users: list[Stream] = []
+        weakref.finalize(self, give_back, self.owner, self.users, data)
+
+
+def give_back(owner: Stream, users: list[Stream], data: torch.Tensor) -> None:
+    with LOCK:
+        for user in users:
+            if user is not owner:
+                owner.wait_for(user)
+        owner.enqueue(lambda: data.fill_(poison_of(data.dtype)))
+        if MODE["is"] == "early":
+            owner.synchronise()
+
+
+def poison_of(dtype: torch.dtype) -> Any:
+    return torch.nan if dtype.is_floating_point else POISON if dtype is not torch.bool else True
+
+
+class DeviceArray(torch.Tensor):
+    """A tensor whose numbers come later."""
+
+    numbers: torch.Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls: Any, numbers: torch.Tensor, memory: Memory) -> "DeviceArray":
+        self: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, numbers.shape, strides=numbers.stride(), dtype=numbers.dtype
+        )
+        self.numbers, self.memory = numbers, memory
+        return self  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return launch(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceArray{tuple(self.shape)}"
+
+    def tolist(self) -> Any:
+        return read(self).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return read(self).numpy()
+
+
+def launch(func: Any, args: Any, kwargs: Any) -> Any:
+    held: list[Memory] = []
+
+    def numbers_of(value: Any) -> Any:
+        if isinstance(value, DeviceArray):
+            held.append(value.memory)
+            return value.numbers
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    plain, named = tree_map(numbers_of, args), tree_map(numbers_of, kwargs)
+    if func in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
+        return read_all(lambda: func(*plain, **named), plain)
+    aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
+    if any(alias.is_write for alias in aliases):
+        current().enqueue(lambda: func(*plain, **named))
+        return args[0]
+    if aliases:  # a view: another shape of the same memory
+        return tree_map(lambda out: DeviceArray(out, held[0]), func(*plain, **named))
+    meta = tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (plain, named))
+    shape = func(*meta[0], **{**meta[1], **({"device": "meta"} if "device" in meta[1] else {})})
+    out = torch.full(shape.shape, poison_of(shape.dtype), dtype=shape.dtype)
+    current().enqueue(lambda: out.copy_(func(*plain, **named)))
+    return DeviceArray(out, Memory(out))
+
+
+def read_all(get: Callable[[], Any], numbers: Any) -> Any:
+    """Read on the host, as torch does: behind the current stream of the thread, and no other."""
+    with LOCK:
+        current().synchronise()
+        for each in numbers:
+            if isinstance(each, torch.Tensor):
+                bad = each.isnan() if each.dtype.is_floating_point else each == POISON
+                if bool(bad.any()):
+                    raise PoisonError(f"read {each} on stream {current().name}")
+        return get()
+
+
+def read(array: torch.Tensor) -> torch.Tensor:
+    own: Any = array.detach()
+    return read_all(lambda: own.numbers.clone(), [own.numbers])  # type: ignore[no-any-return]
+
+
+def upload(values: Any) -> DeviceArray:
+    """Copy numbers to the device, some time later, from memory that must not change until then."""
+    source = torch.as_tensor(values)
+    out = torch.full_like(source, poison_of(source.dtype))
+    current().enqueue(lambda: out.copy_(source))
+    return DeviceArray(out, Memory(out))
+
+
+class StreamBackend(Backend):
+    """TorchBackend, on the device with streams in place of CUDA ones."""
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+
+    name = "streams"
+    has_streams = True
+
+    def num_devices(self, kind: str) -> int:
+        return 4 if kind == "cuda" else 0
+
+    def owns(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def put(self, value: Any, device: str) -> Any:
+        return value if isinstance(value, DeviceArray) else upload(value)
+
+    def get(self, array: Any) -> Any:
+        return read(array).numpy() if isinstance(array, DeviceArray) else self._torch.get(array)
+
+    def scope(self, device: str) -> AbstractContextManager[None]:
+        return own_stream(device)
+
+    def synchronise(self, device: str) -> None:
+        current().synchronise()
+
+    def keep(self, array: Any) -> None:
+        if isinstance(array, DeviceArray):
+            array.memory.users += [current(), DEFAULT]
+
+    def reduce(self, op: Any, arrays: Sequence[Any]) -> Any:
+        return self._torch.reduce(op, arrays)
+
+
+@contextmanager
+def own_stream(device: str) -> Iterator[None]:
+    streams: dict[str, Stream] = HERE.__dict__.setdefault("streams", {})
+    before, own = current(), streams.setdefault(device, Stream(device))
+    own.wait_for(DEFAULT)
+    HERE.stream = own
+    try:
+        yield
+    finally:
+        HERE.stream = before

@@ -1,0 +1,292 @@
+"""Ops on a device with streams: nothing is read before it is there, or after it was given back.
+
+Each wait of the library was taken out once: a test here fails then.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import aioreplica as ar
+from aioreplica.context import REGISTRY
+from aioreplica.devices import lane_table
+from aioreplica.devices.backends import NumpyBackend
+from tests.replica.gated import me, my_id
+
+torch = pytest.importorskip("torch")
+streams: Any = pytest.importorskip("tests.devices.streams")
+upload, read, PoisonError = streams.upload, streams.read, streams.PoisonError
+
+DEVICES = ["cuda:0", "cuda:1"]
+
+
+@pytest_asyncio.fixture(params=["late", "early"])
+async def pair(request: Any, monkeypatch: Any) -> AsyncIterator[ar.MirroredStrategy]:
+    """Two replicas on devices with streams, in place of the machine's own."""
+    monkeypatch.setitem(streams.MODE, "is", request.param)
+    backends = REGISTRY.replace("backends", (NumpyBackend(), streams.StreamBackend()))
+    devices = REGISTRY.replace("logical_devices", None)
+    async with ar.MirroredStrategy(DEVICES) as strategy:
+        yield strategy
+    REGISTRY.replace("logical_devices", devices)
+    REGISTRY.replace("backends", backends)
+
+
+def numbers(start: float = 0.0) -> Any:
+    return upload([start + 1.0, start + 2.0])
+
+
+def doubled(x: Any) -> Any:
+    return x * 2
+
+
+async def each(strategy: ar.MirroredStrategy, step: Any, *args: Any) -> list[Any]:
+    """Run a step; return what it returned in each replica, as it was."""
+    seen: dict[int, Any] = {}
+
+    async def in_task(*parts: Any) -> None:
+        seen[my_id()] = await step(*parts)
+
+    def in_thread(*parts: Any) -> None:
+        seen[my_id()] = step(*parts)
+
+    is_async = inspect.iscoroutinefunction(step)
+    await strategy.run(in_task if is_async else in_thread, args=args)
+    return [seen[0], seen[1]]
+
+
+# ---- the device itself ---------------------------------------------------------------------
+
+
+def test_what_another_stream_reads_too_early_is_poison() -> None:
+    with streams.own_stream("cuda:7"):
+        x = numbers() * 2
+
+    with pytest.raises(PoisonError):
+        read(x + 1)
+
+
+def test_what_waits_for_the_stream_reads_numbers() -> None:
+    with streams.own_stream("cuda:7"):
+        x = numbers() * 2
+        assert x.tolist() == [2.0, 4.0]
+
+    assert read(x + 1).tolist() == [3.0, 5.0]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_memory_is_given_back_under_a_stream_that_nobody_told_of(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(streams.MODE, "is", "early")
+    with streams.own_stream("cuda:7"):
+        x = numbers() * 2
+        assert x.tolist() == [2.0, 4.0]
+    y = x + 1
+    if is_kept:
+        streams.StreamBackend().keep(x)
+    del x
+
+    if is_kept:
+        assert read(y).tolist() == [3.0, 5.0]
+    else:
+        with pytest.raises(PoisonError):
+            read(y)
+
+
+# ---- ops -----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_lane_of_the_device_has_streams(pair: ar.MirroredStrategy) -> None:
+    assert repr(lane_table().lane("cuda:0").streams) == "<DeviceStreams cuda:0 of streams>"
+    assert lane_table().lane("host").streams is None
+
+
+@pytest.mark.asyncio
+async def test_the_result_of_an_op_can_be_read_anywhere(pair: ar.MirroredStrategy) -> None:
+    async def step() -> list[Any]:
+        x = await me().run_on_device(lambda: doubled(numbers(my_id())))
+        on_loop = (x + 1).tolist()
+        on_lane = await me().run_on_device(lambda: (x + 1).tolist())
+        on_host = await ar.run_on_host(lambda: (x + 1).tolist())
+        return [on_loop, on_lane, on_host]
+
+    assert await each(pair, step) == [[[3.0, 5.0]] * 3, [[5.0, 7.0]] * 3]
+
+
+@pytest.mark.asyncio
+async def test_an_op_comes_behind_what_the_loop_has_enqueued(pair: ar.MirroredStrategy) -> None:
+    async def step() -> Any:
+        made_on_loop = numbers() + my_id()
+        return await me().run_on_device(lambda x: doubled(x).tolist(), made_on_loop)
+
+    assert await each(pair, step) == [[2.0, 4.0], [4.0, 6.0]]
+
+
+@pytest.mark.asyncio
+async def test_an_ops_arguments_are_held_until_its_work_is_done(pair: ar.MirroredStrategy) -> None:
+    async def step() -> Any:
+        op = me().run_on_device(doubled, numbers())  # nobody else holds it
+        return (await op).tolist()
+
+    assert await each(pair, step) == [[2.0, 4.0], [2.0, 4.0]]
+
+
+@pytest.mark.asyncio
+async def test_what_a_failed_op_has_enqueued_is_waited_for(pair: ar.MirroredStrategy) -> None:
+    kept: list[Any] = []
+
+    def fail() -> None:
+        kept.append(numbers() * 2)
+        raise LookupError
+
+    async def step() -> Any:
+        with pytest.raises(LookupError):
+            await me().run_on_device(fail)
+        return [x.tolist() for x in kept]
+
+    await pair.run(step)
+
+    assert [(x + 0).tolist() for x in kept] == [[2.0, 4.0]] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_result_dropped_on_the_loop_is_given_back_behind_its_reader(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async def step() -> Any:
+        x = await me().run_on_device(lambda: {"x": [numbers() * 2]})
+        y = x["x"][0] + 1  # enqueued, and not done
+        del x
+        await asyncio.sleep(0)  # asyncio holds what woke the task until the task waits again
+        return y.tolist()
+
+    assert await each(pair, step) == [[3.0, 5.0], [3.0, 5.0]]
+
+
+# ---- collectives ---------------------------------------------------------------------------
+
+EXPECTED = [
+    [[3.0, 6.0], [1.0, 2.0, 2.0, 4.0], [2.0, 4.0], [1.5], [1.0, 2.0]],
+    [[3.0, 6.0], [1.0, 2.0, 2.0, 4.0], [2.0, 4.0], [3.0], [2.0, 4.0]],
+]
+
+
+@pytest.mark.asyncio
+async def test_collectives_of_tasks(pair: ar.MirroredStrategy) -> None:
+    async def step() -> Any:
+        mine = await me().run_on_device(lambda: numbers() * (my_id() + 1))
+        found = [
+            await me().all_reduce("sum", mine),
+            await me().all_gather(mine, 0),
+            await me().broadcast(mine, source=1),
+            await me().reduce_scatter("mean", mine),
+            await me().all_to_all(mine),
+        ]
+        del mine
+        on_lane = await me().run_on_device(lambda *xs: [doubled(x).tolist() for x in xs], *found)
+        assert on_lane == [[2 * each for each in x.tolist()] for x in found]
+        return [x.tolist() for x in found]
+
+    assert await each(pair, step) == EXPECTED
+
+
+def blocking_collectives() -> Any:
+    ctx = me().blocking
+    mine = numbers() * (my_id() + 1)
+    found = [
+        ctx.all_reduce("sum", mine),
+        ctx.all_gather(mine, 0),
+        ctx.broadcast(mine, source=1),
+        ctx.reduce_scatter("mean", mine),
+        ctx.all_to_all(mine),
+    ]
+    del mine
+    after = [x + 1 for x in found]
+    before = [[each - 1 for each in x.tolist()] for x in after]
+    ctx.barrier()
+    del found
+    return before
+
+
+@pytest.mark.asyncio
+async def test_collectives_of_device_threads(pair: ar.MirroredStrategy) -> None:
+    assert await each(pair, blocking_collectives) == EXPECTED
+
+
+@pytest.mark.asyncio
+async def test_collectives_of_threads_in_ops(pair: ar.MirroredStrategy) -> None:
+    async def step() -> Any:
+        return await me().run_on_device(blocking_collectives)
+
+    assert await each(pair, step) == EXPECTED
+
+
+@pytest.mark.asyncio
+async def test_a_merge_of_device_threads_is_done_before_they_go_on(
+    pair: ar.MirroredStrategy,
+) -> None:
+    def merge(_strategy: object, xs: ar.PerReplica) -> Any:
+        return xs.values[0] + xs.values[1]
+
+    def step() -> Any:
+        total = me().blocking.merge_call(merge, (numbers(my_id()),))
+        return (total * 2).tolist()
+
+    assert await each(pair, step) == [[6.0, 10.0], [6.0, 10.0]]
+
+
+# ---- messages, variables, input --------------------------------------------------------------
+
+
+def other() -> int:
+    return 1 - my_id()
+
+
+@pytest.mark.asyncio
+async def test_messages_of_device_threads(pair: ar.MirroredStrategy) -> None:
+    def step() -> Any:
+        ctx = me().blocking
+        if my_id():
+            ctx.send(numbers() * 2, to=other())
+            return (ctx.receive(from_=other()) + 1).tolist()
+        found = ctx.receive(from_=other())
+        ctx.send(found * 2, to=other())
+        return (found + 1).tolist()
+
+    assert await each(pair, step) == [[3.0, 5.0], [5.0, 9.0]]
+
+
+@pytest.mark.asyncio
+async def test_batches_are_on_the_device_before_a_step_has_them(pair: ar.MirroredStrategy) -> None:
+    data = [np.arange(4.0), np.arange(4.0)]
+
+    async def step(x: Any) -> Any:
+        assert isinstance(x, streams.DeviceArray)
+        return (x + 1).tolist(), await me().run_on_device(lambda: doubled(x).tolist())
+
+    async with pair.distribute_dataset(data) as batches:
+        seen = [await each(pair, step, batch) async for batch in batches]
+
+    assert seen == [[([1.0, 2.0], [0.0, 2.0]), ([3.0, 4.0], [4.0, 6.0])]] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_variable_takes_the_numbers_of_an_op(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        total = ar.Variable(np.zeros(2), aggregation="sum")
+
+    async def step() -> None:
+        grad = await me().run_on_device(lambda: numbers() * 2)
+        reduced = await me().all_reduce("sum", grad)
+        await total.assign_add(streams.StreamBackend().get(reduced) / 2)
+
+    await pair.run(step)
+
+    assert total.value.tolist() == [4.0, 8.0]
