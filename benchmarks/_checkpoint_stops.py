@@ -88,6 +88,7 @@ def _stop_until_done(
     directory: str, whole: str, options: list[str], num_signals: int, rng: Random, stops: Stops
 ) -> None:
     is_done = is_different = False
+    found: list[str] = []
     while not is_done:
         may_stop = sum(stops.sent.values()) < num_signals
         number = rng.choice([*CODES]) if may_stop else None

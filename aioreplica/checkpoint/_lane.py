@@ -11,6 +11,9 @@ from ..devices import CompletionQueue, lane_table, run_on_lane, wait_until_done
 T = TypeVar("T")
 
 LANE = "checkpoint"
+BEHIND = "checkpoint-behind"
+"""The lane of saves that training goes on beside: its threads leave the cores to the devices."""
+NICER = 10
 NUM_THREADS = 4
 
 
@@ -33,12 +36,15 @@ class Stop:
             raise StoppedError
 
 
-async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool = False) -> list[T]:
+async def run_all(
+    fns: Sequence[Callable[[], T]], stop: Stop, *, name: str = LANE, shielded: bool = False
+) -> list[T]:
     """Call blocking functions on threads at the same time; return what they return.
 
     Args:
         fns: The functions.
         stop: Is set when one of them fails, or the caller is cancelled.
+        name: The lane: LANE, or BEHIND.
         shielded: Whether cancellations have to wait: for cleaning up.
 
     Raises:
@@ -48,9 +54,10 @@ async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool 
         Sets `stop`, waits until all have ended, then goes on; at Ctrl-C too.
     """
     table = lane_table()
-    table.acquire((LANE,))
+    table.acquire((name,))
     try:
-        lane = table.lane(LANE, num_streams=NUM_THREADS)
+        nicer = NICER if name == BEHIND else 0
+        lane = table.lane(name, num_streams=NUM_THREADS, nicer=nicer)
         completions = CompletionQueue.of_running_loop()
         ops = [run_on_lane(lane, completions, _guarded, (fn, stop), {}) for fn in fns]
         waiter = asyncio.gather(*ops, return_exceptions=True)
@@ -66,7 +73,7 @@ async def run_all(fns: Sequence[Callable[[], T]], stop: Stop, *, shielded: bool 
             raise cancelled[0]
         results = waiter.result()
     finally:
-        table.release((LANE,))
+        table.release((name,))
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda each: isinstance(each, StoppedError)):
         raise error

@@ -28,7 +28,7 @@ from ._chief import (
 from ._claims import read_listing
 from ._description import StepDescription, description_of
 from ._fsspec import storage_of
-from ._lane import Stop, run_all
+from ._lane import BEHIND, LANE, Stop, run_all
 from ._parts import read_entry
 from ._preemption import run_and_save
 from ._reading import (
@@ -43,7 +43,7 @@ from ._restoring import Restored, restore_step
 from ._retry import RetriedStorage, as_retry, new_stop
 from ._state import Cut, require_outside_steps
 from ._statistics import CheckpointStatistics, Counters
-from ._storage import Storage
+from ._storage import LocalStorage, Storage
 from ._writer import Saving, Writer
 from ._writing import not_committed, pin_step, unpin_step, write_cut
 
@@ -240,7 +240,8 @@ class CheckpointManager:
 
     async def _write_behind(self, step: int, cut: Cut) -> None:
         try:
-            await self._write(step, cut)
+            # Nice threads that a store starts would stay so: only the writer of local files is.
+            await self._write(step, cut, BEHIND if type(self._storage) is LocalStorage else LANE)
         except asyncio.CancelledError:
             self._failure = CheckpointNotCommittedError(
                 f"Step {step} was not saved in {self._storage}: its task was cancelled."
@@ -251,7 +252,7 @@ class CheckpointManager:
         finally:
             self._turn.release()
 
-    async def _write(self, step: int, cut: Cut) -> None:
+    async def _write(self, step: int, cut: Cut, lane: str = LANE) -> None:
         begun: list[Saving] = []
         num_bytes = 0
         storage = self._storage if self._retry is None else self._retried()
@@ -273,7 +274,7 @@ class CheckpointManager:
             with (
                 nullcontext() if self._retry is None else self._telling_of_retries(storage, "save")
             ):
-                left = await write_cut(storage, step, cut, begin, end)
+                left = await write_cut(storage, step, cut, begin, end, lane)
         except BaseException as error:
             self._counters.save_ended(step, began_s, num_bytes, error)
             raise

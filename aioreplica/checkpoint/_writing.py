@@ -73,6 +73,7 @@ async def write_cut(
     cut: Cut,
     begin: Callable[[], int],
     end: Callable[[Stop, int], T],
+    lane: str,
 ) -> T:
     """Write a cut as a step, durably; on one thread unless it has several files.
 
@@ -82,6 +83,7 @@ async def write_cut(
         cut: What to write.
         begin: Called first, on the thread; makes the claim of the step, and returns its sequence.
         end: Called there once the step is saved, with the length of its data files.
+        lane: Whose threads write.
 
     Returns:
         What `end` returns.
@@ -114,12 +116,12 @@ async def write_cut(
         results.append(end(stop, sum(map(attrgetter("bytes"), records))))
 
     try:
-        [files] = await run_all([start], stop)
+        [files] = await run_all([start], stop, name=lane)
         if files:
-            records = await run_all(files, stop)
-            await run_all([partial(commit, records)], stop)
+            records = await run_all(files, stop, name=lane)
+            await run_all([partial(commit, records)], stop, name=lane)
     except BaseException as error:
-        await run_all([write.clean_up], Stop(), shielded=True)
+        await run_all([write.clean_up], Stop(), name=lane, shielded=True)
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, CheckpointError):
             raise not_committed(storage, step, error) from error
         raise

@@ -58,10 +58,11 @@ class LaneTable:
         self._users: dict[str, int] = {}
         self._blas = BlasBudget(self.blas_threads)
 
-    def lane(self, name: str, *, num_streams: int | None = None) -> Lane:
+    def lane(self, name: str, *, num_streams: int | None = None, nicer: int = 0) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
 
-        `num_streams` is for a lane whose number of threads is not the user's choice.
+        `num_streams` is for a lane whose number of threads is not the user's choice, `nicer` for
+        one that has to leave the cores to the others.
         """
         lane = self._lanes.get(name)
         if lane is None:
@@ -74,7 +75,7 @@ class LaneTable:
                 new = Lane(
                     name,
                     num_streams=streams,
-                    nice=self.nice,
+                    nice=self.nice + nicer,
                     background=self.background and is_device,
                     process=process,
                     streams=find_streams(name) if is_device else None,

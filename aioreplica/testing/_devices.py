@@ -203,8 +203,8 @@ class SimLaneTable:
         self._lane_of: dict[SimPool, SimLane] = {}  # given back ones too: they still run ops
         self._users: dict[str, int] = {}
 
-    def lane(self, name: str, *, num_streams: int | None = None) -> SimLane:
-        """Return the lane of a device, making it if needed."""
+    def lane(self, name: str, *, num_streams: int | None = None, nicer: int = 0) -> SimLane:
+        """Return the lane of a device, making it if needed; none of its threads is nicer."""
         lane = self._lanes.get(name)
         if lane is None:
             workers = num_streams or WORKERS.get(name, 1)

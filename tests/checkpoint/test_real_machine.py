@@ -1,6 +1,7 @@
 """What no simulation has: a real disk that is full, memory, a process that is told to stop."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import EXIT_CODE
+from aioreplica.checkpoint import EXIT_CODE, LocalStorage
 from benchmarks import _checkpoint_program
 from benchmarks._full_disk import fill_up
 
@@ -81,3 +82,36 @@ def test_a_process_that_gets_sigterm_saves_a_whole_step_and_says_start_me_again(
     assert step > 0
     assert state["adam"].iterations.value == step
     assert place["epoch"] * NUM_EXAMPLES + place["position"] == step * _checkpoint_program.BATCH
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is per thread on Linux only")
+def test_a_save_in_the_background_leaves_the_cores_to_the_devices(tmp_path: Path) -> None:
+    """And one that is waited for does not; nor do threads that a store may start beside its own."""
+
+    class Calls:
+        """The functions of `os`; notes the niceness of threads that sync."""
+
+        def __init__(self) -> None:
+            self.found: set[int] = set()
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "fsync":
+                self.found.add(os.getpriority(os.PRIO_PROCESS, 0))
+            return getattr(os, name)
+
+    class Store(LocalStorage):
+        """What is no folder of this machine, for all that is known."""
+
+    async def save(storage: LocalStorage, *, wait: bool) -> None:
+        async with ar.CheckpointManager(storage) as manager:
+            await manager.save(1, [1.0], wait=wait)
+
+    def niceness(kind: type[LocalStorage], *, wait: bool) -> int:
+        calls = Calls()
+        asyncio.run(save(kind(tmp_path, calls=calls), wait=wait))
+        [found] = calls.found
+        return found
+
+    own = niceness(LocalStorage, wait=True)
+    assert niceness(LocalStorage, wait=False) == min(19, own + 10)
+    assert niceness(Store, wait=False) == own
