@@ -329,6 +329,62 @@ def test_a_cancelled_run_saves_between_two_steps(is_looped: bool) -> None:
     art.explore(main, schedules=60).check()
 
 
+async def trained(files: SimulatedFiles, num_steps: int) -> dict[str, Any]:
+    """Go on from the newest step, saving behind each one; return all that the state holds."""
+    strategy, manager = mirrored(2), CheckpointManager(SimulatedStorage(files))
+    with strategy.scope():
+        v, adam = ar.Variable(np.ones(2)), ar.optimizers.Adam(0.1)
+    source = ar.ArrayDataset(np.arange(8.0), 2, shuffle=True, seed=3)  # epochs of four steps
+    data, rng = strategy.distribute_dataset(source), np.random.default_rng(5)
+    history: list[float] = []
+    state = {"v": v, "adam": adam, "history": history, "rng": rng, "data": data}
+
+    async def step(batch: Any) -> None:
+        context = ar.get_replica_context()
+        assert context is not None
+        noise = context.rng("noise").normal()
+        await adam.apply_gradients([(v.value * batch.mean() + noise, v)])
+        if context.replica_id_in_sync_group == 0:
+            history.append(float(rng.random()))
+
+    async def work() -> None:
+        while len(history) < num_steps:
+            async for batch in data:
+                await strategy.run(step, args=(batch,))
+                await manager.save(len(history), state, wait=False)
+                if len(history) == num_steps:
+                    break
+
+    try:
+        if manager.latest() is not None:
+            await manager.restore(state)
+        await manager.save_on_cancel(work(), state, lambda: len(history))
+        slots = {slot.name: slot.value.tolist() for slot in adam.variables}
+        return {
+            "v": v.value.tolist(), "adam": slots, "history": [*history],
+            "rng": rng.bit_generator.state, "data": data.state_dict(),
+        }  # fmt: skip
+    finally:
+        await manager.aclose()
+        await data.aclose()
+        await strategy.aclose()
+
+
+@pytest.mark.slow
+def test_a_training_stopped_at_any_await_goes_on_to_the_same_bits() -> None:
+    """Saved in the background or when it was told to stop, and also behind its last step."""
+    whole = asyncio.run(trained(SimulatedFiles(), 6))
+
+    async def main() -> None:
+        files = SimulatedFiles()
+        try:
+            await trained(files, 5)
+        finally:
+            assert await trained(files, 6) == whole
+
+    art.cancel_everywhere(main).check()
+
+
 @pytest.mark.asyncio
 async def test_work_that_ends_or_fails_saves_nothing(tmp_path: Path) -> None:
     async def fail() -> None:
