@@ -28,7 +28,7 @@ try:
 
     from aioreplica.integrations import prometheus
     from aioreplica.integrations.asgi import LOCAL_NAMES, OnlineService
-    from aioreplica.online import Journal, OnlineLearner
+    from aioreplica.online import Journal, OnlineLearner, StepLimits
 
     from .model import INPUT, TARGET, Model, predict
     from .progress import Progress
@@ -42,6 +42,7 @@ except ModuleNotFoundError as missing:
 
 GRACE_S = 10.0
 TOKEN = os.environ.get("ONLINE_LEARNING_TOKEN") or None
+OPERATOR_TOKEN = os.environ.get("ONLINE_LEARNING_OPERATOR_TOKEN") or None
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: EXIT_CODE}
 
 
@@ -73,6 +74,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             publish_to=options.data / "model",
             step_timeout_s=30.0,
             grace_s=GRACE_S,
+            publish_if=StepLimits(change=10.0),
             prequential=model.prequential(),
         )
         service = OnlineService(
@@ -81,6 +83,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             input_like=INPUT,
             target_like=TARGET,
             token=TOKEN,
+            operator_token=OPERATOR_TOKEN,
             hosts=[*LOCAL_NAMES, options.host, *options.name],
             report=progress.report,
         )

@@ -52,11 +52,11 @@ class Model:
         """Learn one replica's part of a batch; what is returned was true before."""
         values = {name: variable.value for name, variable in self.variables.items()}
         found = await ctx.run_on_device(differentiate, values, batch["input"], batch["target"])
-        gradients, loss, accuracy = found
+        gradients, loss = found
         count = len(batch["target"])
         pairs = [(ar.Weighted(gradients[name], count), self.variables[name]) for name in gradients]
         await self.optimizer.apply_gradients(pairs)
-        return {"loss": loss, "accuracy": accuracy}
+        return {"loss": loss}
 
     def prequential(self) -> Prequential:
         """Return figures of the newest predictions, made before their examples were learned."""
@@ -90,8 +90,8 @@ def probability(values: dict[str, Array], inputs: Array) -> tuple[Array, Array]:
 
 def differentiate(
     values: dict[str, Array], inputs: Array, targets: Array
-) -> tuple[dict[str, Array], float, float]:
-    """Return the gradients of the summed cross entropy, its mean, and how many were right."""
+) -> tuple[dict[str, Array], float]:
+    """Return the gradients of the summed cross entropy, and its mean."""
     hidden, found = probability(values, inputs)
     slope = found - targets
     inner = np.outer(slope, values["w2"]) * (hidden > 0)
@@ -102,6 +102,6 @@ def differentiate(
         "b2": slope.sum(keepdims=True),
     }
     if not len(targets):  # a replica's part may be empty
-        return gradients, 0.0, 0.0
+        return gradients, 0.0
     sure = np.clip(np.where(targets > 0.5, found, 1 - found), 1e-7, 1)
-    return gradients, float(-np.log(sure).mean()), float(np.mean((found > 0.5) == (targets > 0.5)))
+    return gradients, float(-np.log(sure).mean())

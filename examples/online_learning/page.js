@@ -2,8 +2,8 @@
 // Whatever comes from the service is shown as text, never as markup.
 const at = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
-const RETRY_MS = 1000, MAX_POINTS = 240, SILENCE_MS = 40000;
-const SHOWN = ["figures", "accuracies", "losses", "rates", "replicas"];  // not news while disconnected
+const RETRY_MS = 1000, MAX_POINTS = 240, MAX_VERSIONS = 50, SILENCE_MS = 40000;
+const SHOWN = ["figures", "accuracies", "losses", "rates", "versions"];  // not news while disconnected
 let points = [], told = null, numDead = -1, sent = null, token = "", shownAt = null, wake = () => {};
 
 function headers() {
@@ -17,7 +17,7 @@ async function ask(path, body, more = {}) {
     options.headers["content-type"] = "application/json";
   }
   const answer = await fetch(path, options), found = await answer.json();
-  if (answer.status === 401) {
+  if (answer.status === 401 && !more.authorization) {
     at("access").hidden = false;
     const text = token ? "The service does not take this token." : "";
     if (at("refused").textContent !== text) at("refused").textContent = text; // else it is read out again
@@ -68,6 +68,7 @@ async function begin() {
   const found = await ask("history");
   points = found.points;
   at("access").hidden = true;
+  at("operating").hidden = !found.operates;
   if (!at("features").querySelector("label")) found.features.forEach(addFeature);
   numDead = -1;
 }
@@ -100,7 +101,7 @@ function show(state) {
   draw("accuracies", [["first", "accuracy"], ["second", "river"]], [0, 1], value => `${100 * value} %`);
   draw("losses", [["first", "loss"]], [0, null], value => value.toFixed(2));
   draw("rates", [["first", "rate"]], [0, null], value => value.toFixed(value < 10 ? 1 : 0));
-  if (state.steps.length) showReplicas(state.steps);
+  showVersions(state.steps, now);
   if (now.num_dead !== numDead) showLetters(numDead = now.num_dead);
 }
 
@@ -141,27 +142,18 @@ function draw(id, curves, [low, high], label) {
   }
 }
 
-function showReplicas(steps) {
-  const svg = at("replicas"), width = svg.clientWidth, height = svg.clientHeight, left = 64, gap = 6;
-  const newest = steps.slice(-8), last = newest.at(-1), count = last.replicas.length;
-  const total = newest.reduce((sum, step) => sum + step.step_s, 0);
-  const scale = (width - left - gap * newest.length) / total, lane = height / count;
-  svg.replaceChildren();
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  last.replicas.forEach(each => element(svg, "text", {x: 0, y: lane * (each.replica_id + .5) + 4}, each.device));
-  let start = left;
-  for (const step of newest) {
-    for (const each of step.replicas) {
-      const seconds = Math.max(each.ended_s - each.began_s, 0);
-      element(svg, "rect", {
-        x: start + each.began_s * scale, y: lane * each.replica_id + 4, height: lane - 8,
-        width: Math.max(seconds * scale, 1), opacity: each.num_examples ? 1 : .35,
-      });
-    }
-    start += step.step_s * scale + gap;
+function showVersions(steps, now) {
+  for (const step of steps) {
+    const row = at("versions").insertRow(0);
+    for (const text of [step.version, step.last_number, step.held || "let through"]) row.insertCell().textContent = text;
+    row.classList.toggle("held", Boolean(step.held));
   }
-  const parts = last.replicas.map(each => each.num_examples).join(" + ");
-  at("step").textContent = `version ${last.version}: ${parts} examples in ${(1e3 * last.step_s).toFixed(1)} ms`;
+  while (at("versions").rows.length > MAX_VERSIONS) at("versions").deleteRow(-1);
+  const parts = [`serving version ${now.version}${now.is_pinned ? ", pinned" : ""}`, `newest ${now.newest_version}`];
+  if (now.held) parts.push(`held back: ${now.held}`);
+  if (now.generation) parts.push(`rollbacks so far: ${now.generation}`);
+  if (now.rollback_from !== null) parts.push(`one can roll back to example ${now.rollback_from}`);
+  at("serving").textContent = parts.join("; ");
 }
 
 async function showLetters(count) {
@@ -173,12 +165,44 @@ async function showLetters(count) {
       const row = at("letters").insertRow();
       row.insertCell().textContent = `${letter.number}`;
       row.insertCell().textContent = letter.error;
+      if (!at("operating").hidden) addActions(row.insertCell(), letter.number);
       row.title = JSON.stringify(letter.example);
     }
   } catch (error) {
     numDead = -1;
   }
 }
+
+// ---- operating ------------------------------------------------------------------------------
+
+async function operate(name, body = {}) {
+  try {
+    const found = await ask(name, body, {authorization: `Bearer ${at("operator").value}`});
+    const missing = found.missing?.length ? `, but ${found.missing.join(", ")} was none` : "";
+    at("done").textContent = `${name}: done${missing}; the learner is ${found.state}, serving version ${found.version}.`;
+  } catch (error) {
+    at("done").textContent = `${name}: ${error.message}`;
+  }
+}
+
+function addActions(cell, number) {
+  for (const name of ["retry", "discard"]) {
+    const button = document.createElement("button");
+    button.textContent = name === "retry" ? "Retry" : "Discard";
+    button.onclick = async () => { await operate(name, {numbers: [number]}); showLetters(1); };
+    cell.append(button);
+  }
+}
+
+for (const button of at("operating").querySelectorAll("[data-do]")) {
+  button.onclick = () => operate(button.dataset.do);
+}
+
+at("operating").onsubmit = event => {
+  event.preventDefault();
+  const skip = at("skip").value.split(/[ ,]+/).filter(Boolean).map(Number);
+  operate("rollback", {to: at("to").valueAsNumber, skip});
+};
 
 // ---- the form -------------------------------------------------------------------------------
 

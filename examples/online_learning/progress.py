@@ -2,17 +2,18 @@
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from aioreplica.online import StepRecord
 
 NUM_POINTS = 240
 POINT_S = 0.5
-NUM_EXAMPLES = 200  # that the accuracy and the loss are those of, about
+NUM_EXAMPLES = 200  # that the loss is that of, about
 
 
 class Progress:
-    """Adds up what steps tell. The accuracy is that before an example was learned."""
+    """Adds up what steps tell; the accuracy is a figure of the learner, of predictions before."""
 
     def __init__(self) -> None:
         self.points: deque[dict[str, Any]] = deque(maxlen=NUM_POINTS)
@@ -22,8 +23,8 @@ class Progress:
         self._num_learned = 0
         self._began = time.monotonic()
 
-    def add(self, record: StepRecord) -> None:
-        """Count a step; a point is made every half second."""
+    def add(self, record: StepRecord, figures: Mapping[str, float]) -> None:
+        """Count a step, with the figures behind it; a point is made every half second."""
         self._newest.append(record)
         self._num_newest += record.num_examples
         self._num_learned += record.num_examples
@@ -35,7 +36,7 @@ class Progress:
         self.points.append(
             {
                 "number": record.last_number,
-                "accuracy": self._mean("accuracy"),
+                "accuracy": figures.get("accuracy"),
                 "loss": self._mean("loss"),
                 "river": self.replay.get("river"),
                 "rate": round(self._num_learned / (now - self._began), 1),

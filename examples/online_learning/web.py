@@ -51,13 +51,14 @@ def make_app(service: OnlineService, learner: OnlineLearner, progress: Progress)
         ]
     )
     own.state.progress, own.state.described = progress, app
+    own.state.operates = any(route.path == "/rollback" for route in service.routes)
     app.mount("/", service.protect(own))
     return app
 
 
 async def watch(learner: OnlineLearner, progress: Progress) -> None:
     async for record in learner.records():
-        progress.add(record)
+        progress.add(record, learner.statistics().figures)
 
 
 async def show_file(request: Request) -> Response:
@@ -71,9 +72,10 @@ async def show_file(request: Request) -> Response:
 
 
 async def history(request: Request) -> Response:
-    """Return the features, and the points of all curves so far."""
-    progress = request.app.state.progress
-    return JSONResponse({"features": FEATURES, "points": [*progress.points]})
+    """Return the features, the points of all curves so far, and whether there are operations."""
+    found = request.app.state
+    points, operates = [*found.progress.points], found.operates
+    return JSONResponse({"features": FEATURES, "points": points, "operates": operates})
 
 
 async def openapi(request: Request) -> Response:

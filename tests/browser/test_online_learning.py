@@ -68,8 +68,9 @@ def test_the_page_shows_what_is_learned_and_comes_back_after_a_restart(
         driver.get(url)
         until(lambda: text(driver, "status") == "live")
         until(lambda: text(driver, "river").endswith("%") and int(text(driver, "learned")) > 150)
-        until(lambda: driver.find_elements(By.CSS_SELECTOR, "#replicas rect"))
-        assert "examples in" in text(driver, "step")
+        until(lambda: "let through" in text(driver, "versions"))
+        assert "serving version" in text(driver, "serving")
+        assert not driver.find_element(By.ID, "operating").is_displayed()
         until(lambda: float(text(driver, "accuracy").rstrip(" %")) > 50)
         assert_fits(driver)
         keep(driver, pictures, "live")
@@ -125,6 +126,52 @@ def test_the_form_predicts_and_takes_a_correction_by_keyboard_alone(
         until(lambda: text(driver, "learned") == "1")
         assert_fits(driver)
         keep(driver, pictures, "form")
+
+
+def test_operators_pin_roll_back_and_retry(
+    driver: Any, until: Until, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONLINE_LEARNING_OPERATOR_TOKEN", "operators")
+
+    def press(name: str) -> None:
+        button = driver.find_element(By.CSS_SELECTOR, f"[data-do={name}]")
+        driver.execute_script("arguments[0].click()", button)
+
+    with serving(tmp_path, 0, "--no-replay") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        press("pause")
+        until(lambda: "A bearer token is needed" in text(driver, "done"))
+        assert not driver.find_element(By.ID, "access").is_displayed()
+        driver.find_element(By.ID, "operator").send_keys("operators")
+        press("pause")
+        until(lambda: "the learner is paused" in text(driver, "done"))
+        press("resume")
+        until(lambda: "the learner is running" in text(driver, "done"))
+        press("pin")
+        until(lambda: "pinned" in text(driver, "serving"))
+        for _ in range(2):
+            driver.execute_script("ask('learn', {input: Array(9).fill(1), target: 1})")
+        until(lambda: text(driver, "learned") == "2")
+        assert text(driver, "version") == "0"
+        driver.find_element(By.ID, "to").send_keys("0")
+        driver.find_element(By.ID, "skip").send_keys("2", Keys.ENTER)
+        until(lambda: "rollback: done" in text(driver, "done"))
+        until(lambda: "rollbacks so far: 1" in text(driver, "serving"))
+        # The one that was skipped is a dead letter now.
+        driver.execute_script("showLetters(1)")
+        until(lambda: driver.find_elements(By.CSS_SELECTOR, "#letters button"))
+        assert_fits(driver)
+        keep(driver, pictures, "operating")
+        for scheme, color in {"dark": "rgb(18, 23, 30)", "light": "rgb(244, 246, 249)"}.items():
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            shown = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+            assert shown == color
+            keep(driver, pictures, f"operating-{scheme}")
+        driver.execute_script("document.querySelector('#letters button').click()")
+        until(lambda: "retry: done" in text(driver, "done"))
+        until(lambda: text(driver, "learned") == "3")
 
 
 def test_text_of_the_service_is_never_shown_as_markup(
