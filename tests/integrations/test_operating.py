@@ -56,10 +56,9 @@ async def test_a_bad_example_is_rolled_back_over_http(operated: Any) -> None:
     assert program.learned() == [1, 0, 1]
     assert program.learner.version > seen
 
-    assert (await operate(service, "/retry", {"numbers": [2, 7]})).json() | {"version": 0} == {
-        "numbers": {"2": 4}, "missing": [7], "version": 0, "generation": 1, "state": "running",
-        "newest_version": program.learner.statistics().newest_version,
-    }  # fmt: skip
+    found = (await operate(service, "/retry", {"numbers": [2, 7]})).json()
+    assert (found["numbers"], found["missing"]) == ({"2": 4}, [7])
+    assert (found["state"], found["generation"]) == ("running", 1)
     await (await program.learner.ticket(4))  # the variables are those of one version then
     assert program.learned() == [1, 1, 1]
     metrics = (await ask(service, "GET", "/metrics", authorization="Bearer clients")).body.decode()
