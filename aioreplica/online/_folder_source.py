@@ -53,7 +53,7 @@ class FolderSource:
         self._poll_s = checked_seconds("poll_s", poll_s)
         if not poll_s:
             raise ValueError("poll_s must be greater than 0.")
-        self._passed: set[str] | None = None  # names of files before the one that is read
+        self._seen: set[str] | None = None  # names of all files that were ever there
 
     async def read(self, *, after: str | None) -> Sequence[tuple[str, object]]:
         """Return examples behind an offset, each with its own; wait until there are some.
@@ -73,7 +73,7 @@ class FolderSource:
         if not position.isdecimal():
             raise ValueError(f"{after!r} is no offset of a FolderSource.")
         names = sorted(path.name for path in self._folder.glob(self._pattern) if path.is_file())
-        self._look_back({name for name in names if name < current})
+        self._look_for_late_ones(names, current)
         ahead = [name for name in names if name >= current]
         for name in ahead:
             start = int(position) if name == current else 0
@@ -82,14 +82,15 @@ class FolderSource:
                 return found
         return []
 
-    def _look_back(self, before: set[str]) -> None:
-        """Warn of files that have come too late."""
-        for name in sorted(before - self._passed) if self._passed is not None else ():
-            LOGGER.warning(
-                "%s is not read: a file with a later name was read before it came.",
-                self._folder / name,
-            )
-        self._passed = before
+    def _look_for_late_ones(self, names: Sequence[str], current: str) -> None:
+        seen = {*names} if self._seen is None else self._seen
+        for name in names:
+            if name < current and name not in seen:
+                LOGGER.warning(
+                    "%s is not read: a file with a later name was read before it came.",
+                    self._folder / name,
+                )
+        self._seen = seen | {*names}
 
     def _lines(self, name: str, start: int, *, is_last: bool) -> list[tuple[str, object]]:
         found: list[tuple[str, object]] = []

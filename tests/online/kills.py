@@ -7,6 +7,9 @@ must have been learned exactly once, and no other one twice.
 
 With `--rollbacks` each process goes back to a checkpoint again and again, and leaves an example out
 that was just taken: that one must be a dead letter once the rollback has returned.
+
+With `--joins` two thirds of the examples come in other ways: as labels, each sent twice at once, of
+inputs that wait in the journal; and as lines of files, which the learner reads itself.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +38,9 @@ POISONED_EVERY = 97
 LIMIT_S = 120
 
 
-async def live(folder: Path, size: int, first: int | None, *, rolls_back: bool) -> None:
+async def live(
+    folder: Path, size: int, first: int | None, *, rolls_back: bool, joins: bool
+) -> None:
     """Learn; from an example on submit more until killed, or only finish what is there."""
     async with (
         ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
@@ -53,18 +59,24 @@ async def live(folder: Path, size: int, first: int | None, *, rolls_back: bool) 
 
         async with ar.online.OnlineLearner(
             strategy, step, {"counts": counts, "weight": weight, "adam": adam},
-            max_batch=8, max_delay_s=0.001, queue_size=64, journal=folder / "journal.db",
-            checkpoints=manager, checkpoint_every_s=0.03,
+            max_batch=8, max_delay_s=0.001, queue_size=64, checkpoints=manager,
+            journal=ar.online.Journal(folder / "journal.db", label_ttl_s=3600.0),
+            checkpoint_every_s=0.03, validate=lambda given: given.get("input", given),
+            sources={"lines": ar.online.FolderSource(folder / "lines", parse=parsed, poll_s=0.003)},
         ) as learner:  # fmt: skip
             print("open", flush=True)
             if first is not None:
                 ids = iter(range(first, first + PER_RUN))
+                ways: list[Way] = [submit, label, Lines(folder, first)] if joins else [submit]
                 taken: list[tuple[int, int]] = []
 
                 async def client() -> None:
                     for i in ids:
-                        ticket = await learner.submit({"id": i, "x": np.ones(3)}, key=str(i))
+                        way = ways[i % len(ways)]
+                        ticket = await way(learner, i)
                         os.write(1, f"{i}\n".encode())
+                        if ticket is None:
+                            continue
                         taken.append((ticket.number or 0, i))
 
                 if rolls_back:
@@ -73,10 +85,54 @@ async def live(folder: Path, size: int, first: int | None, *, rolls_back: bool) 
                 if rolls_back:
                     await operator
                 await asyncio.Event().wait()
+            while not is_read(folder, learner):
+                await asyncio.sleep(0.003)
         for i in np.flatnonzero(counts.value):
             print(f"{i} {counts.value[i]}")
         dead = await dead_ids(folder)
         print(f"dead {' '.join(map(str, dead))}", flush=True)
+
+
+def example(i: int) -> dict[str, Any]:
+    return {"id": i, "x": np.ones(3)}
+
+
+def parsed(line: str) -> dict[str, Any]:
+    return example(int(line))
+
+
+Way = Callable[[ar.online.OnlineLearner, int], Awaitable[ar.online.Ticket | None]]
+"""Hands an example to a learner; returns once it must not be lost, None without a number."""
+
+
+async def submit(learner: ar.online.OnlineLearner, i: int) -> ar.online.Ticket:
+    return await learner.submit(example(i), key=str(i))
+
+
+async def label(learner: ar.online.OnlineLearner, i: int) -> ar.online.Ticket:
+    name = learner.expect(example(i))
+    tickets = await asyncio.gather(learner.label(name, 1.0), learner.label(name, 1.0))
+    assert tickets[0].number == tickets[1].number
+    return tickets[0]
+
+
+class Lines:
+    """A file of a process, of which each line is an example."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        (folder / "lines").mkdir(exist_ok=True)
+        path = folder / "lines" / f"{first:09}.jsonl"
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    async def __call__(self, _learner: ar.online.OnlineLearner, i: int) -> None:
+        await asyncio.to_thread(os.write, self.fd, f"{i}\n".encode())
+
+
+def is_read(folder: Path, learner: ar.online.OnlineLearner) -> bool:
+    """Tell whether all lines were taken."""
+    files = sorted(path for path in folder.glob("lines/*") if path.stat().st_size)
+    end = f"{files[-1].stat().st_size} {files[-1].name}" if files else None
+    return learner.statistics().sources["lines"].offset == end
 
 
 async def roll_back(
@@ -122,10 +178,10 @@ class Kills:
         return not self.lost and not self.twice and self.acknowledged > 0
 
 
-def kill(num_kills: int, seed: int = 0, *, rolls_back: bool = False) -> Kills:
+def kill(num_kills: int, seed: int = 0, *, rolls_back: bool = False, joins: bool = False) -> Kills:
     """Kill processes; return what was learned at the end."""
     rng, lines = random.Random(seed), list[str]()
-    options = ["--rollbacks"] if rolls_back else []
+    options = ["--rollbacks"] * rolls_back + ["--joins"] * joins
     size = (num_kills + 1) * PER_RUN
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
@@ -179,14 +235,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rollbacks", action="store_true")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--joins", action="store_true")
     chosen = parser.parse_args()
     if chosen.child:
         ar.set_logical_devices("cpu", 2)
         folder, size, *first = chosen.child
         number = int(first[0]) if first else None
-        asyncio.run(live(Path(folder), int(size), number, rolls_back=chosen.rollbacks))
+        live_so = {"rolls_back": chosen.rollbacks, "joins": chosen.joins}
+        asyncio.run(live(Path(folder), int(size), number, **live_so))
         return
-    kills = kill(chosen.kills, rolls_back=chosen.rollbacks)
+    kills = kill(chosen.kills, rolls_back=chosen.rollbacks, joins=chosen.joins)
     print(kills)
     if not kills.is_good:
         raise SystemExit(1)

@@ -103,13 +103,17 @@ def test_a_file_that_comes_too_late_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, "b.jsonl", "1\n")
+    write(tmp_path, "c.jsonl", "3\n")
     source = FolderSource(tmp_path)
 
     async def main() -> None:
-        assert await read_all(source) == [1]
-        write(tmp_path, "a.jsonl", "2\n")
         with caplog.at_level(logging.WARNING, "aioreplica.online"):
-            assert await read_all(source, "2 b.jsonl") == []
+            assert await read_all(source) == [1, 3]
+            write(tmp_path, "d.jsonl", "4\n")
+            assert await read_all(source, "2 c.jsonl") == [4]
+            assert caplog.records == []
+            write(tmp_path, "a.jsonl", "2\n")
+            assert await read_all(source, "2 d.jsonl") == []
         assert [record.args for record in caplog.records] == [(tmp_path / "a.jsonl",)]
 
     art.run(main)
