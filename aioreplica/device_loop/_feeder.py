@@ -498,9 +498,12 @@ def new_feeder(
 
 
 def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[object, ...]]:
-    if all(type(leaf) is PerReplica and len(leaf) == num_replicas for leaf in element):
-        return list(zip(*(leaf.values for leaf in element), strict=True)) or [()] * num_replicas
-    return split_per_replica(element, num_replicas, "an element of the iterator")
+    values = []
+    for leaf in element:
+        if type(leaf) is not PerReplica or len(leaf.values) != num_replicas:
+            return split_per_replica(element, num_replicas, "an element of the iterator")
+        values.append(leaf.values)
+    return list(zip(*values, strict=True)) or [()] * num_replicas
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

@@ -16,6 +16,9 @@ MAX_AHEAD = 64
 AHEAD_BYTES = 8 * 1024 * 1024
 """How far the infeed runs ahead: up to 64 elements, fewer if they are large, at least 2."""
 
+CHUNK_BYTES = 64 * 1024 * 1024
+"""How large the elements of one compiled chunk may be; as far ahead is read for it."""
+
 
 @final
 @unique
@@ -33,6 +36,7 @@ class Infeed:
     Args:
         hosts: The replica ids of each host.
         loop: The event loop of the run.
+        fills_chunks: Whether to read as far ahead as one compiled chunk takes.
 
     Invariants:
         * Every queue gets the same number of elements: a step is there for all or for none.
@@ -41,12 +45,17 @@ class Infeed:
     """
 
     def __init__(
-        self, hosts: Sequence[Sequence[int]], loop: asyncio.AbstractEventLoop | None = None
+        self,
+        hosts: Sequence[Sequence[int]],
+        loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        fills_chunks: bool = False,
     ) -> None:
         self._hosts = hosts
         count = sum(map(len, hosts))
         self._queues = [DeviceQueue(new_gate(loop)) for _ in range(count)]
         self._taken = [0] * count
+        self._ahead_bytes = CHUNK_BYTES if fills_chunks else AHEAD_BYTES
         self._lock = Lock()
         self._wake_feeder: Callable[[], None] | None = None
         self.capacity = 2
@@ -59,7 +68,7 @@ class Infeed:
         """Enqueue one element, a tuple of inputs per replica: host by host, in replica order."""
         if self.num_put == 0:
             num_bytes = sum(getattr(leaf, "nbytes", 0) for part in parts for leaf in leaves(part))
-            self.capacity = max(2, min(MAX_AHEAD, AHEAD_BYTES // max(1, num_bytes)))
+            self.capacity = max(2, min(MAX_AHEAD, self._ahead_bytes // max(1, num_bytes)))
         for host in self._hosts:
             for replica_id in host:
                 self._queues[replica_id].put(parts[replica_id])
@@ -120,6 +129,34 @@ class Infeed:
         if self._wake_feeder is not None and self._is_half_empty():
             self._wake()
         return item  # type: ignore[no-any-return]  # what `put` was given
+
+    def take_all(self, most: int) -> tuple[list[list[tuple[Any, ...]]], bool]:
+        """Take the steps that are there, on the one thread that takes for all devices.
+
+        Args:
+            most: How many at most.
+
+        Returns:
+            The inputs of all devices for each step, and whether no step comes behind them.
+
+        Cancellation:
+            A CancelledError once the infeed is aborted.
+        """
+        found: list[list[tuple[Any, ...]]] = []
+        last = self._queues[self._hosts[-1][-1]]  # what is there for it is there for all
+        is_end = False
+        while len(found) < most and not last.is_empty:
+            parts = [queue.take() for queue in self._queues]
+            if Mark in map(type, parts):
+                if Mark.ABORTED in parts:
+                    raise asyncio.CancelledError
+                is_end = True
+                break
+            found.append(parts)
+        self._taken = [count + len(found) for count in self._taken]
+        if self._wake_feeder is not None and self._is_half_empty():
+            self._wake()
+        return found, is_end
 
     def abort(self) -> None:
         """Wake the feeder and all devices that wait, from any thread; idempotent."""

@@ -148,7 +148,8 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
     iterator = open_iterator(plan.given)
     run = Run.prepare(runtime, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps)
-    infeed = Infeed(runtime.host_replicas, asyncio.get_running_loop())
+    event_loop = asyncio.get_running_loop()
+    infeed = Infeed(runtime.host_replicas, event_loop, fills_chunks=plan.compile is not None)
     step = run.group.step
     contexts = [
         MultiStepContext(initial[i], events=events, replica_id=i, first_step=step)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from tests.replica.gated import me
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop._compiled import CompiledSteps  # noqa: E402
+from aioreplica.device_loop._compiled import CompiledSteps, _loop  # noqa: E402
 from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -255,6 +256,58 @@ async def test_a_cancelled_call_publishes_nothing_of_its_steps(pair: ar.Strategy
     np.testing.assert_array_equal(w.value, before)
     again = await pair.run_steps(step, source, 3, compile="jax")
     assert (again.steps_run, w.version) == (3, 3)  # its elements went back
+
+
+async def test_chunks_are_stacked_into_memory_that_is_free(pair: ar.Strategy) -> None:
+    with pair.scope():
+        total = ar.Variable(0, trainable=False, aggregation="sum")
+    kept = []
+
+    def step(ctx: ar.MultiStepContext, x: Any, number: Any) -> None:
+        total.blocking.assign_add(x[0] * number)
+        ctx.set_last_step_output("x", x)
+
+    def numbers(count: int) -> Iterator[Any]:  # whatever is an array or a number is stacked
+        for i in range(count):
+            yield ar.PerReplica([np.full(3, i, np.int32)] * 2), 2
+
+    for scans in (True, False):
+        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+            result = await pair.run_steps(step, numbers(300), 300, compile="jax")
+        kept.append(result.last_step_outputs["x"].values[0])
+
+    assert total.value == 2 * 2 * 2 * sum(range(300))  # of two calls and two replicas
+    np.testing.assert_array_equal(kept, np.full((2, 3), 299))
+
+
+async def test_an_abort_while_elements_are_read_ahead_waits_for_the_program(
+    pair: ar.Strategy,
+) -> None:
+    _, _, step = model(pair, adam)
+    order: list[str] = []
+    wait, hold = jax.block_until_ready, _loop.only_one
+
+    @contextmanager
+    def only_one(blocking: Any) -> Iterator[None]:
+        with hold(blocking):
+            try:
+                yield
+            finally:
+                order.append("next")
+
+    def waited(arrays: Any) -> Any:
+        order.append("waited")
+        return wait(arrays)
+
+    with (
+        mock.patch.object(_loop, "only_one", only_one),
+        mock.patch.object(jax, "block_until_ready", waited),
+        mock.patch.object(_loop.CompiledLoop, "_ahead", side_effect=RuntimeError("aborted")),
+        pytest.raises(RuntimeError, match="aborted"),
+    ):
+        await pair.run_steps(step, iter(elements(pair, 4)), 4, compile="jax")
+
+    assert order == ["waited", "next"]
 
 
 async def test_chunks_are_progress_for_a_stall_timeout(pair: ar.Strategy) -> None:

@@ -150,3 +150,37 @@ def test_no_more_is_waited_for_than_fits() -> None:
     infeed.wait_for(64)
 
     assert infeed.take(1) is not None
+
+
+def test_one_thread_takes_all_that_is_there() -> None:
+    infeed, woken = Infeed([[0, 1]]), []
+    fill(infeed, 64)
+    assert infeed.wait_for_room(lambda: woken.append(1))
+
+    found, is_end = infeed.take_all(10)
+    assert (found, is_end) == ([[(k, 0)] * 2 for k in range(10)], False)
+    assert (infeed.has_room, woken) == (True, [])
+
+    assert len(infeed.take_all(100)[0]) == 54
+    assert woken == [1]  # once
+    assert infeed.take_all(3) == ([], False)
+
+    fill(infeed, 1)
+    infeed.end()
+    assert infeed.take_all(3) == ([[(0, 0)] * 2], True)
+
+
+def test_an_abort_between_the_queues_is_seen() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 1)
+    infeed.abort()
+    assert infeed.take_all(1) == ([[(0, 0)] * 2], False)
+    with pytest.raises(asyncio.CancelledError):
+        infeed.take_all(1)
+
+
+def test_a_compiled_loop_reads_a_chunk_ahead() -> None:
+    infeed = Infeed([[0, 1]], fills_chunks=True)
+    fill(infeed, 1, np.zeros(2**17))
+
+    assert infeed.capacity == 32  # of 2 MiB

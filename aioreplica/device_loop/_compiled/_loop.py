@@ -8,6 +8,7 @@ steps, and elements of steps that were not published go back to their iterator.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -26,7 +27,7 @@ from ...replica import BlockingContext, RunningReplica, random_stream
 from ...telemetry import EventLog
 from ...tree import flatten
 from ...values import Variable, is_floating
-from .._infeed import Infeed
+from .._infeed import CHUNK_BYTES, Infeed
 from .._program import MultiStepContext
 from ._program import StepProgram, of_each, of_first
 from ._programs import CompiledSteps
@@ -41,11 +42,10 @@ from ._update import (
 Array = npt.NDArray[Any]
 
 MAX_CHUNK = 64
-CHUNK_BYTES = 64 * 1024 * 1024
-"""How many steps one program runs: up to 64, fewer if their elements are large."""
+"""How many steps one program runs at most; fewer if their elements are large."""
 
-TRIALS = 3
-"""How many chunks are run in each of the two ways before the faster one is kept."""
+ALIGNMENT = 64
+"""Where XLA wants arrays to begin; those that do it reads where they are."""
 
 LOOK_S = 0.25
 """How often a thread that waits for another program looks whether its run has ended."""
@@ -102,7 +102,7 @@ class Gang:
 
 @final
 class Chunk:
-    """Elements for one call, stacked for each replica.
+    """Elements for one call, stacked for each replica where the program reads them.
 
     Args:
         size: How many fit.
@@ -115,15 +115,16 @@ class Chunk:
         self.size = size
         self.num_steps = 0
         self.arrays = [
-            [np.empty((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
+            [_aligned((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
         ]
 
-    def add(self, element: Sequence[Sequence[Array]]) -> None:
-        """Put one more element behind the others."""
+    def add(self, element: Sequence[Sequence[object]]) -> None:
+        """Put one more element behind the others; it looks like the first one."""
+        at = self.num_steps
         for stacked, part in zip(self.arrays, element, strict=True):
             for whole, leaf in zip(stacked, part, strict=True):
-                whole[self.num_steps] = leaf
-        self.num_steps += 1
+                whole[at] = leaf
+        self.num_steps = at + 1
 
 
 @final
@@ -170,6 +171,8 @@ class CompiledLoop:
         self._every = num_steps if every is None else min(every, num_steps)
         self._gang = gang
         self._program: StepProgram | None = None
+        self._leaves: Callable[[Any], Sequence[object]] = tuple
+        self._spare: Chunk | None = None
         self._size = 0
         self._done = 0
         self._published = 0
@@ -197,8 +200,9 @@ class CompiledLoop:
         blocking = replica.blocking
         ahead = self._taken(blocking, None, waits=True)
         while ahead is not None:
-            before = self._done
-            ahead = self._ran(replica, ahead)
+            before, chunk = self._done, ahead
+            ahead = self._ran(replica, chunk)
+            self._spare = chunk  # its program has ended
             for _ in range(self._done - before):
                 blocking.step_ended()  # a stall is noticed by steps that are not
             is_due = self._done - self._published >= self._every or self._done == self._num_steps
@@ -218,29 +222,39 @@ class CompiledLoop:
             chunk: One that is begun.
             waits: Whether to wait for elements, or take those that are there.
         """
-        begun = 0 if chunk is None else chunk.num_steps
-        left = self._num_steps - self._done - begun
-        infeed, count = self._infeed, len(self._steps)
-        while left and (chunk is None or chunk.num_steps < self._room()):
-            if any(map(infeed.is_empty, range(count))):
+        infeed, is_end = self._infeed, False
+        while not is_end:
+            begun = 0 if chunk is None else chunk.num_steps
+            wanted = min(self._room(), self._num_steps - self._done) - begun
+            if wanted <= 0:
+                break
+            if infeed.is_empty(len(self._steps) - 1):
                 if not waits:
                     break
-                number = self._done + (0 if chunk is None else chunk.num_steps)
-                room = self._room() - (0 if chunk is None else chunk.num_steps)
-                with blocking.waiting(f"the infeed for step {number}"):
-                    infeed.wait_for(min(left, room))
-            parts = [infeed.take(i) for i in range(count)]
-            if parts[0] is None:
-                self._num_steps = self._done + (0 if chunk is None else chunk.num_steps)
-                break
-            element = [self._programs.arrays(part) for part in parts]
-            if self._program is None:
-                self._begin(parts, element)
-            if chunk is None:
-                chunk = Chunk(self._size, element)
-            chunk.add(element)
-            left -= 1
-        return chunk if chunk is not None and chunk.num_steps else None
+                with blocking.waiting(f"the infeed for step {self._done + begun}"):
+                    infeed.wait_for(wanted)
+            found, is_end = infeed.take_all(wanted)
+            if found and chunk is None:
+                chunk = self._new_chunk(found[0])
+            for parts in found:
+                assert chunk is not None  # there is an element
+                chunk.add([self._leaves(part) for part in parts])
+            if is_end:
+                self._num_steps = self._done + begun + len(found)
+        return chunk
+
+    def _new_chunk(self, parts: Sequence[tuple[object, ...]]) -> Chunk:
+        """Return an empty chunk for elements like this one: again that before the last, if any."""
+        if self._spare is not None:
+            chunk, self._spare = self._spare, None
+            chunk.num_steps = 0
+            return chunk
+        element = [self._programs.arrays(part) for part in parts]
+        if self._program is None:
+            self._begin(parts, element)
+            if not all(type(leaf) is np.ndarray for part in parts for leaf in part):
+                self._leaves = _leaves_of
+        return Chunk(self._size, element)
 
     def _room(self) -> int:
         """Return how many steps a chunk may have before values have to be published."""
@@ -307,10 +321,10 @@ class CompiledLoop:
         """Count the steps that the state is behind now, and keep what they have recorded."""
         for optimizer, count in _iterations(program, self._carry).items():
             self._counts[optimizer] += count - before[optimizer]
-        for i in range(num_steps):
-            number = self._first + self._done + i
+        first = self._first + self._done
+        for i in range(num_steps if records else 0):
             for name, values in zip(program.records, records, strict=True):
-                self._records.append((number, name, float(values[i])))
+                self._records.append((first + i, name, float(values[i])))
         self._done += num_steps
 
     def _called(
@@ -325,8 +339,10 @@ class CompiledLoop:
             with only_one(replica.blocking):
                 begin = perf_counter()
                 carry, codes, records = scan(self._carry, *args, np.int32(0))
-                begun_ahead = self._ahead(replica, chunk)
-                jax.block_until_ready((carry, codes, records))
+                try:
+                    begun_ahead = self._ahead(replica, chunk)
+                finally:  # an abort is seen there, too: nothing runs behind this block
+                    jax.block_until_ready((carry, codes, records))
                 seconds = perf_counter() - begin
             trial.add("scan", seconds)
             self._carry = carry
@@ -354,6 +370,7 @@ class CompiledLoop:
             What is behind the last, the code of each, and what each has recorded.
         """
         carry = jax.tree.map(program.put_apart, carry)  # the program takes its memory
+        args = program.placed(args)  # once for all calls
         step = program.compiled("step", chunk.size, (carry, *args, np.int32(0)), looks=looks)
         found = []
         with only_one(replica.blocking):
@@ -380,20 +397,19 @@ class CompiledLoop:
     ) -> tuple[object, ...]:
         count, size = program.num_replicas, chunk.size
         arrays = [
-            program.put_each([chunk.arrays[i][leaf] for i in range(count)])
+            program.given([chunk.arrays[i][leaf] for i in range(count)])
             for leaf in range(len(chunk.arrays[0]))
         ]
-        index = np.arange(self._done, self._done + size, dtype=np.int32)
         first = self._first + self._done
         seeds = [
-            program.put_each(
+            program.given(
                 [_seeds(name, self._seed, first, None if shared else i, size) for i in range(count)]
             )
             for name, shared in program.keys
         ]
         table = program.table(size, bases)
-        starts = [np.int32(base) for base in bases.values()]
-        return (arrays, index, seeds), starts, table, np.int32(self._first)
+        numbers = np.array([self._done, self._first, *bases.values()], np.int32)
+        return (arrays, seeds), numbers, table
 
     # ---- steps that fail -----------------------------------------------------------------
 
@@ -542,6 +558,18 @@ def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) 
     """Return the seeds that `jax_key` takes in each step of a chunk."""
     rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
     return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an empty array that XLA does not have to copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _leaves_of(part: object) -> Sequence[object]:
+    return flatten(part)[0]
 
 
 def _leaves(outputs: Mapping[str, object], program: StepProgram) -> list[Any]:

@@ -7,6 +7,7 @@ only; the second time all of that is the state that goes through the steps:
     outputs    `ctx.last_step_outputs`, one per replica
     table      numbers of `prepare`, a row for each iteration of the optimizers
     inputs     what the steps get: elements, their numbers, seeds for `jax_key`
+    numbers    of the first step in the loop, the loop in the strategy, and the optimizers' updates
 
 Scan and single calls run the same recorded step, and give the same bits.
 """
@@ -231,13 +232,15 @@ class StepProgram:
         records = [value for _, value in trace.records]
         return ([trace.values[v] for v in self.state], new), (trace.code(), records)
 
-    def _lowered(self, how: How, looks: bool) -> Callable[..., Any]:
+    def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., Any]:
         """Return what runs a whole chunk, or step `at` of it, on arrays of all replicas."""
         mirrored = self.is_mirrored
 
-        def program(carry: Any, chunk: Any, bases: Any, table: Any, first: Any, at: Any) -> Any:
+        def program(carry: Any, chunk: Any, numbers: Any, table: Any, at: Any) -> Any:
             state, outputs = carry
-            element, index, seeds = chunk
+            element, seeds = chunk
+            index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
+            first, bases = numbers[1], list(numbers[2:])
             own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
             begun = (own, [a[0] for a in outputs])
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
@@ -260,7 +263,7 @@ class StepProgram:
         lowered: Callable[..., Any] = jax.shard_map(
             program,
             mesh=self._mesh,
-            in_specs=(carry, (OfEach, OfAll, OfEach), OfAll, OfAll, OfAll, OfAll),
+            in_specs=(carry, (OfEach, OfEach), OfAll, OfAll, OfAll),
             out_specs=(carry, OfAll, [OfEach] * len(self.records)),
             check_vma=False,
         )
@@ -279,7 +282,7 @@ class StepProgram:
         found = self._compiled.get(key)
         if found is None:
             donated = (0,) if how == "step" else ()
-            lowered = jax.jit(self._lowered(how, looks), donate_argnums=donated)
+            lowered = jax.jit(self._lowered(how, size, looks), donate_argnums=donated)
             found = self._compiled[key] = lowered.lower(*args).compile()
             self.num_compiled += 1
         return found
@@ -304,6 +307,18 @@ class StepProgram:
         ]
         shape = (self.num_replicas, *arrays[0].shape)
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def given(self, arrays: Sequence[Array]) -> Any:
+        """Return what a program is given of one array for each device."""
+        if self.num_replicas == 1:  # its call puts it where it belongs, which costs far less
+            return arrays[0][None]
+        return self.put_each(arrays)
+
+    def placed(self, args: Any) -> Any:
+        """Put what a program is given on its devices, for many calls."""
+        if self.num_replicas > 1:
+            return args
+        return jax.device_put(args, NamedSharding(self._mesh, OfAll))
 
     def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> list[list[Array]]:
         """Call `prepare` for all updates that so many steps may make; return its numbers."""
