@@ -30,9 +30,9 @@ NUM_WARM = 1
 NEAR = {"SGD": 1e-5, "Adam": 0.1}
 """How far weights may be apart behind one chunk, in units of the largest: this finds another model,
 not another rounding. Adam divides a gradient by its own size: where one is nearly 0, another
-rounding of its sum may turn the sign, and then the weight moves by a whole rate the other way, in up
-to 64 steps of a chunk. 3 % were seen. One step from one state is held to 1e-5 of the eager one in
-tests/device_loop/test_compiled_numerics.py."""
+rounding of its sum may turn the sign, and then the weight moves by a whole rate the other way, in
+up to 64 steps of a chunk. 3 % were seen. One step from one state is held to 1e-5 of the eager
+one in tests/device_loop/test_compiled_numerics.py."""
 
 
 @final
