@@ -157,10 +157,9 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     ]
     completed, published = [0] * count, [0] * count
     steps = [LoopStep(i, completed, published) for i in range(count)]
-    is_given = iterator is plan.given
     if runtime.iterators is None:
         runtime.iterators = KeptIterators()
-    kept = runtime.iterators if is_given else None
+    kept = runtime.iterators if iterator is plan.given else None
     feeder = new_feeder(iterator, kept, infeed, steps, num_steps)
     events.add("loop", "begin", step, value=num_steps)
     try:
