@@ -271,19 +271,7 @@ class CompiledLoop:
         self._size = min(MAX_CHUNK, fitting, self._every, self._num_steps)
         self._bases = {variable: variable.components for variable in program.state}
         state = self._programs.load(program, self._bases)
-        flat = [[np.asarray(leaf) for leaf in _leaves(own, program)] for own in initial]
-        outputs = []
-        for i, shape in enumerate(program.outputs.shapes):
-            given = [own[i] for own in flat] if i < len(flat[0]) else None
-            zeros = np.zeros(shape.shape, shape.dtype)
-            outputs.append(
-                program.put_each(
-                    [zeros] * program.num_replicas
-                    if given is None
-                    else [_cast(array, shape) for array in given]
-                )
-            )
-        self._carry = (state, outputs)
+        self._carry = (state, _first_outputs(program, initial))
         self._counts = dict.fromkeys(program.applied, 0)
 
     def _ran(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
@@ -566,6 +554,25 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _first_outputs(
+    program: StepProgram, initial: Sequence[Mapping[str, object]]
+) -> list[jax.Array]:
+    """Put the outputs to begin with on the devices; zeros where there is none."""
+    flat = [[np.asarray(leaf) for leaf in _leaves(own, program)] for own in initial]
+    outputs = []
+    for i, shape in enumerate(program.outputs.shapes):
+        given = [own[i] for own in flat] if i < len(flat[0]) else None
+        zeros = np.zeros(shape.shape, shape.dtype)
+        outputs.append(
+            program.put_each(
+                [zeros] * program.num_replicas
+                if given is None
+                else [_cast(array, shape) for array in given]
+            )
+        )
+    return outputs
 
 
 def _leaves_of(part: object) -> Sequence[object]:
