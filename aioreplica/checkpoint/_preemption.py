@@ -16,7 +16,7 @@ from ..devices import OwnedTask, wait_until_done
 from ..errors import CheckpointNotCommittedError, ContextError
 from ..replica import ReplicaGroup, running_ops
 from ..values import StepGate, between_steps
-from ._state import Cut, look, read_state
+from ._state import Cut, look_at_home, read_state
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ async def _save_and_stop(
                 "part of it. Cancel only the task that awaits `save_on_cancel`, and wait for it."
             )
         async with grace, between_steps(gates):
-            taken = step(), look(read_state(state))
+            taken = step(), await look_at_home(read_state(state), state)
             taken[1].check()
             training.cancel()
     except Exception as error:  # noqa: BLE001 - raised below, once the work has ended

@@ -422,13 +422,13 @@ async def take_cut(state: object) -> Cut:
             if is_new:  # steps may have made slots meanwhile
                 found = read_state(state)
             if found.gates.keys() <= gates.keys():
-                cut = await _look_at_home(found, state)
+                cut = await look_at_home(found, state)
     cut.check()
     return cut
 
 
-async def _look_at_home(found: State, state: object) -> Cut:
-    """Read a state whose variables may live on parameter servers."""
+async def look_at_home(found: State, state: object) -> Cut:
+    """Read a state whose variables may live on parameter servers; waits for those only."""
     elsewhere = found.elsewhere()
     if not elsewhere:
         return look(found)

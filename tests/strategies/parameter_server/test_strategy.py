@@ -613,6 +613,36 @@ async def test_a_restored_checkpoint_goes_on_as_before(is_lost: bool, tmp_path: 
         np.testing.assert_array_equal(await train(), expected)
 
 
+@pytest.mark.asyncio
+async def test_what_is_saved_on_cancel_is_on_the_servers(tmp_path: Path) -> None:
+    rows = [np.array([0, 1]), np.array([1, 2]), np.array([0, 2])]
+    async with opened(1, num_ps=2) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros((6, 2))), ar.optimizers.Adam(0.1)
+        state, is_trained = {"w": w, "optimizer": optimizer}, asyncio.Event()
+
+        async def train() -> None:
+            for each in rows:
+                await coordinator.schedule(descend_by_rows, (w, optimizer, each))
+            await coordinator.join()
+            is_trained.set()
+            await asyncio.Event().wait()
+
+        async with ar.CheckpointManager(tmp_path) as manager:
+            saving = asyncio.create_task(manager.save_on_cancel(train(), state, lambda: 3))
+            await is_trained.wait()
+            saving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await saving
+            await manager.save(4, state)
+            keys = [each.key for each in manager.describe(4).entries]
+            assert [each.key for each in manager.describe(3).entries] == keys
+            assert len(keys) == 4  # with the slots
+            for key in keys:
+                stopped, saved = await manager.read(3, key), await manager.read(4, key)
+                np.testing.assert_array_equal(stopped, saved, err_msg=key)
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 
