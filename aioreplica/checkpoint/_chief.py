@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from ..collectives import SLOT_BYTES, Wire, broadcast_bytes, gather_across, no_data
 from ..errors import CheckpointNotCommittedError
 from ..typing import VariableSynchronization
-from ..values import Variable, workers_of
+from ..values import DividedVariable, Variable, workers_of
 from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
 from ._state import Cut, Entry, frozen, read_state, take_cut
 
@@ -39,12 +40,18 @@ async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:
     workers = _workers_of(cut.entries)
     if workers is None:
         return cut, None
+    divided = {k: e.thing for k, e in cut.entries.items() if isinstance(e.thing, DividedVariable)}
     keys = [
         key
         for key, entry in cut.entries.items()
-        if isinstance(entry.thing, Variable) and not entry.thing.is_mirrored
+        if isinstance(entry.thing, Variable) and not entry.thing.is_mirrored and key not in divided
     ]
-    async with workers.operation("CheckpointManager.save", f"step {step}: {keys}") as turn:
+    for variable in divided.values():
+        variable.require_current(workers.num_workers)
+    text = f"step {step}: {keys}, {[*divided]}"
+    async with workers.operation("CheckpointManager.save", text) as turn:
+        if divided:
+            await turn.exchange(b"", partial(_bring_together, cut, divided), what="parts")
         if not keys:
             await turn.exchange(b"", no_data)
         else:
@@ -52,6 +59,26 @@ async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:
             for key, parts in zip(keys, await gather_across(turn, stacked, 0), strict=True):
                 cut.arrays[key] = [frozen(component) for part in parts for component in part]
     return cut, workers
+
+
+async def _bring_together(
+    cut: Cut, divided: Mapping[str, DividedVariable], wire: Wire, _slots: Sequence[bytes]
+) -> None:
+    """Put divided variables as a whole into the cut of the first worker, who writes them.
+
+    Parts come one by one, so that the others never have more of a variable than a part.
+    """
+    for key, variable in divided.items():
+        part = cut.arrays[key][0]
+        division, whole = variable.division, np.empty(0, part.dtype)
+        if division.rank == 0:
+            whole = np.empty(division.shape, part.dtype)
+        for rank, (begin, end) in enumerate(division.ranges):
+            found = await variable.part_from(wire, rank, part)
+            if whole.size:
+                whole.reshape(-1)[begin:end] = found
+        whole.flags.writeable = False
+        cut.arrays[key] = [whole]
 
 
 async def write_once(workers: Any, step: int, write: Callable[[], Awaitable[None]]) -> None:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..input import Stateful
 from ..tree import decode
 from ..typing import VariableAggregation
-from ..values import Variable, between_steps, workers_of
+from ..values import DividedVariable, Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest
 from ._lane import run_all
 from ._reading import (
@@ -161,8 +161,13 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
             elif entry.composite is None or isinstance(entry.thing, Variable):
                 plan.missing.append(key)
             continue
-        plan.direct.append(entry)
         problems += _problems(entry, record)
+        if isinstance(entry.thing, DividedVariable) and isinstance(entry.composite, Deferring):
+            # Made anew of the whole by the next step, which divides it among the workers there are.
+            plan.forgotten.append(entry)
+            plan.deferred[key] = entry.owner
+        else:
+            plan.direct.append(entry)
     for key, record in manifest.entries.items():
         if key in state.entries:
             continue

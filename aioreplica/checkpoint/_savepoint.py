@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from typing import final
 
-from ..values import Variable
+from ..values import DividedVariable, Variable
 from ._chief import exchange_newest
 from ._format import Array, EntryRecord, Manifest, TensorRecord
 from ._restoring import apply_plan, make_plan
@@ -48,6 +48,13 @@ class Savepoint:
         self._state = state
         self._cut = look(read_state(state))
         self._cut.check()
+        for entry in self._cut.entries.values():
+            if isinstance(entry.thing, DividedVariable):
+                raise TypeError(
+                    f"{entry.key!r} is divided among workers, and a Savepoint is kept by each: the "
+                    "part of a worker that is lost would be lost. Save checkpoints, or make the "
+                    "optimizer without shard_state=True."
+                )
 
     def written(self) -> list[tuple[str, Array]]:
         """Return the arrays of variables that were written since, each with the key of its entry.

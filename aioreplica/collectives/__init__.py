@@ -20,6 +20,7 @@ from ._compression import Compressed as Compressed
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
 from ._compression import TopK as TopK
+from ._kind import narrowed as narrowed
 from ._kind import pieces as pieces
 from ._kind import reduce_slices as reduce_slices
 from ._kind import require_dense as require_dense
@@ -44,6 +45,9 @@ from ._reduce import require_axis as require_axis
 from ._reduce import require_reducible as require_reducible
 from ._reducer import INLINE_SUM_BYTES as INLINE_SUM_BYTES
 from ._reducer import Reducer as Reducer
+from ._scattered import Dealt as Dealt
+from ._scattered import gather_parts as gather_parts
+from ._scattered import scatter_across as scatter_across
 
 __all__ = [
     "CommunicationOptions",

@@ -55,6 +55,9 @@ class Wire(Protocol):
     def broadcast(self, x: Array, root: int) -> Awaitable[Array]:
         """Return the array of one worker."""
 
+    def reduce_scatter(self, x: Array, op: Any) -> Awaitable[Array]:
+        """Combine an array over all workers; return this worker's rows of it."""
+
 
 Carry: TypeAlias = Callable[[Wire, list[bytes]], T | Coroutine[Any, Any, T]]
 """What is done once all frames agree, see `Turn.exchange`."""

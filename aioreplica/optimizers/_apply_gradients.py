@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import numpy as np
 
 from .._functions import is_async, require_no_yield
-from ..collectives import Reducer, Turn, leaf_bytes, no_data, reduce_across
+from ..collectives import Reducer, Turn, leaf_bytes, no_data
 from ..context import CLOSURE, PLACE, TRACE, Place
 from ..devices import run_on_host
-from ..errors import ContextError, NonFiniteError
+from ..errors import ContextError
 from ..replica import (
     Call,
     CallSite,
@@ -27,9 +27,9 @@ from ..replica import (
     RunningReplica,
     SyncGroup,
 )
-from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable, Weighted
 from ._checks import replica_on_device, require_owner, written
+from ._divided_step import name_the_replica, take_divided_step
 from ._gradient import ScaledGradient, checked_pairs, has_parts
 from ._loss import Pairs, differentiate_loss
 from ._merged_gradient import merge_gradients, merge_over_workers, scale_of, summand_of
@@ -239,6 +239,11 @@ async def take_step_across(
     Raises:
         NonFiniteError: As `name_the_replica`.
     """
+    if optimizer.settings.shard_state and turn.num_workers > 1:
+        await take_divided_step(
+            turn, reducer, optimizer, variables, columns, global_step, is_summed=is_summed
+        )
+        return
     if is_summed:
         await turn.exchange(b"", no_data)
         merged = merge_gradients(variables, columns, is_mean=False)
@@ -288,9 +293,6 @@ def _other_variables(here: Sequence[Variable], there: Sequence[Variable]) -> str
     return f"{text}; number {index} is {here[index].name!r} here and {there[index].name!r} there"
 
 
-NOBODY = sys.maxsize
-
-
 def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[object]]) -> str:
     """Describe gradients by what has to be equal on all workers."""
     texts = []
@@ -304,50 +306,6 @@ def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[obj
         shape = list(variable.shape)
         texts.append(f"{variable.name!r}: {kind}{variable.dtype}{shape}{weight}{scaled}")
     return "; ".join(texts)
-
-
-async def name_the_replica(
-    turn: Turn,
-    variables: Sequence[Variable],
-    columns: Sequence[Sequence[object]],
-    take: Callable[[], Awaitable[None] | None],
-) -> None:
-    """Take a step; if a gradient is not finite, find the replica that has brought it.
-
-    All workers have the same sums, so all find the same gradient, and ask each other.
-
-    Raises:
-        NonFiniteError: With the id of the replica among those of all workers, on all of them.
-    """
-    try:
-        pending = take()
-        if pending is not None:
-            await pending
-        return
-    except NonFiniteError as error:
-        wrong = error
-    own = NOBODY
-    for variable, column in zip(variables, columns, strict=True):
-        if variable.name == wrong.variable:
-            for replica_id, part in enumerate(column):
-                total = summand_of(part)
-                values = total.values if isinstance(total, IndexedSlices) else total
-                if not np.isfinite(values).all():
-                    own = turn.rank * turn.num_local_replicas + replica_id
-                    break
-    [first] = await reduce_across(turn, ReduceOp.MIN, [own], what="finite check")
-    if first == NOBODY:
-        raise wrong
-    worker = first // turn.num_local_replicas
-    raise NonFiniteError(
-        f"The gradient of {wrong.variable!r} is not finite: replica {first}, of worker {worker}, "
-        f"brought it. The sum over all workers is not finite at index {wrong.index}. Nothing was "
-        "updated. Look for a division by 0 or a learning rate that is too high, clip gradients, or "
-        'pass on_non_finite="skip" to leave out such steps.',
-        variable=wrong.variable,
-        replica_id=first,
-        index=wrong.index,
-    )
 
 
 # ---- calls of replicas ---------------------------------------------------------------------------

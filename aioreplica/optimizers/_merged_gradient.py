@@ -17,16 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ..collectives import (
+    BufferPool,
+    Dealt,
     Reducer,
     Turn,
+    narrowed,
     reduce_across,
     reduce_leaves,
     reduces_to_itself,
+    scatter_across,
     widen_halves,
 )
 from ..errors import NonFiniteError
 from ..typing import ReduceOp
-from ..values import IndexedSlices, Variable, Weighted
+from ..values import Division, IndexedSlices, Variable, Weighted
 from ._gradient import ScaledGradient
 
 Array = npt.NDArray[Any]
@@ -189,9 +193,16 @@ class MergedGradient:
         Determinism:
             In parts of a fixed size, one after the other, whatever runs beside it.
         """
+        total = 0.0
+        for found in self.squares_of_parts():
+            total += found
+        return total
+
+    def squares_of_parts(self) -> list[float]:
+        """Check all elements; return the sums of the squares of `MEASURED` elements at a time."""
         rows = [part.values if isinstance(part, IndexedSlices) else part for part in self.parts]
         first, *others = [row.reshape(-1) for row in rows]
-        total = 0.0
+        sums = []
         scratch = np.empty(min(MEASURED, first.size), first.dtype)
         with np.errstate(all="ignore"):
             for begin in range(0, first.size, MEASURED):
@@ -208,8 +219,19 @@ class MergedGradient:
                     self.check(_divided(summed, self.divisor, np.empty_like(summed)))
                     wide = summed.astype(np.float64) / self.divisor
                     found = float(np.add.reduce(wide * wide))
-                total += found
-        return total
+                sums.append(found)
+        return sums
+
+    def take_part(self, division: Division) -> None:
+        """Go on with the elements that this worker updates, as a row."""
+        self.parts = [division.part_of(part) for part in self.parts]
+        self.num_bytes = sum(part.nbytes for part in self.parts)
+
+    def first_non_finite(self) -> tuple[int, float] | None:
+        """Return the index and the number of the first element, of a row, that is not finite."""
+        with np.errstate(all="ignore"):
+            found = _first_non_finite(self._unscaled(self.summed()))
+        return None if found is None else (found[0][0], found[1])
 
     def non_finite_error(self) -> NonFiniteError:
         """Say which replica's gradient is not finite, and where."""
@@ -326,6 +348,8 @@ async def merge_over_workers(
     columns: Sequence[Sequence[object]],
     *,
     is_mean: bool,
+    divisions: Sequence[Division] | None = None,
+    buffers: BufferPool | None = None,
 ) -> list[MergedGradient]:
     """Do what `merge_gradients` does, over the replicas of all workers.
 
@@ -335,15 +359,27 @@ async def merge_over_workers(
         variables: Whose gradients they are.
         columns: One part per replica of this worker.
         is_mean: Whether gradients without weights are averaged over the replicas.
+        divisions: Which elements of each variable a worker gets the sums of; None gives all to all.
+        buffers: Memory for sending those.
 
     Raises:
         ValueError: If all weights of a gradient are 0.
     """
     sums, weights, halves, are_lent = await _sum_here(reducer, columns)
-    found = await reduce_across(
-        turn, ReduceOp.SUM, [*sums, *weights], halves=halves, are_lent=are_lent
-    )
-    totals, weights = found[: len(sums)], found[len(sums) :]
+    if divisions is None:
+        found = await reduce_across(
+            turn, ReduceOp.SUM, [*sums, *weights], halves=halves, are_lent=are_lent
+        )
+        totals, weights = found[: len(sums)], found[len(sums) :]
+    else:
+        flat = [np.asarray(each).reshape(-1) for each in sums]
+        forms = [(each.dtype, d.ranges) for each, d in zip(flat, divisions, strict=True)]
+        dealt = Dealt(forms, turn.rank)
+        packed = await dealt.packed(flat, buffers or BufferPool())
+        totals, weights = await scatter_across(turn, dealt, packed, weights)
+        totals = [
+            narrowed(each, halves[i]) if i in halves else each for i, each in enumerate(totals)
+        ]
     left = iter(weights)
     parts = []
     for column, total in zip(columns, totals, strict=True):
@@ -366,7 +402,7 @@ async def merge_over_workers(
 
 async def _sum_here(
     reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[Sequence[object], list[float], Mapping[int, object], bool]:
+) -> tuple[Sequence[Any], list[float], Mapping[int, object], bool]:
     """Sum parts without weight 0 over this worker's replicas, and the weights.
 
     Half precision is summed to float32; which sums that is comes with them. A single replica's

@@ -125,12 +125,15 @@ class Optimizer(UpdateRule):
             dict, or a function of the variable.
         measure_norm: Whether to keep the norm of the gradients of each step in `gradient_norm`,
             which `global_clipnorm` does anyway.
+        shard_state: Whether each of several workers keeps, and updates by, a part of the slots
+            only (ZeRO), with the same results. In one process replicas share one copy of the
+            slots, so there it changes nothing.
 
     Raises:
         ValueError: If a number is negative or not finite, more than one way of clipping is given,
             or a choice is unknown.
-        TypeError: If the learning rate is neither a number nor a function, or another argument is
-            of the wrong type.
+        TypeError: If the learning rate is neither a number nor a function, another argument is of
+            the wrong type, or state is to be sharded whose rule is not elementwise.
         ContextError: If made inside a replica.
 
     Example:
@@ -174,6 +177,7 @@ class Optimizer(UpdateRule):
         loss_reduction: str = "sum",
         learning_rate_multipliers: Multipliers | None = None,
         measure_norm: bool = False,
+        shard_state: bool = False,
     ) -> None:
         require_outside_replicas(type(self).__name__)
         self._settings = checked_settings(
@@ -188,7 +192,14 @@ class Optimizer(UpdateRule):
             loss_reduction,
             learning_rate_multipliers,
             measure_norm,
+            shard_state,
         )
+        if shard_state and not self.is_elementwise:
+            raise TypeError(
+                f"{type(self).__name__.lstrip('_')} got shard_state=True, but its rule needs whole "
+                "variables, and each worker would have a part of each. Use one of ar.optimizers, "
+                "derive from ElementwiseOptimizer, or leave shard_state out."
+            )
 
     # ---- training ------------------------------------------------------------------------
 
@@ -446,7 +457,8 @@ class Optimizer(UpdateRule):
     def __repr__(self) -> str:
         settings = self._settings
         done, size = settings.iterations._cell.components[0], len(settings.slots)
-        return f"<{type(self).__name__} | {done} iterations, slots of {size} variables>"
+        where = f", {settings.slots.where()}" if settings.shard_state else ""
+        return f"<{type(self).__name__} | {done} iterations, slots of {size} variables{where}>"
 
 
 class JointOptimizer(Optimizer):

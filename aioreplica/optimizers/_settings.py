@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 
+from ..collectives import BufferPool
 from ..values import Variable
 from ._blocks import Scratch, TouchedRows
 from ._checks import (
@@ -38,6 +39,7 @@ class OptimizerOptions(TypedDict, total=False):
     loss_reduction: str
     learning_rate_multipliers: Multipliers | None
     measure_norm: bool
+    shard_state: bool
 
 
 @final
@@ -56,7 +58,9 @@ class StepSettings:
         iterations: Counts the updates.
         skipped: Counts the steps left out, None if none ever are.
         norm: The norm of the gradients of the last step, None if it is not measured.
+        shard_state: Whether slots are divided among workers.
         scratch: Free memory for blocks.
+        buffers: Free memory for what is sent to other workers.
         touched: What sparse updates changed.
         shared: What a rule of another library keeps beside the slots.
         restored: Values of a checkpoint for `shared` before it is made, by number.
@@ -73,7 +77,9 @@ class StepSettings:
     iterations: Variable
     skipped: Variable | None
     norm: Variable | None
+    shard_state: bool = False
     scratch: Scratch = field(default_factory=list)
+    buffers: BufferPool = field(default_factory=BufferPool)
     touched: TouchedRows = field(default_factory=TouchedRows)
     shared: tuple[Variable, ...] = ()
     restored: dict[str, Any] = field(default_factory=dict)
@@ -160,6 +166,7 @@ def checked_settings(
     loss_reduction: str,
     learning_rate_multipliers: Multipliers | None,
     measure_norm: bool,
+    shard_state: bool,
 ) -> StepSettings:
     """Check the arguments of an optimizer made in `strategy`.
 
@@ -194,6 +201,7 @@ def checked_settings(
         new_variable(strategy, np.int64(0), "iterations"),
         new_variable(strategy, np.int64(0), "skipped_steps") if chosen == "skip" else None,
         new_variable(strategy, np.float64(0), "gradient_norm") if measures else None,
+        bool(shard_state),
     )
 
 

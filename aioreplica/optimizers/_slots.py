@@ -14,6 +14,8 @@ import numpy as np
 
 from ..typing import VariableAggregation
 from ..values import (
+    DividedVariable,
+    Division,
     PlainVariable,
     Variable,
     VariableOptions,
@@ -74,14 +76,26 @@ class SlotTable:
         """Return every slot, variable by variable in order of their first update."""
         return tuple(slot for slots in self.made.values() for slot in slots)
 
+    def where(self) -> str:
+        """Say where slots that may be divided among workers are."""
+        for slots in self.made.values():
+            for slot in slots:
+                if isinstance(slot, DividedVariable):
+                    return f"divided among {len(slot.division.ranges)} workers"
+        return "whole in this process"
+
     def make(
-        self, variable: Variable, initial: Callable[[str, Variable], object]
+        self,
+        variable: Variable,
+        initial: Callable[[str, Variable], object],
+        division: Division | None = None,
     ) -> tuple[Variable, ...]:
         """Return the slots of a variable, in order of their names, making them the first time.
 
         Args:
             variable: Their owner.
             initial: Called as `initial(name, variable)`, gives a new slot's value.
+            division: Of the slots among workers; None makes them whole.
         """
 
         def start(name: str) -> object:
@@ -101,7 +115,7 @@ class SlotTable:
                     for name in names
                 ]
                 slots = self.made[variable] = tuple(
-                    new_variable(owner, value, f"{prefix}/{name}")
+                    new_variable(owner, value, f"{prefix}/{name}", division)
                     for name, value in zip(names, values, strict=True)
                 )
                 self.restored.pop(variable)
@@ -134,11 +148,15 @@ def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half else dtype
 
 
-def new_variable(strategy: Any, value: Any, name: str) -> Variable:
+def new_variable(
+    strategy: Any, value: Any, name: str, division: Division | None = None
+) -> Variable:
     """Make a variable that is not trained, as `strategy` makes them; plain for None."""
-    array = np.array(value)
+    array = np.array(value if division is None else division.part_of(np.asarray(value)))
     array.flags.writeable = False
-    options = VariableOptions(name, trainable=False, aggregation=VariableAggregation.NONE)
+    options = VariableOptions(
+        name, trainable=False, aggregation=VariableAggregation.NONE, division=division
+    )
     if strategy is None:
         return PlainVariable(array, options)
     made: Variable = strategy.create_variable(array, options)

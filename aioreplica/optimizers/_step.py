@@ -125,7 +125,7 @@ def _stages(
     if settings.needs_norms:
         yield unscale_and_check(gradients, squares)
         if checks and not all(gradient.is_finite for gradient in gradients):
-            yield from _refuse(optimizer, gradients)
+            yield from refuse(optimizer, gradients)
             return
         norm = math.sqrt(math.fsum(squares))
     if settings.clipping is not None:
@@ -141,7 +141,7 @@ def _stages(
             is_finite = is_finite and gradient.is_finite
             is_in_doubt = is_in_doubt or gradient.is_in_doubt
         if checks and not is_finite:
-            yield from _refuse(optimizer, gradients)
+            yield from refuse(optimizer, gradients)
             return
         if masters:
             yield [(g.num_bytes, partial(_round, write, g, master)) for g, master in masters]
@@ -151,7 +151,7 @@ def _stages(
                 (sum(each.num_bytes for each in gradients), partial(_look, write, doubtful, found))
             ]
             if found:
-                yield from _refuse(optimizer, gradients, found[0])
+                yield from refuse(optimizer, gradients, found[0])
                 return
         if publish(optimizer, write, prepared, gradients, groups):
             return  # else another run has written: build on that
@@ -211,7 +211,7 @@ def apply(
     # Before any of them is read: what another run writes from here on is noticed.
     write = StagedWrite(read)
     if scaling is not None:
-        for variable, value in _scale_after(optimizer, gradients, is_finite=True).items():
+        for variable, value in scale_after(optimizer, gradients, is_finite=True).items():
             write.replace(variable, value)
     iteration = int(iterations.components[0])
     write.replace(iterations, iteration + 1)
@@ -219,7 +219,7 @@ def apply(
         write.compute((global_step,), _counted)
     if settings.norm is not None and norm is not None:
         write.replace(settings.norm, norm)
-    prepared, of_each = _prepared(optimizer, variables, iteration)
+    prepared, of_each = prepared_for(optimizer, variables, iteration)
     if optimizer.is_elementwise:
         jobs = _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
         return write, prepared, groups, masters, jobs
@@ -328,7 +328,7 @@ async def _go_on_in_threads(
         jobs = next(stages, None)
 
 
-def _refuse(
+def refuse(
     optimizer: Optimizer,
     gradients: Sequence[MergedGradient],
     error: NonFiniteError | None = None,
@@ -352,7 +352,7 @@ def _refuse(
         write = StagedWrite([settings.skipped, *(() if scaling is None else scaling.variables)])
         write.replace(settings.skipped, settings.skipped.components[0] + 1)
         if scaling is not None:
-            for variable, value in _scale_after(optimizer, gradients, is_finite=False).items():
+            for variable, value in scale_after(optimizer, gradients, is_finite=False).items():
                 write.replace(variable, value)
         if write.publish():
             return
@@ -426,7 +426,7 @@ def _round(write: StagedWrite, gradient: MergedGradient, master: Variable) -> No
         gradient.is_in_doubt = True
 
 
-def _scale_after(
+def scale_after(
     optimizer: Optimizer, gradients: Sequence[MergedGradient], *, is_finite: bool
 ) -> dict[Variable, Any]:
     """Return what becomes of the loss scale's variables after a step."""
@@ -461,7 +461,7 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
     return np.broadcast_to(np.zeros((), part.dtype), part.shape)
 
 
-def _prepared(
+def prepared_for(
     optimizer: Optimizer, variables: Sequence[Variable], iteration: int
 ) -> tuple[object, list[Any]]:
     """Call `prepare` once for every learning rate; return what it gave for the step and each."""

@@ -10,6 +10,7 @@ from ..devices import Device, require_device
 from ..typing import VariableSynchronization
 from ..values import (
     CentralVariable,
+    DividedVariable,
     MirroredVariable,
     SyncOnReadVariable,
     Variable,
@@ -45,7 +46,7 @@ class OneDeviceStrategy(Strategy):
 
 
 def new_mirrored(runtime: Runtime, value: Any, options: VariableOptions) -> Variable:
-    """Make a mirrored, central or sync-on-read variable under a name unique in its strategy."""
+    """Make a variable of the kind its options ask for, under a name unique in its strategy."""
     synchronization = options.synchronization
     if synchronization is VariableSynchronization.NONE:
         raise ValueError(
@@ -60,6 +61,8 @@ def new_mirrored(runtime: Runtime, value: Any, options: VariableOptions) -> Vari
         named = dataclasses.replace(
             options, name=name, trainable=options.trainable and not is_on_read
         )
+        if options.division is not None:
+            return DividedVariable(value, named, runtime.num_local_replicas, runtime.store)
         return kind(value, named, runtime.num_local_replicas, runtime.store)
 
     return runtime.variable_table.add(options.name, make)

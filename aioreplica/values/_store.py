@@ -245,7 +245,7 @@ def wait_error(variable: Stored, num_writes: int, reason: str) -> ContextError:
 
 
 def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
-    """Return an array of the variable's shape and dtype to build its next value in.
+    """Return an array of a component's shape and dtype to build its next value in.
 
     It is the array before the current one if that is provably unheld: first it is taken out of the
     variable, so that it cannot be read any more; then, if the cell that held it, the tuple in the
@@ -263,7 +263,8 @@ def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
         if not is_held and array.flags.owndata and sys.getrefcount(array) == shares + 2:
             array.flags.writeable = True
             return array
-    return np.empty(variable.shape, variable.dtype)
+    component = variable.components[0]  # of a divided variable it is a part
+    return np.empty(component.shape, component.dtype)
 
 
 def _resolve(future: asyncio.Future[None], error: ContextError | None) -> None:

@@ -34,6 +34,8 @@ INLINE_WRITE_BYTES = 4 * 1024 * 1024
 
 
 if TYPE_CHECKING:
+    from ._divided import Division
+
     Method = TypeVar("Method")
 
     def abstractmethod(method: Method) -> Method:
@@ -67,6 +69,7 @@ class VariableOptions:
     aggregation: VariableAggregation
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     constraint: Constraint | None = None
+    division: Division | None = None
 
 
 class _VariableType(ABCMeta):
