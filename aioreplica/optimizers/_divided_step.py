@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ from ._merged_gradient import (
     merge_over_workers,
     summand_of,
 )
+from ._settings import StepRule
 from ._slots import working_dtype
 from ._staged_write import StagedWrite
 from ._step import (
@@ -52,9 +53,6 @@ from ._step import (
     scale_after,
     sum_gradients,
 )
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -84,7 +82,7 @@ class Wrong(NamedTuple):
 
 @final
 class Moved(NamedTuple):
-    """What a step moves of one variable on this worker.
+    """Arrays of one variable that a step moves on this worker.
 
     Attributes:
         group: The variable, or its master, and its slots.
@@ -104,7 +102,7 @@ class Moved(NamedTuple):
 async def take_divided_step(
     turn: Turn,
     reducer: Reducer,
-    optimizer: Optimizer,
+    optimizer: StepRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
     global_step: Variable | None,
@@ -120,30 +118,10 @@ async def take_divided_step(
         RuntimeError: If something else has written meanwhile.
         NonFiniteError: As `name_the_replica`.
     """
-    divisions = _divisions(turn, optimizer, variables, columns)
     settings = optimizer.settings
     checks = settings.on_non_finite != "ignore"
-    if is_summed:
-        await turn.exchange(b"", no_data)
-        gradients = merge_gradients(variables, columns, is_mean=False)
-        for gradient, division in zip(gradients, divisions, strict=True):
-            gradient.take_part(division)
-    else:
-        gradients = await merge_over_workers(
-            turn,
-            reducer,
-            variables,
-            columns,
-            is_mean=settings.is_mean,
-            divisions=divisions,
-            buffers=settings.buffers,
-        )
-    kernel: Kernel | None = getattr(optimizer, "kernel", None)
-    if kernel is not None:
-        dtypes = fused_rules().missing(kernel, map(attrgetter("dtype"), gradients))
-        if dtypes:
-            await _run([(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))])
-    await _run(sum_gradients(gradients, None))
+    divisions = _divisions(turn, optimizer, variables, columns)
+    gradients = await _merged(turn, reducer, optimizer, variables, columns, divisions, is_summed)
     refusal = partial(_refuse, turn, optimizer, variables, columns, gradients)
     norm, squares = None, [0.0] * len(gradients)
     if settings.needs_norms:
@@ -162,12 +140,10 @@ async def take_divided_step(
     wholes = [each.whole for each in moved]
     forms = [(each.dtype, d.ranges) for each, d in zip(wholes, divisions, strict=True)]
     dealt = Dealt(forms, turn.rank)
-    slots = await gather_parts(turn, dealt, wholes, _packed(own), _are_all_finite)
-    wrong = _unpacked(slots)
+    wrong = _unpacked(await gather_parts(turn, dealt, wholes, _packed(own), _are_all_finite))
     if wrong is not None:
         await refusal(wrong)
-        return
-    if not publish(optimizer, write, prepared, gradients, [each.group for each in moved]):
+    elif not publish(optimizer, write, prepared, gradients, [each.group for each in moved]):
         names = ", ".join(variable.name for variable in variables[:8])
         raise RuntimeError(
             f"{optimizer!r} has taken a step with state divided among workers, and {names} or "
@@ -176,9 +152,39 @@ async def take_divided_step(
         )
 
 
+async def _merged(
+    turn: Turn,
+    reducer: Reducer,
+    optimizer: StepRule,
+    variables: Sequence[Variable],
+    columns: Sequence[Sequence[object]],
+    divisions: Sequence[Division],
+    is_summed: bool,
+) -> list[MergedGradient]:
+    """Return the gradients of this worker's elements, summed over all workers."""
+    settings = optimizer.settings
+    if is_summed:
+        await turn.exchange(b"", no_data)
+        gradients = merge_gradients(variables, columns, is_mean=False)
+        for gradient, division in zip(gradients, divisions, strict=True):
+            gradient.take_part(division)
+    else:
+        gradients = await merge_over_workers(
+            turn, reducer, variables, columns, is_mean=settings.is_mean,
+            divisions=divisions, buffers=settings.buffers,
+        )  # fmt: skip
+    kernel: Kernel | None = getattr(optimizer, "kernel", None)
+    if kernel is not None:
+        dtypes = fused_rules().missing(kernel, map(attrgetter("dtype"), gradients))
+        if dtypes:
+            await _run([(INLINE_STEP_BYTES + 1, partial(fused_rules().compile, kernel, dtypes))])
+    await _run(sum_gradients(gradients, None))
+    return gradients
+
+
 def _divisions(
     turn: Turn,
-    optimizer: Optimizer,
+    optimizer: StepRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
 ) -> list[Division]:
@@ -254,7 +260,7 @@ async def _measure(
 
 
 def _stage(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     gradients: Sequence[MergedGradient],
     divisions: Sequence[Division],
     global_step: Variable | None,
@@ -313,7 +319,7 @@ def _moved(
 
 
 def _follow_written(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     variables: Sequence[Variable],
     made: Sequence[Sequence[Variable]],
     divisions: Sequence[Division],
@@ -389,7 +395,7 @@ def _are_all_finite(slots: Sequence[bytes]) -> bool:
 
 async def _refuse(
     turn: Turn,
-    optimizer: Optimizer,
+    optimizer: StepRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
     gradients: Sequence[MergedGradient],

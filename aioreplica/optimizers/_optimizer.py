@@ -43,7 +43,7 @@ from ._checks import (
 from ._gradient import merged_pairs
 from ._loss import LossScaling, Pairs
 from ._merged_gradient import merge_gradients
-from ._settings import OnNonFinite, StepSettings, checked_settings
+from ._settings import OnNonFinite, StepSettings, checked_settings, require_divisible
 from ._slots import SlotTable, new_variable
 from ._staged_write import StagedWrite
 from ._step import take_step
@@ -180,26 +180,12 @@ class Optimizer(UpdateRule):
         shard_state: bool = False,
     ) -> None:
         require_outside_replicas(type(self).__name__)
+        require_divisible(self, shard_state)
         self._settings = checked_settings(
-            PLACE.get().strategy,
-            learning_rate,
-            slot_names,
-            clipnorm,
-            clipvalue,
-            global_clipnorm,
-            loss_scale,
-            on_non_finite,
-            loss_reduction,
-            learning_rate_multipliers,
-            measure_norm,
+            PLACE.get().strategy, learning_rate, slot_names, clipnorm, clipvalue, global_clipnorm,
+            loss_scale, on_non_finite, loss_reduction, learning_rate_multipliers, measure_norm,
             shard_state,
-        )
-        if shard_state and not self.is_elementwise:
-            raise TypeError(
-                f"{type(self).__name__.lstrip('_')} got shard_state=True, but its rule needs whole "
-                "variables, and each worker would have a part of each. Use one of ar.optimizers, "
-                "derive from ElementwiseOptimizer, or leave shard_state out."
-            )
+        )  # fmt: skip
 
     # ---- training ------------------------------------------------------------------------
 

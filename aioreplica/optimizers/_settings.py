@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict, final
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
+import numpy.typing as npt
 
 from ..collectives import BufferPool
 from ..values import Variable
@@ -23,6 +24,7 @@ from ._merged_gradient import Clipping
 from ._slots import SlotTable, new_variable
 from .schedules import ReduceOnPlateau
 
+Array: TypeAlias = npt.NDArray[Any]
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 CHOICES = ("raise", "skip", "ignore")
 SHARED = "shared"
@@ -152,6 +154,54 @@ class StepSettings:
     def forget_entries(self, owner: Variable) -> None:
         """Forget the slots of a variable: the next step makes them anew."""
         self.slots.made.pop(owner)
+
+
+class StepRule(Protocol):
+    """Interface of an optimizer for its steps.
+
+    Attributes:
+        is_elementwise: Whether the rule treats every element by itself.
+        is_joint: Whether the rule updates all variables together.
+    """
+
+    is_elementwise: bool
+    is_joint: bool
+
+    @property
+    def settings(self) -> StepSettings:
+        """Settings of a step besides the rule."""
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Names of the slots that every updated variable has."""
+
+    def new_slot(self, name: str, variable: Variable) -> Array:
+        """Return the initial value of a variable's slot."""
+
+    def prepare(self, learning_rate: float, iteration: int) -> Any:
+        """Return what `update` needs to know of this step."""
+
+    def update(
+        self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
+    ) -> tuple[Array, Mapping[str, Array]]:
+        """Return the new value and the new slots of one component of one variable."""
+
+    def finish(self, prepared: Any) -> Mapping[Variable, Array]:
+        """Return new values of variables that are not slots, if the rule has any."""
+
+
+def require_divisible(rule: StepRule, shard_state: bool) -> None:
+    """Check that state is only divided where a rule needs no whole variables.
+
+    Raises:
+        TypeError: If it needs them.
+    """
+    if shard_state and not rule.is_elementwise:
+        raise TypeError(
+            f"{type(rule).__name__.lstrip('_')} got shard_state=True, but its rule needs whole "
+            "variables, and each worker would have a part of each. Use one of ar.optimizers, "
+            "derive from ElementwiseOptimizer, or leave shard_state out."
+        )
 
 
 def checked_settings(

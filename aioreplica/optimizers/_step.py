@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,9 @@ from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
 from ._checks import learning_rate_at
 from ._kernels import Kernel
 from ._merged_gradient import MergedGradient, merge_gradients
+from ._settings import StepRule
 from ._slots import SlotTable
 from ._staged_write import StagedWrite
-
-if TYPE_CHECKING:
-    from ._optimizer import Optimizer
 
 Array = npt.NDArray[Any]
 Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable, or its master, with its slots
@@ -57,7 +55,7 @@ FUSED_THREAD_BYTES = 8 * 1024 * 1024
 
 
 def take_step(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     gradients: Sequence[MergedGradient],
     reducer: Reducer | None,
     global_step: Variable | None,
@@ -108,7 +106,7 @@ def run_stages(
 
 
 def _stages(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     gradients: Sequence[MergedGradient],
     reducer: Reducer | None,
     global_step: Variable | None,
@@ -177,7 +175,7 @@ def unscale_and_check(gradients: Sequence[MergedGradient], squares: list[float])
 
 
 def apply(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     gradients: Sequence[MergedGradient],
     global_step: Variable | None,
     norm: float | None,
@@ -234,7 +232,7 @@ def apply(
 
 
 def publish(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     write: StagedWrite,
     prepared: object,
     gradients: Sequence[MergedGradient],
@@ -277,7 +275,7 @@ class FinishedGradients(NamedTuple):
 
 
 def finish_gradients(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     variables: Sequence[Variable],
     gradients: Sequence[object],
 ) -> FinishedGradients:
@@ -329,7 +327,7 @@ async def _go_on_in_threads(
 
 
 def refuse(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     gradients: Sequence[MergedGradient],
     error: NonFiniteError | None = None,
 ) -> Iterator[Sequence[Job]]:
@@ -359,7 +357,7 @@ def refuse(
 
 
 def _doubtful(
-    optimizer: Optimizer, gradients: Sequence[MergedGradient], groups: Groups
+    optimizer: StepRule, gradients: Sequence[MergedGradient], groups: Groups
 ) -> list[tuple[Variable, ...]]:
     """Return what is to be looked at before it is published: slots, and what they belong to.
 
@@ -427,7 +425,7 @@ def _round(write: StagedWrite, gradient: MergedGradient, master: Variable) -> No
 
 
 def scale_after(
-    optimizer: Optimizer, gradients: Sequence[MergedGradient], *, is_finite: bool
+    optimizer: StepRule, gradients: Sequence[MergedGradient], *, is_finite: bool
 ) -> dict[Variable, Any]:
     """Return what becomes of the loss scale's variables after a step."""
     scaling = optimizer.settings.loss_scaling
@@ -462,7 +460,7 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
 
 
 def prepared_for(
-    optimizer: Optimizer, variables: Sequence[Variable], iteration: int
+    optimizer: StepRule, variables: Sequence[Variable], iteration: int
 ) -> tuple[object, list[Any]]:
     """Call `prepare` once for every learning rate; return what it gave for the step and each."""
     settings = optimizer.settings
@@ -480,7 +478,7 @@ def prepared_for(
 
 
 def _jobs_of_blocks(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
@@ -504,7 +502,7 @@ def _jobs_of_blocks(
 
 
 def _run_rule(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
@@ -527,7 +525,7 @@ def _run_rule(
 
 
 def _run_joint_rule(
-    optimizer: Optimizer,
+    optimizer: StepRule,
     write: StagedWrite,
     groups: Groups,
     shared: Sequence[Variable],

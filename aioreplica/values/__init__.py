@@ -8,9 +8,9 @@ from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
 from ._distributed import new_per_replica as new_per_replica
 from ._divided import DividedVariable as DividedVariable
-from ._divided import Division as Division
-from ._divided import Ranges as Ranges
-from ._divided import divided as divided
+from ._division import Division as Division
+from ._division import Ranges as Ranges
+from ._division import divided as divided
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable

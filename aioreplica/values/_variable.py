@@ -23,6 +23,7 @@ from ..typing import (
 from ._array_like import ArrayLike
 from ._creators import create_through
 from ._distributed import Mirrored, PerReplica
+from ._division import Division
 from ._indexed_slices import IndexedSlices, scatter
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
 from ._writes import Writes
@@ -34,8 +35,6 @@ INLINE_WRITE_BYTES = 4 * 1024 * 1024
 
 
 if TYPE_CHECKING:
-    from ._divided import Division
-
     Method = TypeVar("Method")
 
     def abstractmethod(method: Method) -> Method:
