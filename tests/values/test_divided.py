@@ -1,5 +1,7 @@
 """Divisions cover an array without gaps, and a divided variable knows for whom it was divided."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ def test_ranges_cover_everything_in_units(shape: tuple[int, ...], num_workers: i
     assert all(each.ranges == ranges for each in made)
     assert ranges[0][0] == 0
     assert ranges[-1][1] == whole.size
-    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
     assert all(begin % 4 == 0 or begin == whole.size for begin, _ in ranges)
     counts = [-(-(end - begin) // 4) for begin, end in ranges]
     assert max(counts) - min(counts) <= 1
