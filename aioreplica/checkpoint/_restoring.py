@@ -162,12 +162,7 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
                 plan.missing.append(key)
             continue
         problems += _problems(entry, record)
-        if isinstance(entry.thing, DividedVariable) and isinstance(entry.composite, Deferring):
-            # Made anew of the whole by the next step, which divides it among the workers there are.
-            plan.forgotten.append(entry)
-            plan.deferred[key] = entry.owner
-        else:
-            plan.direct.append(entry)
+        plan.direct.append(entry)
     for key, record in manifest.entries.items():
         if key in state.entries:
             continue
@@ -234,6 +229,9 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
         tf.distribute's restore of SyncOnReadVariable.
     """
     here = len(variable._cell.components)
+    if isinstance(variable, DividedVariable):
+        part = variable.division_now().part_of(aggregated(record, saved))
+        return (_read_only(part.copy()),) * here
     workers = workers_of(variable)
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:
@@ -312,6 +310,9 @@ def apply_plan(
                 _put(entry, values[entry.key], undo.callback)
         undo.pop_all()
     for own in changes.values():
+        for variable in own:
+            if isinstance(variable, DividedVariable):
+                variable.division = variable.division_now()
         next(iter(own)).store.write(own)
     for entry in plan.direct:
         if entry.key in values and entry.composite is not None:

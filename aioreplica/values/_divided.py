@@ -13,6 +13,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from ..errors import ContextError
+from ._division import Division
 from ._store import Components, VariableStore
 from ._variable import Array, Variable, VariableOptions
 
@@ -94,6 +95,11 @@ class DividedVariable(Variable):
         sent = own if rank == self.division.rank else np.empty(end - begin, self.dtype)
         found: Array = (await wire.broadcast(sent.view(np.uint8), rank)).view(self.dtype)
         return found
+
+    def division_now(self) -> Division:
+        """Return how it is divided among the workers that there are now."""
+        workers = self.store.owner.workers
+        return self.division.among(workers.rank, workers.num_workers)
 
     def require_current(self, num_workers: int) -> None:
         """Check that it is divided among the workers there are.

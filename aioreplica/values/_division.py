@@ -24,11 +24,20 @@ class Division:
         shape: That of the whole.
         ranges: Elements of each worker, of the whole as a row.
         rank: The number of this worker.
+        unit: Ranges begin at multiples of it.
+        first: Number that says which workers have a unit more.
     """
 
     shape: tuple[int, ...]
     ranges: Ranges
     rank: int
+    unit: int
+    first: int
+
+    def among(self, rank: int, num_workers: int) -> Division:
+        """Return how the array is divided among another number of workers."""
+        ranges = _ranges(self.shape, num_workers, self.unit, self.first)
+        return Division(self.shape, ranges, rank, self.unit, self.first)
 
     def part_of(self, whole: Array) -> Array:
         """Return this worker's elements of a whole, a view where it lies in rows."""
@@ -52,13 +61,18 @@ def divided(name: str, shape: Sequence[int], rank: int, num_workers: int, unit: 
         >>> divided("w", (10,), 0, 2, 2).ranges
         ((0, 4), (4, 10))
     """
+    first = zlib.crc32(name.encode())
+    ranges = _ranges(shape, num_workers, unit, first)
+    return Division(tuple(shape), ranges, rank, unit, first)
+
+
+def _ranges(shape: Sequence[int], num_workers: int, unit: int, first: int) -> Ranges:
     size = int(np.prod(shape, dtype=np.int64))
     each, more = divmod(-(-size // unit), num_workers)
-    first = zlib.crc32(name.encode()) % num_workers
     ranges, begin = [], 0
     for worker in range(num_workers):
         count = each + ((worker - first) % num_workers < more)
         end = min(begin + count * unit, size)
         ranges.append((begin, end))
         begin = end
-    return Division(tuple(shape), tuple(ranges), rank)
+    return tuple(ranges)

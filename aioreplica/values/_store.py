@@ -254,12 +254,13 @@ def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
     """
     cell = variable.store.take_previous(variable) if CAN_COUNT_REFERENCES else None
     if cell is not None:
-        previous = cell.previous
+        previous, cell_shape = cell.previous, cell.components[0].shape
         is_held = sys.getrefcount(cell) > 2
         del cell
         array = previous[0]
         shares = sum(component is array for component in previous)
         is_held = is_held or sys.getrefcount(previous) > 2 or shares != len(previous)
+        is_held = is_held or array.shape != cell_shape  # it was divided anew since
         if not is_held and array.flags.owndata and sys.getrefcount(array) == shares + 2:
             array.flags.writeable = True
             return array

@@ -1,5 +1,6 @@
 """Checkpoints hold divided state as a whole: any number of workers and replicas goes on from it."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import aioreplica as ar
 from aioreplica.checkpoint import Savepoint
 from aioreplica.devices import list_devices
+from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.optimizers._merged_gradient import MEASURED
+from aioreplica.strategies import MultiWorkerMirroredStrategy
 from aioreplica.values import DividedVariable
-from tests.strategies.workers import on_workers
+from tests.strategies.test_multi_worker_shrink import lose
+from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = pytest.mark.asyncio
 
@@ -126,3 +130,40 @@ async def test_a_savepoint_of_divided_state_is_refused() -> None:
             Savepoint(training.state)
 
     await on_workers(2, 1, program)
+
+
+async def test_those_left_of_lost_workers_divide_the_state_anew(tmp_path: Path) -> None:
+    all_ready = asyncio.Barrier(3)
+    found: dict[int, Any] = {}
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> None:
+        workers = strategy._runtime.workers
+        assert workers is not None
+        rank = workers.rank
+        training = Training(strategy, "float32")
+        await training.train(0, 2)
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(2, training.state)
+            await all_ready.wait()
+            if rank == 0:
+                lose(strategy)
+                return
+            with pytest.raises(WorkerLostError):
+                await training.train(2, 3)
+            await strategy.shrink()
+            if rank == 1:  # what the run raises here is told to the other one
+                with pytest.raises(ContextError, match="among 3 workers, and now there are 2"):
+                    await training.train(2, 3)
+            else:
+                with pytest.raises((ContextError, WorkerLostError), match="now there are 2"):
+                    await training.train(2, 3)
+            await manager.restore(training.state)
+            await training.train(2, 4)
+        slot = training.adam.get_slot(training.variables[0], "m")
+        assert isinstance(slot, DividedVariable)
+        found[rank] = len(slot.division.ranges), await training.bits()
+
+    await outcomes(strategies(3, 1), [program] * 3)
+
+    expected = await one_worker("float32")
+    assert found == {1: (2, expected), 2: (2, expected)}

@@ -41,7 +41,7 @@ def test_names_decide_who_has_more() -> None:
 def test_it_knows_how_many_workers_it_was_divided_among() -> None:
     options = VariableOptions(
         "w/m", trainable=False, aggregation=ar.VariableAggregation.NONE,
-        division=Division((4,), ((0, 2), (2, 4)), 1),
+        division=Division((4,), ((0, 2), (2, 4)), 1, 1, 0),
     )  # fmt: skip
     slot = DividedVariable(np.array([3.0, 4.0]), options, 1, default_store())
 
