@@ -18,6 +18,7 @@ from ._value_and_grad import value_and_grad as value_and_grad
 from ._variables import VariableReads as VariableReads
 from ._variables import differentiate_variables as differentiate_variables
 from ._variables import embedding_lookup as embedding_lookup
+from ._variables import embedding_lookup_sparse as embedding_lookup_sparse
 
 __all__ = [
     "all_gather",
@@ -25,6 +26,7 @@ __all__ = [
     "broadcast",
     "differentiate_variables",
     "embedding_lookup",
+    "embedding_lookup_sparse",
     "jax_key",
     "jax_variables",
     "reduce_scatter",

@@ -18,6 +18,7 @@ from ..devices.backends import Array, backend_of
 from ..errors import ContextError
 from ..values import IndexedSlices, Variable, fitting, is_floating, local_value
 from ._adapter import Watch
+from ._bags import Bags, Combiner
 from ._value_and_grad import find_adapter
 
 Pairs = list[tuple[Array | IndexedSlices | None, Variable]]
@@ -82,7 +83,7 @@ class VariableReads:
         self._chosen = None if chosen is None else frozenset(chosen)
         self._traced: dict[Variable, Array] = {}
         self._constants: dict[Variable, Array] = {}
-        self._watched: list[tuple[Variable, npt.NDArray[np.intp] | None]] = []
+        self._watched: list[tuple[Variable, npt.NDArray[np.intp] | Bags | None]] = []
         self._held: dict[object, Held] = {}
         self._watch: Watch | None = None
         self._constant: Watch | None = None
@@ -135,6 +136,18 @@ class VariableReads:
         self._watched.append((variable, indices))
         return traced
 
+    def read_bags(self, variable: Variable, bags: Bags) -> Array:
+        """Return combined rows of a variable; their gradient will be that of these rows only."""
+        if self._outer is None:
+            found = bags.combined(_local_rows(variable, bags.indices))
+        else:
+            found = self._outer.read_bags(variable, bags)
+        if self._watch is None or not self._is_chosen(variable):
+            return found if self._constant is None else self._constant(found)
+        traced = self._watch(found)
+        self._watched.append((variable, bags))
+        return traced
+
     def hold(self, owner: object, take: Callable[[], HeldT]) -> HeldT:
         """Return what `owner` holds for this loss; the first time it takes that."""
         held = self._held.get(owner)
@@ -154,8 +167,8 @@ class VariableReads:
             TypeError: If rows of a lookup have a gradient that is differentiated again.
         """
         found: dict[Variable, list[Array]] = {variable: [] for variable in self.variables}
-        for (variable, indices), gradient in zip(self._watched, watched, strict=True):
-            part = gradient if indices is None else _slices(variable, indices, gradient)
+        for (variable, how), gradient in zip(self._watched, watched, strict=True):
+            part = gradient if how is None else _slices(variable, how, gradient)
             found[variable].append(part)
         return {variable: _joined(parts) for variable, parts in found.items()}
 
@@ -251,6 +264,72 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
     Source:
         tf.nn.embedding_lookup.
     """
+    rows = _checked_indices(variable, indices)
+    reads = OVERRIDES.get()
+    return _local_rows(variable, rows) if reads is None else reads.read_rows(variable, rows)
+
+
+def embedding_lookup_sparse(
+    variable: Variable,
+    indices: Array,
+    segments: Array,
+    weights: Array | None = None,
+    *,
+    num_segments: int | None = None,
+    combiner: Combiner = "mean",
+) -> Array:
+    """Return combined rows of a variable: for each segment those of its indices, as one row.
+
+    For examples that have several values of a feature, or none. In a loss their gradient is an
+    `IndexedSlices`, as that of `embedding_lookup`. Each row is pulled once, if the table lives on
+    parameter servers.
+
+    Args:
+        variable: The table.
+        indices: Integers: rows of the table, one after the other.
+        segments: For each of them, which example it belongs to; in any order.
+        weights: A factor for each of them; None for ones. They are not differentiated.
+        num_segments: How many examples there are; None for one more than the last in `segments`.
+            One without an index gets zeros.
+        combiner: "sum" adds up rows times weights, "mean" divides that by the sum of the weights,
+            "sqrtn" by the root of the sum of their squares.
+
+    Returns:
+        As `embedding_lookup`.
+
+    Raises:
+        TypeError: If it is not a variable, indices or segments are not integers, or weights not
+            numbers.
+        ValueError: If an index or a segment is out of range, lengths differ, the combiner is
+            unknown, or it would divide by 0.
+
+    Shapes:
+        variable: `(num_rows, *row)`. indices, segments, weights: `(n,)`. Result: `(num_segments,
+        *row)`.
+
+    Determinism:
+        Rows are added in order of the indices.
+
+    Example:
+        >>> from aioreplica import Variable
+        >>> table = Variable([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], name="table")
+        >>> embedding_lookup_sparse(table, [0, 2, 1], [0, 0, 2])
+        array([[3., 4.],
+               [0., 0.],
+               [3., 4.]])
+
+    Source:
+        tf.nn.embedding_lookup_sparse.
+    """
+    rows = _checked_indices(variable, indices)
+    bags = Bags(variable, rows, segments, weights, num_segments, combiner)
+    reads = OVERRIDES.get()
+    if reads is not None:
+        return reads.read_bags(variable, bags)
+    return bags.combined(_local_rows(variable, rows))
+
+
+def _checked_indices(variable: Variable, indices: Array) -> npt.NDArray[np.intp]:
     if not isinstance(variable, Variable):
         raise TypeError(
             f"embedding_lookup takes a variable, got {type(variable).__name__}. Index an array "
@@ -270,9 +349,7 @@ def embedding_lookup(variable: Variable, indices: Array) -> Array:
             f"Index {low if low < 0 else high} is out of range: variable {variable.name!r} has "
             f"rows 0 to {num_rows - 1}."
         )
-    rows = found.astype(np.intp)  # a copy: the gradient needs it later
-    reads = OVERRIDES.get()
-    return _local_rows(variable, rows) if reads is None else reads.read_rows(variable, rows)
+    return found.astype(np.intp)  # a copy: the gradient needs it later
 
 
 def _local_rows(variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
@@ -280,14 +357,16 @@ def _local_rows(variable: Variable, indices: npt.NDArray[np.intp]) -> Array:
     return local_value(variable)[indices] if closure is None else closure.rows(variable, indices)
 
 
-def _slices(variable: Variable, indices: npt.NDArray[np.intp], gradient: Array) -> IndexedSlices:
+def _slices(variable: Variable, how: npt.NDArray[np.intp] | Bags, gradient: Array) -> IndexedSlices:
     if not isinstance(gradient, (np.ndarray, np.generic)):
         raise TypeError(
             f"The rows of {variable.name!r} that embedding_lookup gave have a gradient that is "
             "differentiated again, which IndexedSlices cannot carry. Index `variable.value` there."
         )
-    rows = gradient.reshape(indices.size, *variable.shape[1:])
-    return IndexedSlices(rows, indices.reshape(-1), variable.shape)
+    if isinstance(how, Bags):
+        return how.slices(gradient)
+    rows = gradient.reshape(how.size, *variable.shape[1:])
+    return IndexedSlices(rows, how.reshape(-1), variable.shape)
 
 
 def _joined(parts: Sequence[Array | IndexedSlices]) -> Array | IndexedSlices:

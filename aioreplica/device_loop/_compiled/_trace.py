@@ -138,6 +138,17 @@ class StepTrace:
         """Return some rows of a variable."""
         return self.read(variable)[indices]
 
+    def read_bags(self, variable: Variable, bags: object) -> Traced:
+        """Refuse: which rows are combined would be recorded with the step.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"embedding_lookup_sparse of {variable.name!r} cannot be compiled. Combine the rows of "
+            "embedding_lookup with jax.ops.segment_sum, or leave out `compile`."
+        )
+
     def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
         """Let a variable hold something else from here on."""
         old = self.read(variable)

@@ -56,3 +56,34 @@ async def test_arguments_go_when_a_closure_is_over() -> None:
         packed = [each for each in gc.get_objects() if isinstance(each, Packed)]
         assert not [each for each in packed if SIZE <= each.num_bytes < SIZE + 4096]
         assert remote.done()
+
+
+def learn_bags(table: Any, optimizer: Any, indices: Any, segments: Any) -> float:
+    def loss() -> Any:
+        bags = ar.autodiff.embedding_lookup_sparse(table, indices, segments, combiner="mean")
+        return (bags**2).sum() / 2
+
+    return float(optimizer.blocking.minimize(loss))
+
+
+@pytest.mark.asyncio
+async def test_bags_of_a_cut_table_pull_and_push_their_rows_only() -> None:
+    pytest.importorskip("autograd")
+    start = np.arange(12.0).reshape(6, 2)
+    async with (
+        ar.ParameterServerStrategy(
+            LocalClosureEngine(1), num_ps=2, variable_partitioner=ar.FixedShardsPartitioner(2)
+        ) as strategy,
+        ar.ClusterCoordinator(strategy) as coordinator,
+    ):
+        with strategy.scope():
+            table, sgd = ar.Variable(start), ar.optimizers.SGD(1.0)
+        remote = await coordinator.schedule(learn_bags, (table, sgd, [5, 1, 1], [0, 0, 1]))
+        await coordinator.join()
+        assert coordinator.statistics().bytes_pulled < start.nbytes
+        mean = (start[5] + start[1]) / 2
+        assert await remote.fetch() == (np.sum(mean**2) + np.sum(start[1] ** 2)) / 2
+        expected = start.copy()
+        expected[5] -= mean / 2
+        expected[1] -= mean / 2 + start[1]
+        np.testing.assert_allclose(await table.read(), expected)
