@@ -364,7 +364,7 @@ def _slices(variable: Variable, how: npt.NDArray[np.intp] | Bags, gradient: Arra
             "differentiated again, which IndexedSlices cannot carry. Index `variable.value` there."
         )
     if isinstance(how, Bags):
-        return how.slices(gradient)
+        return how.slices(np.asarray(gradient))
     rows = gradient.reshape(how.size, *variable.shape[1:])
     return IndexedSlices(rows, how.reshape(-1), variable.shape)
 

@@ -12,6 +12,7 @@ from ._division import Division as Division
 from ._division import Ranges as Ranges
 from ._division import divided as divided
 from ._indexed_slices import IndexedSlices as IndexedSlices
+from ._initial_value import rows_between as rows_between
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._mirrored import aggregate as aggregate

@@ -25,6 +25,7 @@ from ._creators import create_through
 from ._distributed import Mirrored, PerReplica
 from ._division import Division
 from ._indexed_slices import IndexedSlices, scatter
+from ._initial_value import RowsFn, initial_array, initial_rows
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
 from ._writes import Writes
 
@@ -69,6 +70,7 @@ class VariableOptions:
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
     constraint: Constraint | None = None
     division: Division | None = None
+    rows_from: RowsFn | None = None  # makes the value where it will live, if that is not here
 
 
 class _VariableType(ABCMeta):
@@ -105,6 +107,9 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             (an error there), "sum", "mean" or "only_first_replica".
         constraint: A function of the new value that optimizers apply after each update, such as
             one that clips it; writes of your own do not call it.
+        shape: With it `initial_value` is a function of two row numbers that gives the rows from the
+            first up to the second. Parameter servers call it for each shard, so that a table may be
+            larger than the memory of the program; it has to be deterministic. Others call it here.
 
     Variables take part in NumPy expressions (`v + 1`, `v @ m`, `np.exp(v)`) with their value, and
     compare with it: `v == w` is an array. As keys and in sets they are told apart by identity;
@@ -115,7 +120,8 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         ContextError: If called inside a replica.
         ValueError: If `synchronization` or `aggregation` is unknown or not supported, or the
             strategy has a variable of that name.
-        TypeError: If the initial value is not numeric, or `constraint` not callable.
+        TypeError: If the initial value is not numeric, `constraint` not callable, or there is a
+            `shape` and the initial value is no function of rows.
 
     Example:
         >>> w = Variable([1.0, 2.0], name="w")
@@ -139,6 +145,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             synchronization: VariableSynchronization | SynchronizationName = "auto",
             aggregation: VariableAggregation | AggregationName = "none",
             constraint: Constraint | None = None,
+            shape: Sequence[int] | None = None,
         ) -> None: ...
 
     def _set_up(
@@ -505,6 +512,7 @@ def _create_variable(
     synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
     aggregation: VariableAggregation | str = VariableAggregation.NONE,
     constraint: Constraint | None = None,
+    shape: Sequence[int] | None = None,
 ) -> Variable:
     place = PLACE.get()
     _require_creation_allowed(place)
@@ -523,7 +531,12 @@ def _create_variable(
     strategy = place.strategy
     if name is not None and strategy is not None:
         strategy.variable_table.require_free(name, strategy)
-    value = initial_array(initial_value, label, dtype)
+    if shape is not None:
+        is_here = strategy is None or strategy.elsewhere is None
+        value, rows_from = initial_rows(initial_value, label, dtype, shape, is_here=is_here)
+        options = replace(options, rows_from=rows_from)
+    else:
+        value = initial_array(initial_value, label, dtype)
     create = _new_plain if strategy is None else strategy.create_variable
     variable: Variable = create(value, options)
     return variable
@@ -545,16 +558,6 @@ def _require_creation_allowed(place: Place) -> None:
             "strategy.scope() before the run, or inside it with `await ctx.variable(...)`, in a "
             "plain function ctx.blocking.variable(...)."
         )
-
-
-def initial_array(initial_value: object, name: str, dtype: npt.DTypeLike | None) -> Array:
-    """Turn an initial value, or a callable that gives one, into an array of our own."""
-    value = initial_value() if callable(initial_value) else initial_value
-    array = np.array(value, dtype=dtype)
-    if array.dtype.kind not in "fiubc" and array.dtype.name != "bfloat16":
-        raise TypeError(f"Variable {name!r} needs numbers, got {value!r} (dtype {array.dtype}).")
-    array.flags.writeable = False
-    return array
 
 
 def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -161,19 +161,36 @@ class Pull(NamedTuple):
 
 
 @final
+class ShardRows(NamedTuple):
+    """Rows that a server makes for itself.
+
+    Attributes:
+        call: The function of two row numbers, packed.
+        begin: The first row.
+        shape: Of the shard.
+        dtype: Of its elements.
+    """
+
+    call: Any  # Any: Packed, of a module that needs this one
+    begin: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@final
 class NewShard(NamedTuple):
     """A shard that a server is to keep.
 
     Attributes:
         key: Names it.
-        value: Its first value.
+        value: Its first value, or how it is made.
         name: Name of the variable.
         trainable: Whether it can be trained.
         constraint: Applied to the shard after each update; None for nothing.
     """
 
     key: Key
-    value: Array
+    value: Array | ShardRows
     name: str
     trainable: bool
     constraint: Any

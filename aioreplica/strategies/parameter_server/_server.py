@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import WorkerLostError
 from ...optimizers import Optimizer, OptimizerRecipe, merge_gradients, take_step
 from ...typing import VariableAggregation
-from ...values import PlainVariable, VariableOptions, combined, fitting
+from ...values import PlainVariable, VariableOptions, combined, fitting, rows_between
 from ._messages import (
     FROM_COORDINATOR,
     Array,
@@ -32,12 +32,14 @@ from ._messages import (
     NewShard,
     Pull,
     ServerStatistics,
+    ShardRows,
     Slot,
     SlotSpec,
     Stamp,
     Write,
     num_bytes,
 )
+from ._packing import unpack
 from ._splits import Element, Leases
 
 Pulled = tuple[int, Array | None]
@@ -82,10 +84,13 @@ class ParameterServer:
     # ---- variables -----------------------------------------------------------------------
 
     def create(self, shards: Sequence[NewShard]) -> None:
-        """Keep new shards."""
+        """Keep new shards.
+
+        Raises:
+            Exception: What a function raises that makes rows.
+        """
         for new in shards:
-            value = np.array(new.value)
-            value.flags.writeable = False
+            value = _made(new) if isinstance(new.value, ShardRows) else _frozen(new.value)
             options = VariableOptions(
                 new.name, new.trainable, VariableAggregation.NONE, constraint=new.constraint
             )
@@ -345,6 +350,12 @@ class ParameterServer:
     def __repr__(self) -> str:
         pushes = self._totals.pushes
         return f"<ParameterServer {self._server} | {len(self._shards)} shards, {pushes} pushes>"
+
+
+def _made(new: NewShard) -> Array:
+    rows: Any = new.value
+    fn, _, _ = unpack(rows.call, None)
+    return rows_between(fn, new.name, rows.begin, rows.shape, rows.dtype)
 
 
 def _size_of(item: Item) -> int:

@@ -28,6 +28,7 @@ from ._messages import (
     NewShard,
     Pull,
     ServerStatistics,
+    ShardRows,
     Spec,
     Stamp,
     Write,
@@ -81,6 +82,7 @@ class Servers:
         self.variables: WeakValueDictionary[int, ServedVariable] = WeakValueDictionary()
         self.pending: dict[int, ServedVariable] = {}
         self.missing: dict[int, None] = {}
+        self._makers: dict[int, tuple[object, Array]] = {}
         self._numbers = count()
         self._resources = count()
         self._next_server = 0
@@ -104,8 +106,10 @@ class Servers:
             self._next_server = (first + len(cuts)) % self.num_servers
         return Spec(next(self._numbers), name, value.shape, value.dtype, trainable, tuple(shards))
 
-    def add(self, variable: ServedVariable) -> None:
-        """Place a variable at the next occasion."""
+    def add(self, variable: ServedVariable, rows_from: object = None) -> None:
+        """Place a variable at the next occasion; servers call what makes its rows, if anything."""
+        if rows_from is not None:
+            self._makers[variable.spec.variable_id] = rows_from, variable._cell.components[0]
         self.variables[variable.spec.variable_id] = variable
         self.pending[variable.spec.variable_id] = variable
 
@@ -163,8 +167,12 @@ class Servers:
         new: dict[int, list[NewShard]] = {}
         for variable in batch:
             spec, value = variable.spec, variable._cell.components[0]
+            call, stand_in = self._makers.get(spec.variable_id, (None, None))
             for i, part in split_value(spec, value):
                 constraint = variable.constraint
+                if call is not None and value is stand_in:  # no checkpoint has brought another
+                    begin = spec.shards[i].begin
+                    part = ShardRows(call, begin, spec.shape_of(i), spec.dtype)  # noqa: PLW2901
                 shard = NewShard((spec.variable_id, i), part, spec.name, spec.trainable, constraint)
                 new.setdefault(spec.shards[i].server, []).append(shard)
         await self.all({server: (shards,) for server, shards in new.items()}, "create")
@@ -172,6 +180,7 @@ class Servers:
             variable.leave_home()
             self.missing.pop(variable.spec.variable_id, None)
             self.pending.pop(variable.spec.variable_id, None)
+            self._makers.pop(variable.spec.variable_id, None)
 
     async def call(self, server: int, method: str, *args: Any) -> Any:
         """Ask a server.

@@ -13,6 +13,7 @@ from .._runtime import Runtime
 from .._strategy import Strategy
 from ._elsewhere import Elsewhere
 from ._messages import CoordinatorStatistics
+from ._packing import HomeSide, pack_call
 from ._partition import PartitionFn, cut_rows
 from ._queue import ScheduledClosure
 from ._servers import Servers
@@ -95,6 +96,12 @@ class ParameterServerStrategy(Strategy):
         """Make a variable, to be placed on its servers at the next occasion."""
         cuts = cut_rows(self._partitioner, options.name, value.shape, value.dtype)
 
+        rows_from = options.rows_from
+        packed = None
+        if rows_from is not None:
+            what = f"The initial value of {options.name!r}"
+            packed = pack_call(rows_from, (), {}, HomeSide(self), what)
+
         def make(name: str) -> Variable:
             spec = self._servers.new_spec(name, value, options.trainable, cuts)
             named = VariableOptions(
@@ -102,7 +109,7 @@ class ParameterServerStrategy(Strategy):
                 options.constraint,
             )  # fmt: skip
             variable = new_served(spec, named, runtime.store, self._servers, value)
-            self._servers.add(variable)
+            self._servers.add(variable, packed)
             return variable
 
         return runtime.variable_table.add(options.name, make)
