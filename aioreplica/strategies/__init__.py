@@ -33,7 +33,6 @@ __getattr__, __dir__, __all__ = export_lazily(
             "ParameterServerStrategy",
             "Partitioner",
             "PerWorkerDataset",
-            "PerWorkerIterator",
             "PerWorkerResource",
             "RemoteValue",
             "ServedVariable",

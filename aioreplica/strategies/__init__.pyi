@@ -28,7 +28,6 @@ from .parameter_server import MinSizePartitioner as MinSizePartitioner
 from .parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from .parameter_server import Partitioner as Partitioner
 from .parameter_server import PerWorkerDataset as PerWorkerDataset
-from .parameter_server import PerWorkerIterator as PerWorkerIterator
 from .parameter_server import PerWorkerResource as PerWorkerResource
 from .parameter_server import RemoteValue as RemoteValue
 from .parameter_server import ServedVariable as ServedVariable

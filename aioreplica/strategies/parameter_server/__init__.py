@@ -3,7 +3,6 @@
 from ._coordinator import ClusterCoordinator as ClusterCoordinator
 from ._messages import CoordinatorStatistics as CoordinatorStatistics
 from ._packing import PerWorkerDataset as PerWorkerDataset
-from ._packing import PerWorkerIterator as PerWorkerIterator
 from ._packing import PerWorkerResource as PerWorkerResource
 from ._partition import FixedShardsPartitioner as FixedShardsPartitioner
 from ._partition import MaxSizePartitioner as MaxSizePartitioner

@@ -6,7 +6,7 @@ cloudpickle is imported at use: programs without parameter servers need not have
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
@@ -265,7 +265,7 @@ class PerWorkerDataset(PerWorkerResource):
         """
         return self.make.element_spec()
 
-    def __iter__(self) -> PerWorkerIterator:
+    def __iter__(self) -> Iterator[Any]:
         strategy = self._strategy
         make = _IteratorOf(self.make)
         factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")

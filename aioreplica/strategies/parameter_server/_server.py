@@ -39,7 +39,6 @@ from ._messages import (
     Write,
     num_bytes,
 )
-from ._packing import unpack
 from ._splits import Element, Leases
 
 Pulled = tuple[int, Array | None]
@@ -353,8 +352,10 @@ class ParameterServer:
 
 
 def _made(new: NewShard) -> Array:
+    from ...devices.processes import loads  # it needs cloudpickle
+
     rows: Any = new.value
-    fn, _, _ = unpack(rows.call, None)
+    fn, _, _ = loads(rows.call.data, rows.call.buffers, None)
     return rows_between(fn, new.name, rows.begin, rows.shape, rows.dtype)
 
 
