@@ -204,3 +204,11 @@ def scaled_step(w: Any, optimizer: Any, gradient: float) -> float:
 def pids_of_rows(begin: int, end: int) -> Any:
     """Give rows that tell which they are, and the process that has made them."""
     return np.stack([np.arange(begin, end), np.full(end - begin, os.getpid())], axis=1)
+
+
+def learn_row(table: Any, optimizer: Any, row: int, iterator: Any) -> int:
+    """Take an element, and descend by 1 in a row."""
+    taken: int = next(iterator)
+    slices = ar.IndexedSlices(np.ones((1, *table.shape[1:])), [row], table.shape)
+    optimizer.apply_gradients([(slices, table)])
+    return taken

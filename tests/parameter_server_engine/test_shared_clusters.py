@@ -1,0 +1,88 @@
+"""A cluster that outlives its strategies, and whose workers are retired and added by others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client
+
+import aioreplica as ar
+from tests.parameter_server_engine import closures
+from tests.parameter_server_engine.closures import LIMIT_S, PAUSE_S, FileGate
+from tests.parameter_server_engine.conftest import coordinating, table_of, until_workers
+from tests.parameter_server_engine.test_clusters import dask_cluster
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.filterwarnings("ignore:The Dask scheduler at .*127.0.0.1:RuntimeWarning"),
+]
+
+
+def things_of_worker(dask_worker: Any) -> int:
+    """Count what strategies have left with a worker."""
+    from aioreplica.cluster._dask import _closure_worker
+
+    kept = sum(map(len, _closure_worker(dask_worker)._kept.values()))
+    return kept + len(dask_worker.state.actors) + len(dask_worker.data)
+
+
+def num_tasks(dask_scheduler: Any) -> int:
+    return len(dask_scheduler.tasks)
+
+
+async def things_left(client: Any) -> int:
+    """Count what is left in a cluster; waits for what is on its way."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            tasks = await client.run_on_scheduler(num_tasks)
+            left = tasks + sum((await client.run(things_of_worker)).values())
+            if not left:
+                return 0
+            await asyncio.sleep(PAUSE_S)
+
+
+async def test_strategies_leave_nothing_in_a_cluster() -> None:
+    async with (
+        dask_cluster() as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        for turn in range(3):
+            async with coordinating(cluster.scheduler_address) as (strategy, coordinator):
+                with strategy.scope():
+                    table, sgd = (
+                        ar.Variable(np.zeros((64, 2)), name="table"),
+                        ar.optimizers.SGD(1.0),
+                    )
+                dataset = coordinator.create_per_worker_dataset(closures.part_of)
+                iterator = iter(dataset)
+                for i in range(4):
+                    await coordinator.schedule(closures.learn_row, (table, sgd, i, iterator))
+                await coordinator.join()
+                assert np.sum(await table.read()) == -8.0, turn
+            assert await things_left(client) == 0
+
+
+async def test_workers_that_are_retired_lose_nothing(gate: FileGate) -> None:
+    """As `cluster.adapt` does: workers are told to go while closures run, and others come."""
+    async with (
+        dask_cluster() as cluster,
+        Client(cluster, asynchronous=True) as client,
+        coordinating(cluster.scheduler_address) as (strategy, coordinator),
+    ):
+        table = table_of(strategy)
+        early = [await coordinator.schedule(closures.add_row, (table, i)) for i in range(4)]
+        await coordinator.join()
+        late = [await coordinator.schedule(closures.add_row, (table, i, gate)) for i in range(4, 8)]
+        await gate.reached(2)
+        retired = next(iter(strategy.engine.workers_now))
+        gate.open()
+        await client.retire_workers([retired], close_workers=True)
+        await until_workers(strategy, 1)
+        assert len(await coordinator.fetch([*early, *late])) == 8
+        await coordinator.join()
+        expected = np.zeros((24, 2))
+        expected[:8] = 1.0
+        np.testing.assert_array_equal(await table.read(), expected)
