@@ -59,7 +59,7 @@ def divided(name: str, shape: Sequence[int], rank: int, num_workers: int, unit: 
 
     Example:
         >>> divided("w", (10,), 0, 2, 2).ranges
-        ((0, 4), (4, 10))
+        ((0, 6), (6, 10))
     """
     first = zlib.crc32(name.encode())
     ranges = _ranges(shape, num_workers, unit, first)
