@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_map
+import pytest
 
 from aioreplica.devices.backends import Backend, TorchBackend
+
+pytest.importorskip("torch")  # doctests are looked for in this file, too
+
+import torch
+from torch.utils._pytree import tree_map
 
 POISON = -7777
 LOCK = threading.RLock()  # of all streams: one GPU
