@@ -1,7 +1,7 @@
 """Ops on a device with streams: nothing is read before it is there, or after it was given back.
 
-Each wait of the library was taken out once, and a test here failed; but for the one before a call of
-the host, which has no test here.
+Each wait of the library was taken out once, and a test here failed; but for the one before a call
+of the host, which has none.
 """
 
 import asyncio
