@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from .._functions import require_finished, require_no_yield
+from .._functions import require_finished
 from ..devices import OwnedTask, require_loop
 from ..errors import ContextError
 from ..tree import flatten, leaves, map_leaves, unflatten
@@ -79,7 +79,6 @@ class Predicting:
                 f"predict_delay_s={delay_s:g} lets requests wait for others, and predict_batch=1 "
                 "takes each alone. Give predict_batch as well."
             )
-        require_no_yield(predict, "OnlineService")
         self.num_inputs = self.num_calls = 0
         self._predict = predict
         self._read = read

@@ -178,6 +178,7 @@ class OnlineService:
             raise ValueError("operator_token is the token of clients. Give operators their own.")
         if isinstance(hosts, str):
             raise TypeError(f"hosts are several names, got one text: {hosts!r}. Write [{hosts!r}].")
+        require_no_yield(predict, "OnlineService")
         for name, called in (("report", report), ("validate", validate)):
             require_no_yield(called, "OnlineService")
             if is_async(called):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from .._functions import is_async, require_no_yield
 from ..devices import run_on_host
 from ._journal import checked_seconds
 
@@ -36,6 +37,7 @@ class FolderSource:
         poll_s: Seconds between two looks when there is nothing new.
 
     Raises:
+        TypeError: If `parse` is an async function or a generator function.
         ValueError: If `poll_s` is not a positive number.
     """
 
@@ -47,6 +49,9 @@ class FolderSource:
         parse: Callable[[str], Any] = json.loads,
         poll_s: float = 1.0,
     ) -> None:
+        require_no_yield(parse, "FolderSource")
+        if is_async(parse):
+            raise TypeError(f"parse must be a plain function, got {parse!r}.")
         self._folder = Path(folder)
         self._pattern = pattern
         self._parse = parse

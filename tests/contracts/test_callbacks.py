@@ -24,7 +24,7 @@ import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.checkpoint import CheckpointManager
 from aioreplica.integrations.asgi import OnlineService
-from aioreplica.online import OnlineLearner
+from aioreplica.online import FolderSource, OnlineLearner
 from aioreplica.telemetry import Observer, events_to
 from tests.conftest import mirrored
 from tests.parameter_server.coordinating import coordinating
@@ -347,6 +347,8 @@ def test_callbacks_that_are_not_awaited_refuse_coroutine_functions(kind: str) ->
         OnlineService(cast("Any", None), len, input_like={"x": 0.0}, report=fn)
     with pytest.raises(TypeError, match="validate must be a plain function"):
         OnlineService(cast("Any", None), len, input_like={"x": 0.0}, validate=fn)
+    with pytest.raises(TypeError, match="parse must be a plain function"):
+        FolderSource("folder", parse=fn)
 
 
 # ---- the table is complete -------------------------------------------------------------------
@@ -376,7 +378,8 @@ WITHOUT_A_ROW = {
     "tested apart": (
         *(f"Observer.__init__({each.name})" for each in fields(Observer)),
         "OnlineService.__init__(predict)", "OnlineService.__init__(report)",
-        "OnlineService.__init__(validate)", "events_to(emit)", "pipeline(stages)",
+        "OnlineService.__init__(validate)", "FolderSource.__init__(parse)", "events_to(emit)",
+        "pipeline(stages)",
         *(f"Prequential.__init__({name})" for name in ("predict", "split", "detector", "on_drift")),
         "LocalSGD.minimize(loss)",
     ),
