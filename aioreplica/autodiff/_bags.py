@@ -28,7 +28,8 @@ class Bags:
 
     Raises:
         ValueError: If a length or a number is wrong, or a bag would be divided by 0.
-        TypeError: If segments are not integers, or weights not numbers.
+        TypeError: If segments are not integers, or weights not numbers, or a table of integers is
+            weighted.
     """
 
     def __init__(
@@ -42,6 +43,11 @@ class Bags:
     ) -> None:
         if combiner not in get_args(Combiner):
             raise ValueError(f'combiner must be "sum", "mean" or "sqrtn", got {combiner!r}.')
+        if (combiner != "sum" or weights is not None) and np.dtype(variable.dtype).kind in "biu":
+            raise TypeError(
+                f"{variable.name!r} is of dtype {variable.dtype}, which has no fractions: weights "
+                f'and "{combiner}" need a table of floats. Use combiner="sum" without weights.'
+            )
         self.indices = indices
         self.segments, self.size = _checked_segments(indices, segments, num_segments)
         factors = _checked_weights(indices, weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from numbers import Real
@@ -15,8 +15,8 @@ from ..context import REGISTRY
 from ..devices import OwnedTask, wait_until_done
 from ..errors import CheckpointNotCommittedError, ContextError
 from ..replica import ReplicaGroup, running_ops
-from ..values import StepGate, between_steps
-from ._state import Cut, look_at_home, read_state
+from ..values import DividedVariable, StepGate, between_steps
+from ._state import Cut, Entry, look_at_home, read_state
 
 T = TypeVar("T")
 
@@ -139,8 +139,10 @@ async def _save_and_stop(
                 "part of it. Cancel only the task that awaits `save_on_cancel`, and wait for it."
             )
         async with grace, between_steps(gates):
-            taken = step(), await look_at_home(read_state(state), state)
-            taken[1].check()
+            cut = await look_at_home(read_state(state), state)
+            cut.check()
+            require_whole(cut.entries)
+            taken = step(), cut  # together: bringing the cut home may have let other code run
             training.cancel()
     except Exception as error:  # noqa: BLE001 - raised below, once the work has ended
         failure = error
@@ -163,6 +165,21 @@ async def _save_and_stop(
         raise failure
     assert taken is not None  # or there is a failure
     await write(*taken)
+
+
+def require_whole(entries: Mapping[str, Entry]) -> None:
+    """Refuse state of which other workers have parts.
+
+    Raises:
+        CheckpointNotCommittedError: If there is some.
+    """
+    for key, entry in entries.items():
+        if isinstance(entry.thing, DividedVariable) and len(entry.thing.division.ranges) > 1:
+            raise CheckpointNotCommittedError(
+                f"Nothing was saved: {key!r} is divided among workers, which are told to stop at "
+                "different steps, and none has the whole. Save with `await manager.save(...)` at "
+                "a step that all workers agree on. What was saved before is unchanged."
+            )
 
 
 async def _ended_in(training: OwnedTask[Any], seconds: float) -> bool:

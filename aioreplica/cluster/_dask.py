@@ -85,7 +85,7 @@ class DaskClosureEngine(ClosureEngine):
         self._num_users = 0
         self._workers: dict[str, int] = {}
         self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
-        self._states: dict[str, list[_DaskState]] = {}
+        self._tell_if_lost: dict[str, list[Callable[[], object]]] = {}
         self._watchers: list[Watcher] = []
         self._background: set[OwnedTask[Any]] = set()
         self._keys = count()
@@ -106,30 +106,35 @@ class DaskClosureEngine(ClosureEngine):
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
     ) -> StateHandle:
-        """Make an actor on a worker with the resource `PS`."""
-        infos = await self._infos()
-        places = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
-        if not places:
-            raise WorkerLostError(
-                f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for "
-                f"parameter server {server}. Start one.", ranks=(server,),
-            )  # fmt: skip
-        place = places[server % len(places)]
+        """Make an actor on a worker with the resource `PS`; on another if that goes meanwhile."""
         data = pickle.dumps((factory, tuple(args)), protocol=5)
-        future = self._client.submit(
-            _Host,
-            data,
-            actor=True,
-            pure=False,
-            key=f"parameter-server-{server}-{uuid4().hex}",
-            workers=[place],
-            allow_other_workers=False,
-        )
-        with self._client.as_current():  # an actor looks for it
-            actor = await future
-        state = _DaskState(owner, server, actor, self._client, future)
-        self._states.setdefault(place, []).append(state)
-        return state
+        while True:
+            infos = await self._infos()  # with a worker that has just died, perhaps
+            places = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
+            if not places:
+                raise WorkerLostError(
+                    f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for "
+                    f"parameter server {server}. Start one.", ranks=(server,),
+                )  # fmt: skip
+            place = places[server % len(places)]
+            key = f"parameter-server-{server}-{uuid4().hex}"
+            where = {"workers": [place], "allow_other_workers": False}
+            future = self._client.submit(_Host, data, actor=True, pure=False, key=key, **where)
+            making = OwnedTask[Any](_actor_of(self._client, future), f"start of server {server}")
+            tell = self._tell_if_lost.setdefault(place, [])
+            tell.append(making.cancel)
+            try:
+                await asyncio.wait([making.task])
+            finally:
+                making.cancel()
+            if making.task.cancelled():  # as it may only run there, it would be waited for for ever
+                self._in_background(self._client.cancel([future]), "cancel the start of a server")
+                continue
+            state = _DaskState(owner, server, await making, self._client, future)
+            tell[tell.index(making.cancel)] = state.lose
+            if self._tell_if_lost.get(place) is not tell:  # it has gone just now
+                state.lose()
+            return state
 
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
         """Send tasks to a worker, up to `MESSAGE_BYTES` in one message."""
@@ -219,8 +224,8 @@ class DaskClosureEngine(ClosureEngine):
         if action == "remove-worker":
             for gone in self._looks:
                 gone.add(told["worker"])
-            for state in self._states.pop(told["worker"], ()):
-                state.lose()
+            for tell in self._tell_if_lost.pop(told["worker"], ()):
+                tell()
             if self._workers.pop(told["worker"], None) is not None:
                 self._forget(told["worker"])
                 self._tell()
@@ -289,7 +294,7 @@ class DaskClosureEngine(ClosureEngine):
             task.cancel()
             await task.ended()
         self._workers.clear()
-        self._states.clear()
+        self._tell_if_lost.clear()
         self._submissions.clear()
         if client is not None:
             with suppress(Exception):  # it never connected, or the scheduler is gone
@@ -414,6 +419,11 @@ class _Host:
             return getattr(self._state, method)(*args), None
         except Exception as error:  # noqa: BLE001 - raised by the caller
             return None, error
+
+
+async def _actor_of(client: Any, future: Any) -> Any:
+    with client.as_current():  # an actor looks for it
+        return await future
 
 
 @final

@@ -11,6 +11,7 @@ from typing import Any, final
 from .._functions import UNFINISHED
 from ..collectives import require_reducible
 from ..context import LOOP, LoopStep
+from ..devices import follow_others
 from ..errors import ContextError, MergeMismatchError, ReplicaRow
 from ..replica import RunningReplica, add_note_once
 from ..telemetry import EventLog, source_line
@@ -49,7 +50,7 @@ def run_loop(
         if inputs is None:
             break
         try:
-            result = fn(context, *inputs)
+            result = fn(context, *follow_others(inputs))
         except Exception as error:
             context.error = error  # gets its note when all threads are done with it
             raise

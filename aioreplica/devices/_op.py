@@ -29,12 +29,23 @@ RELEASED: dict[str, object] = {}  # in place of keyword arguments that were let 
 AnyOp: TypeAlias = "Op[Any]"  # of whatever result
 
 
+class OpStreams(Protocol):
+    """Streams of a device, on which functions only enqueue their work."""
+
+    def synchronise(self) -> None:
+        """Wait for what the calling thread has enqueued."""
+
+
 class OpQueue(Protocol):
     """Queue of ops: a lane, or its stand-in in a test."""
 
     @property
     def name(self) -> str:
         """Name of the device."""
+
+    @property
+    def streams(self) -> OpStreams | None:
+        """Streams that ops enqueue on; None where functions end with their work."""
 
     def put(self, op: AnyOp, /) -> None:
         """Enqueue an op."""
@@ -199,6 +210,12 @@ class Op(asyncio.Future[T]):
     def device_name(self) -> str | None:
         """Name of the op's lane; None if its maker puts it."""
         return None if self._lane is None else self._lane.name
+
+    def synchronise(self) -> None:
+        """Wait for what the calling thread, one of the op's, has enqueued on the device."""
+        streams = None if self._lane is None else self._lane.streams
+        if streams is not None:
+            streams.synchronise()
 
     @property
     def is_running(self) -> bool:

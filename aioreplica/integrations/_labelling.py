@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from ..errors import ContextError
 from ..online import ExampleSpec, OnlineLearner
+from ..online._journal_keys import UnknownPredictionError
 from ..tree import flatten, unflatten
 from ._request import Limits, answer, full, read_json, refusal, taking
 
@@ -34,7 +35,7 @@ async def take_label(
     with taking(learner):
         try:
             ticket = await learner.label(found["id"], target)
-        except KeyError:
+        except UnknownPredictionError:
             what = "No prediction of this id waits for a label: it was never made here, or not "
             raise refusal(404, f"{what}saved before a crash, or is too old.") from None
     return answer({"number": ticket.number, "is_duplicate": ticket.is_duplicate}, 202)

@@ -16,7 +16,7 @@ from ._journal import checked_seconds
 
 MAX_LINES = 1000
 MAX_BYTES = 1 << 20
-"""Most that one read returns, but for one longer line."""
+"""Most that one read returns, but for one longer line, and empty lines before the first."""
 
 LOGGER = logging.getLogger("aioreplica.online")
 
@@ -107,7 +107,7 @@ class FolderSource:
                     "new files with later names, or append to the last one."
                 )
             file.seek(start)
-            while len(found) < MAX_LINES and position - start < MAX_BYTES:
+            while len(found) < MAX_LINES and (not found or position - start < MAX_BYTES):
                 line = file.readline()
                 if not line or (is_last and not line.endswith(b"\n")):
                     break  # nobody knows how it goes on

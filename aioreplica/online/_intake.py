@@ -441,13 +441,13 @@ def _interrupted_error() -> ContextError:
 def checked_key(name: str, value: object) -> str:
     """Return a key or an id; ValueError if it is none that the journal can keep."""
     is_text = isinstance(value, str) and 0 < len(value) <= MAX_KEY and "\0" not in value
-    if not is_text or not _is_unicode(str(value)):
+    if not is_text or not is_unicode(str(value)):
         raise ValueError(
             f"{name} must be text of 1 to {MAX_KEY} characters, none of them zero, got {value!r}."
         )
     return str(value)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """Tell whether text has no lone surrogates, which no file takes."""
     return text.encode(errors="replace").decode() == text

@@ -31,6 +31,10 @@ _LABELLED = "\0label "
 """Begin of the keys of labels; no key of a submission has that character."""
 
 
+class UnknownPredictionError(KeyError):
+    """No prediction of an id waits for its label, any more."""
+
+
 class Keeping(NamedTuple):
     """Seconds of the journal's clock for which keys and predictions are kept."""
 
@@ -56,7 +60,7 @@ def claimed(
     if label is not None:
         found = run("SELECT clock_s FROM pending WHERE id = ?", label.id)
         if not bodies or not found or found[0][0] < clock_s - keeping.labels_s:
-            return KeyError(label.id)
+            return UnknownPredictionError(label.id)
         run("DELETE FROM pending WHERE id = ?", label.id)
     run("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", key, own, number, clock_s)
     return None

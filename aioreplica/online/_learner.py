@@ -238,8 +238,8 @@ class OnlineLearner:
         Args:
             x: The "input" of the example.
             prediction: Kept beside it, see `expected`.
-            prediction_id: What the label names it by; one is drawn if there is none. A later one
-                with the same id takes its place.
+            prediction_id: What the label names it by; one is drawn if there is none. Use each once:
+                a later one takes its place, and a label of the first counts for both.
 
         Raises:
             anyio.WouldBlock: If too many are not written yet.

@@ -15,7 +15,7 @@ from typing import Any, Protocol, final
 
 from ._example import as_example
 from ._failures import Backoff, described
-from ._intake import ExampleGroup, Intake
+from ._intake import ExampleGroup, Intake, is_unicode
 from ._journal import OpenJournal
 from ._journal_format import Entry, Progress
 from ._ticket import Ticket
@@ -129,9 +129,6 @@ class Follower:
         while True:
             found = await self._source.read(after=self._offset)
             self._error = ""
-            self._backoff.succeeded()
-            if not found:
-                await asyncio.sleep(FIRST_WAIT_S)
             for start in range(0, len(found), self._size):
                 pairs = found[start : start + self._size]
                 examples = [example for pair in pairs for example in self._checked(*pair)]
@@ -140,15 +137,21 @@ class Follower:
                     await self._take(examples, Progress(self.name, written, last))
                     written = last
                 self._offset = last
+            self._backoff.succeeded()  # the journal, too, has taken what there was
+            if not found:
+                await asyncio.sleep(FIRST_WAIT_S)
 
     def _checked(self, offset: str, given: object) -> list[object]:
         """Return the example, or none if it is refused.
 
         Raises:
-            TypeError: If the offset is no text.
+            TypeError: If the offset is no text, or holds what no file takes.
         """
-        if not isinstance(offset, str):
-            raise TypeError(f"A source gives pairs of an offset, which is text; got {offset!r}.")
+        if not isinstance(offset, str) or not is_unicode(offset):
+            raise TypeError(
+                "A source gives pairs of an offset, which is text without lone surrogates; got "
+                f"{offset!r}."
+            )
         try:
             if isinstance(given, Exception):
                 raise ValueError(described(given))
@@ -177,7 +180,8 @@ def checked_sources(sources: object, has_journal: bool) -> dict[str, Source]:
     if not isinstance(sources, dict):
         raise TypeError(f"sources are a dict of sources by name, got {sources!r}.")
     for name, source in sources.items():
-        if not isinstance(name, str) or not callable(getattr(source, "read", None)):
+        is_name = isinstance(name, str) and is_unicode(name)
+        if not is_name or not callable(getattr(source, "read", None)):
             raise TypeError(
                 f"sources are objects with `async def read(self, *, after)` by name, got {name!r}: "
                 f"{source!r}."

@@ -37,7 +37,7 @@ class LearnerStatistics:
         last_number: Number of the last example taken.
         learned_number: Every example up to this number was learned or set aside.
         step_s: How long steps took, all together, in seconds.
-        num_commits: Transactions of the journal that took examples.
+        num_commits: Transactions of the journal that took examples, or inputs that wait for labels.
         commit_s: How long these took, all together, in seconds.
         journal_error: Why the journal takes nothing now; "" if it does.
         checkpoint_number: The `learned_number` of the newest checkpoint, None without one.

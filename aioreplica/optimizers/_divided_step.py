@@ -42,7 +42,7 @@ from ._merged_gradient import (
     summand_of,
 )
 from ._settings import StepRule
-from ._slots import working_dtype
+from ._slots import MASTER, working_dtype
 from ._staged_write import StagedWrite
 from ._step import (
     INLINE_STEP_BYTES,
@@ -147,8 +147,9 @@ async def take_divided_step(
         names = ", ".join(variable.name for variable in variables[:8])
         raise RuntimeError(
             f"{optimizer!r} has taken a step with state divided among workers, and {names} or "
-            "something else that the step writes was written meanwhile on this worker. Write "
-            "variables between steps, on all workers."
+            "something else that the step writes was written meanwhile on this worker, so it was "
+            "not taken here; other workers may have taken it. Restore a checkpoint on all, and "
+            "write variables between steps, on all workers."
         )
 
 
@@ -206,9 +207,9 @@ def _divisions(
             )
         if len({*map(id, variable.components)}) > 1:
             raise ValueError(
-                f"Variable {variable.name!r} has different values on the replicas of this worker, "
-                f"but {optimizer!r} divides its state among workers. Assign it one value (`await "
-                "variable.assign(variable.value)`)."
+                f"Variable {variable.name!r} was written for each replica of this worker apart, "
+                f"but {optimizer!r} divides its state among workers, whose replicas have one "
+                "value. Assign it one (`await variable.assign(variable.value)`)."
             )
         division = divided(variable.name, variable.shape, turn.rank, turn.num_workers, MEASURED)
         for slot in optimizer.settings.slots.made.get(variable) or ():
@@ -412,7 +413,9 @@ async def _refuse(
             'is too high, clip gradients, or pass on_non_finite="skip" to leave out such steps.'
         )
     else:
-        names = ("", *optimizer.settings.slots.names_of(variable), "")
+        own = optimizer.settings.slots.names_of(variable)
+        # A variable in half precision is what its master is rounded to, at the end.
+        names = (*own, "") if own[:1] == (MASTER,) else ("", *own)
         slot = names[wrong.member] if len(names) > wrong.member else ""
         which = f"{variable.name}/{slot}" if slot else variable.name
         text = (

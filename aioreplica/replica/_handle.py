@@ -254,5 +254,6 @@ def start(
         else:
             handle.begin()
 
+    op.synchronise()  # the array is read while the op goes on
     completions.call_soon(begin)
     return handle

@@ -94,6 +94,12 @@ def test_nothing_to_look_up_gives_zeros_and_no_rows() -> None:
         ({"weights": [0.0] * 5}, ValueError, "segment 2 add up to 0"),
         ({"combiner": "max"}, ValueError, "combiner must be"),
         ({"variable": np.ones((5, 3))}, TypeError, "takes a variable"),
+        ({"variable": table_of("int64")}, TypeError, "no fractions"),
+        (
+            {"variable": table_of("int64"), "combiner": "sum", "weights": WEIGHTS},
+            TypeError,
+            "no fractions",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(change: Any, kind: Any, words: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.checkpoint import Savepoint
 from aioreplica.devices import list_devices
-from aioreplica.errors import ContextError, WorkerLostError
+from aioreplica.errors import CheckpointNotCommittedError, ContextError, WorkerLostError
 from aioreplica.optimizers._merged_gradient import MEASURED
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from aioreplica.values import DividedVariable
@@ -130,6 +130,27 @@ async def test_a_savepoint_of_divided_state_is_refused() -> None:
             Savepoint(training.state)
 
     await on_workers(2, 1, program)
+
+
+async def test_a_worker_that_is_told_to_stop_saves_no_part_of_divided_state(tmp_path: Path) -> None:
+    async def program(strategy: ar.Strategy) -> None:
+        training = Training(strategy, "float32")
+        await training.train(0, 1)
+        async with ar.CheckpointManager(tmp_path, max_to_keep=1) as manager:
+            await manager.save(1, training.state)
+            work = manager.save_on_cancel(
+                asyncio.Event().wait(), training.state, step=lambda: 2, exit_on_sigterm=False
+            )
+            stopped = asyncio.create_task(work)
+            await asyncio.sleep(0)
+            stopped.cancel()
+            with pytest.raises(CheckpointNotCommittedError, match="is divided among workers"):
+                await stopped
+
+    await on_workers(2, 1, program)
+
+    async with ar.CheckpointManager(tmp_path) as manager:
+        assert manager.steps() == (1,)
 
 
 async def test_those_left_of_lost_workers_divide_the_state_anew(tmp_path: Path) -> None:

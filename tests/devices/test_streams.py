@@ -6,6 +6,7 @@ of the host, which has none.
 
 import asyncio
 import inspect
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -241,6 +242,50 @@ async def test_a_merge_of_device_threads_is_done_before_they_go_on(
         return (total * 2).tolist()
 
     assert await each(pair, step) == [[6.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.asyncio
+async def test_what_an_op_brings_to_a_started_collective_is_there(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async def step() -> Any:
+        ctx, loop = me(), asyncio.get_running_loop()
+        go_on = threading.Event()
+
+        def backward() -> Any:
+            handle = ctx.start_all_reduce("sum", numbers(my_id()) * 2)
+            loop.call_soon_threadsafe(handles.append, handle)
+            assert go_on.wait(60)  # the op goes on while the sum is made
+            return handle
+
+        handles: list[Any] = []
+        op = asyncio.gather(ctx.run_on_device(backward))
+        while not (handles and handles[0].done()):
+            await asyncio.sleep(0)
+        go_on.set()
+        [handle] = await op
+        return (await handle).tolist()
+
+    assert await each(pair, step) == [[6.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.asyncio
+async def test_a_device_loop_goes_on_behind_what_the_loop_has_made(
+    pair: ar.MirroredStrategy,
+) -> None:
+    seen: list[Any] = []
+
+    async def made() -> AsyncIterator[Any]:
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield ar.PerReplica([numbers(number) * 2 for _ in DEVICES])
+
+    def step(_ctx: Any, x: Any) -> None:
+        seen.append((x + 1).tolist())
+
+    await pair.run_steps(step, made(), 3)
+
+    assert sorted(seen) == [[3.0, 5.0]] * 2 + [[5.0, 7.0]] * 2 + [[7.0, 9.0]] * 2
 
 
 # ---- messages, variables, input --------------------------------------------------------------

@@ -63,6 +63,14 @@ async def test_labels_that_nothing_waits_for_are_404_and_counted(tmp_path: Path)
 
 
 @pytest.mark.asyncio
+async def test_an_error_of_validate_does_not_say_that_nothing_waits(tmp_path: Path) -> None:
+    async with served(tmp_path, validate=lambda example: example["x"]) as (service, _):
+        made = (await post(service, "/predict", {"input": 3})).json()
+        answer = await post(service, "/label", {"id": made["id"], "target": 1.0})
+        assert answer.status != 404
+
+
+@pytest.mark.asyncio
 async def test_what_is_no_label_is_refused(tmp_path: Path) -> None:
     async with served(tmp_path, queue_size=1) as (service, program):
         name = (await post(service, "/predict", {"input": 3})).json()["id"]

@@ -71,6 +71,17 @@ def test_it_goes_on_behind_any_offset(tmp_path: Path, monkeypatch: pytest.Monkey
     art.run(main)
 
 
+def test_empty_lines_do_not_end_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 8)
+    write(tmp_path, "1.jsonl", "1\n" + "\n" * 20 + "2\n")
+    write(tmp_path, "2.jsonl", "3\n")
+
+    async def main() -> None:
+        assert await read_all(FolderSource(tmp_path)) == [1, 2, 3]
+
+    art.run(main)
+
+
 def test_what_cannot_be_parsed_is_told_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\nno JSON\n\xff\n7\n')
 

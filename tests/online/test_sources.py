@@ -215,7 +215,7 @@ def test_an_offset_that_is_not_the_next_one_changes_nothing(folder: Path) -> Non
 def test_what_is_no_source_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="sources need a journal"):
         Counting(sources={"list": Listed([])})
-    for bad in ([Listed([])], {"a": object()}, {1: Listed([])}):
+    for bad in ([Listed([])], {"a": object()}, {1: Listed([])}, {"\udcff": Listed([])}):
         with pytest.raises(TypeError, match="sources are"):
             Counting(folder, sources=bad)
     with pytest.raises(ValueError, match="greater than 0"):
@@ -223,16 +223,23 @@ def test_what_is_no_source_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_offset_that_is_no_text_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("offset", [1, "\udcff"])
+async def test_an_offset_that_no_file_takes_is_the_sources_error(
+    folder: Path, offset: object
+) -> None:
     class Wrong:
         async def read(self, *, after: str | None) -> Any:
-            return [(1, example(0))]
+            return [(offset, example(0))]
 
     async with Counting(folder, sources={"wrong": Wrong()}) as program:
         while not program.learner.statistics().sources["wrong"].error:
             await asyncio.sleep(0)
-        error = program.learner.statistics().sources["wrong"].error
-        assert error == "TypeError: A source gives pairs of an offset, which is text; got 1."
+        now = program.learner.statistics()
+        assert now.sources["wrong"].error == (
+            "TypeError: A source gives pairs of an offset, which is text without lone surrogates; "
+            f"got {offset!r}."
+        )
+        assert now.journal_error == ""
 
 
 # ---- schedules and crashes -----------------------------------------------------------------

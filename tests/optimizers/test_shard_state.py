@@ -188,6 +188,23 @@ async def test_a_gradient_that_is_not_finite_is_named_on_all_workers(
     assert await on_workers(2, 1, program) == [("matrix", worker, (299, 249), 1)] * 2
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("is_divided", [True, False])
+async def test_a_half_that_overflows_is_named(is_divided: bool, momentum: float) -> None:
+    async def program(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            half = ar.Variable(np.ones(3, "float16"), name="half")
+            sgd = ar.optimizers.SGD(1e4, momentum=momentum, shard_state=is_divided)
+
+        async def step() -> None:
+            await sgd.apply_gradients([(np.full(3, 100.0, "float16"), half)])
+
+        with pytest.raises(NonFiniteError, match="'half' would be -inf"):
+            await strategy.run(step)
+
+    await on_workers(2, 1, program)
+
+
 async def test_an_update_that_is_not_finite_is_named_on_all_workers() -> None:
     async def program(strategy: ar.Strategy) -> str:
         size = 3e38 / strategy.num_replicas_in_sync

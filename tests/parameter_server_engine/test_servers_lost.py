@@ -100,3 +100,27 @@ async def test_one_shard_is_lost() -> None:
         np.testing.assert_array_equal(await variable.read(), np.ones(8))
         remote = await coordinator.schedule(closures.total, (variable,))
         assert await remote.fetch() == 8.0
+
+
+async def test_a_server_is_made_elsewhere_if_its_process_dies_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with coordinating(num_ps=2) as (strategy, _):
+        with strategy.scope():
+            variable = ar.Variable(np.zeros(2), name="table")
+        await variable.read()
+        pids, engine = await pids_of(strategy, "PS"), strategy.engine
+        listed = engine._infos
+
+        async def die_when_listed() -> Any:
+            found = await listed()
+            if pids:
+                await kill(pids.pop(0))
+            return found
+
+        monkeypatch.setattr(engine, "_infos", die_when_listed)
+        pids[1:] = []
+        state = await engine.create_state("owner", list, (), 0)
+
+        assert pids == []
+        assert await state.call("__len__") == 0
