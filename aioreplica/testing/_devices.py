@@ -117,6 +117,7 @@ class SimLane:
     """
 
     __slots__ = ("_is_stopped", "_num_done", "name", "pool")
+    streams = None  # functions end with their work
 
     def __init__(self, pool: SimPool) -> None:
         self.pool = pool

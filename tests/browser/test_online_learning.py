@@ -111,6 +111,9 @@ def test_the_form_predicts_and_takes_a_correction_by_keyboard_alone(
         driver.get(url)
         until(lambda: text(driver, "status") == "live")
         driver.switch_to.active_element.send_keys(Keys.TAB)
+        table = driver.switch_to.active_element
+        assert table.get_attribute("aria-label") == "Versions"  # can be scrolled by keys, too
+        table.send_keys(Keys.TAB)
         chosen = driver.switch_to.active_element
         assert chosen.tag_name == "select"
         chosen.send_keys("1")
