@@ -80,11 +80,12 @@ class ByHand:
     Args:
         case: What is trained.
         scans: Whether one call runs a chunk of steps.
+        kind: Of the devices, as jax names it.
     """
 
-    def __init__(self, case: Case, *, scans: bool) -> None:
+    def __init__(self, case: Case, *, scans: bool, kind: str = "cpu") -> None:
         self._case, self._scans = case, scans
-        self._mesh = Mesh(np.array(jax.devices("cpu")[: case.num_replicas]), ("i",))
+        self._mesh = Mesh(np.array(jax.devices(kind)[: case.num_replicas]), ("i",))
         zeros = [np.zeros_like(w) for w in case.weights()] if case.optimizer == "Adam" else []
         carry = (case.weights(), zeros, [each.copy() for each in zeros], np.float32(0))
         self._carry = jax.device_put(carry, NamedSharding(self._mesh, Spec()))

@@ -91,7 +91,7 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
     weights = []
     for _ in range(num_turns):
         for way, kept in samples.items():
-            told = _started(way[1], ["benchmarks._worker_training", way[0], "3"])
+            told = run_workers(way[1], ["benchmarks._worker_training", way[0], "3"])
             kept.append(1000 / median(told["rates"]))
             weights.append(told["weights"])
     if max(weights) > min(weights) * 1.001:
@@ -122,10 +122,10 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
 
 
 def _launch(engine: str, loop: str, num_rounds: int) -> dict[str, Any]:
-    return _started(engine, ["benchmarks._worker", engine, str(num_rounds), loop])
+    return run_workers(engine, ["benchmarks._worker", engine, str(num_rounds), loop])
 
 
-def _started(engine: str, program: Sequence[str]) -> dict[str, Any]:
+def run_workers(engine: str, program: Sequence[str]) -> dict[str, Any]:
     """Run a program on two workers, or on one without an engine; return what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "samples.json"

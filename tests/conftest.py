@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Generator
+from importlib.util import find_spec
 from unittest import mock
 
 import hypothesis
@@ -13,6 +14,7 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver
 from aioreplica.devices import Device, list_devices
+from aioreplica.devices.backends._hardware import may_have_gpu
 
 ar.set_logical_devices("cpu", 8)
 
@@ -25,10 +27,26 @@ hypothesis.settings.load_profile("busy")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is `xslow` is `slow` too, so that `-m "not slow"` leaves it out."""
+    """What is `xslow` is `slow` too, so that `-m "not slow"` leaves it out.
+
+    What is `gpu` is skipped where there is none.
+    """
     for item in items:
         if item.get_closest_marker("xslow") is not None:
             item.add_marker("slow")
+    need_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if need_gpu and not has_gpu():
+        for item in need_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU that torch can use"))
+
+
+def has_gpu() -> bool:
+    """Tell whether torch can use a GPU; it is imported only where there may be one."""
+    if not may_have_gpu() or find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 """Ops on a device with streams: nothing is read before it is there, or after it was given back.
 
 Each wait of the library was taken out once, and a test here failed; but for the one before a call
-of the host, which has none.
+of the host, which has none. With a GPU all of it runs there, too.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.context import REGISTRY
 from aioreplica.devices import lane_table
-from aioreplica.devices.backends import NumpyBackend
+from aioreplica.devices.backends import Backend, NumpyBackend, TorchBackend
+from benchmarks._gpu_place import SharedGpu
 from tests.replica.gated import me, my_id
 
 torch = pytest.importorskip("torch")
@@ -25,13 +26,14 @@ streams: Any = pytest.importorskip("tests.devices.streams")
 upload, read, PoisonError = streams.upload, streams.read, streams.PoisonError
 
 DEVICES = ["cuda:0", "cuda:1"]
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
-@pytest_asyncio.fixture(params=["late", "early"])
+@pytest_asyncio.fixture(params=["late", "early", GPU])
 async def pair(request: Any, monkeypatch: Any) -> AsyncIterator[ar.MirroredStrategy]:
-    """Two replicas on devices with streams, in place of the machine's own."""
+    """Two replicas on devices with streams, in place of the machine's own; or both on its GPU."""
     monkeypatch.setitem(streams.MODE, "is", request.param)
-    backends = REGISTRY.replace("backends", (NumpyBackend(), streams.StreamBackend()))
+    backends = REGISTRY.replace("backends", (NumpyBackend(), backend()))
     devices = REGISTRY.replace("logical_devices", None)
     async with ar.MirroredStrategy(DEVICES) as strategy:
         yield strategy
@@ -39,8 +41,20 @@ async def pair(request: Any, monkeypatch: Any) -> AsyncIterator[ar.MirroredStrat
     REGISTRY.replace("backends", backends)
 
 
+def is_on_gpu() -> bool:
+    return bool(streams.MODE["is"] == "gpu")
+
+
+def backend() -> Backend:
+    return SharedGpu(2) if is_on_gpu() else streams.StreamBackend()
+
+
 def numbers(start: float = 0.0) -> Any:
-    return upload([start + 1.0, start + 2.0])
+    """Return two numbers that are on the device later."""
+    if not is_on_gpu():
+        return upload([start + 1.0, start + 2.0])
+    torch.cuda._sleep(2_000_000)  # a millisecond
+    return torch.arange(start + 1.0, start + 3.0, device=DEVICES[0])
 
 
 def doubled(x: Any) -> Any:
@@ -106,7 +120,8 @@ def test_memory_is_given_back_under_a_stream_that_nobody_told_of(
 
 @pytest.mark.asyncio
 async def test_a_lane_of_the_device_has_streams(pair: ar.MirroredStrategy) -> None:
-    assert repr(lane_table().lane("cuda:0").streams) == "<DeviceStreams cuda:0 of streams>"
+    name = backend().name
+    assert repr(lane_table().lane("cuda:0").streams) == f"<DeviceStreams cuda:0 of {name}>"
     assert lane_table().lane("host").streams is None
 
 
@@ -197,6 +212,29 @@ async def test_collectives_of_tasks(pair: ar.MirroredStrategy) -> None:
         return [x.tolist() for x in found]
 
     assert await each(pair, step) == EXPECTED
+
+
+@pytest.mark.asyncio
+async def test_sums_of_one_devices_arrays_are_made_there(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("An array came to the host.")
+
+    async def step() -> Any:
+        mine = await me().run_on_device(lambda: numbers() * (my_id() + 1))
+        found = [await me().all_reduce(op, mine) for op in ("sum", "mean", "min", "max")]
+        return found + await me().run_on_device(lambda: [me().blocking.all_reduce("sum", mine)])
+
+    with monkeypatch.context() as patched:
+        for kind in (TorchBackend, streams.StreamBackend):
+            patched.setattr(kind, "get", refuse)
+        for name in ("numpy", "tolist"):
+            patched.setattr(streams.DeviceArray, name, refuse)
+        found = await each(pair, step)
+
+    expected = [[3.0, 6.0], [1.5, 3.0], [1.0, 2.0], [2.0, 4.0], [3.0, 6.0]]
+    assert [[x.tolist() for x in of_one] for of_one in found] == [expected] * 2
 
 
 def blocking_collectives() -> Any:
@@ -314,7 +352,7 @@ async def test_batches_are_on_the_device_before_a_step_has_them(pair: ar.Mirrore
     data = [np.arange(4.0), np.arange(4.0)]
 
     async def step(x: Any) -> Any:
-        assert isinstance(x, streams.DeviceArray)
+        assert x.is_cuda if is_on_gpu() else isinstance(x, streams.DeviceArray)
         return (x + 1).tolist(), await me().run_on_device(lambda: doubled(x).tolist())
 
     async with pair.distribute_dataset(data) as batches:
@@ -331,7 +369,7 @@ async def test_a_variable_takes_the_numbers_of_an_op(pair: ar.MirroredStrategy) 
     async def step() -> None:
         grad = await me().run_on_device(lambda: numbers() * 2)
         reduced = await me().all_reduce("sum", grad)
-        await total.assign_add(streams.StreamBackend().get(reduced) / 2)
+        await total.assign_add(backend().get(reduced) / 2)
 
     await pair.run(step)
 
