@@ -27,12 +27,12 @@ READ_S = 0.001
 NUM_WARM = 1
 """Samples of ours before it knows which of its two ways is faster: each has eight chunks."""
 
-NEAR = {"SGD": 1e-5, "Adam": 0.1}
-"""How far weights may be apart behind one chunk, in units of the largest: this finds another model,
-not another rounding. Adam divides a gradient by its own size: where one is nearly 0, another
-rounding of its sum may turn the sign, and then the weight moves by a whole rate the other way, in
-up to 64 steps of a chunk. 3 % were seen. One step from one state is held to 1e-5 of the eager
-one in tests/device_loop/test_compiled_numerics.py."""
+NEAR = {"SGD": 1e-5, "Adam": 0.02}
+"""How far weights may be apart behind one chunk, in units of the largest: SGD's were equal in every
+bit, Adam's within 2e-6 but for the batch of 256. There a gradient is nearly 0 that Adam divides by
+its own size, its rounding turns a unit, and 2 % of the weights were up to 0.6 % apart behind 64
+steps (5e-7 behind 8). One step from one state is held to 1e-5 of the eager one in
+tests/device_loop/test_compiled_numerics.py."""
 
 
 @final

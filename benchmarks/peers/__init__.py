@@ -21,7 +21,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from .._environments import Environments
-from ._cases import PEERS, WIDE, Case, Peer, all_cases, named
+from ._cases import FASTEST, PEERS, WIDE, Case, Peer, all_cases, named
 from ._page import write_tables
 from ._program import ROOT, Program
 from ._results import Contender, Measured, Result, format_results, write_results
@@ -62,7 +62,8 @@ def _measure_all(
     for case in cases:
         if case.task == "start":
             yield from measure_starts(case, interpreters, min(rounds, NUM_STARTS))
-    others = [case for case in cases if case.task != "start"]
+    ours = {task for peer in interpreters if peer.name in FASTEST for task in peer.modes}
+    others = [case for case in cases if case.task != "start" and case.task in ours]
     tasks = {case.task for case in others}
     with ExitStack() as stack:
         programs = {
@@ -181,7 +182,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="few cases, two short rounds: does it run")
     add("--peers", default=",".join(peer.name for peer in PEERS), metavar="NAMES",
         help="default: %(default)s")  # fmt: skip
-    add("--tasks", metavar="NAMES", help="some of start,merge,run,all_reduce,train,small,failure")
+    add("--tasks", metavar="NAMES",
+        help="some of start,merge,run,all_reduce,train,small,compiled,failure")  # fmt: skip
     add("--replicas", type=int, action="append", metavar="N", help="only so many; repeatable")
     add("--rounds", type=int, default=7, help="default: %(default)s")
     add("--seconds", type=float, default=0.3, help="of one sample; default: %(default)s")

@@ -11,6 +11,14 @@ WIDE = f"{OURS} with AVX-512"
 """The same with the AVX-512 routines of OpenBLAS, which it does not choose by itself on all
 processors that have them; the libraries of the others do."""
 
+COMPILED = f"{OURS} compiled"
+FASTEST = (OURS, WIDE, COMPILED)
+"""Whose fastest way the others are compared with."""
+
+SCAN, CALLS = "lax.scan", "jit per step, another program"
+"""By hand, in jax: the same chunk of steps in one call, and a call for each step, which gives its
+values to the program behind every one."""
+
 NUM_BYTES = (1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 MAX_TORCH = 8  # each of its replicas is a process
 
@@ -21,7 +29,7 @@ class Peer:
     """A program that does the same work.
 
     Attributes:
-        name: In tables; its program is `programs/<name>_program.py`.
+        name: In tables.
         package: What its environment holds, by name; empty for this one.
         version: The release; empty for the newest.
         needs: What else the environment holds.
@@ -29,6 +37,7 @@ class Peer:
         max_replicas: Most replicas that it is asked for.
         library: What computes gradients in our program, if it is not NumPy; must be installed.
         environ: Environment variables of its program.
+        program: Its program is `programs/<program>_program.py`; empty for that of its name.
     """
 
     name: str
@@ -39,6 +48,7 @@ class Peer:
     max_replicas: int = 64
     library: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
+    program: str = ""
 
     @property
     def is_ours(self) -> bool:
@@ -87,6 +97,8 @@ PEERS = (
         },
         MAX_TORCH,
     ),
+    Peer(COMPILED, "", "", (), {"compiled": ("",)}, library="jax", program="compiled"),
+    Peer("jax by hand", "", "", (), {"compiled": (SCAN, CALLS)}, library="jax", program="compiled"),
 )  # fmt: skip
 
 
@@ -133,6 +145,12 @@ def _cases_of(size: int, *, is_quick: bool) -> list[Case]:
             for optimizer in ("SGD", "Adam")
             for batch in ((32,) if is_quick else (32, 256))
         ]
+        models = [("MLP", 32)] if is_quick else [("MLP", 32), ("MLP", 256), ("small model", 32)]
+        cases += [
+            _compiled(size, model, optimizer, batch)
+            for optimizer in (("Adam",) if is_quick else ("SGD", "Adam"))
+            for model, batch in models
+        ]
     if size in (1, 2):
         for count in (10, 100, 1000):
             settings = {"optimizer": "SGD", "batch": 0, "num_parameters": count}
@@ -148,6 +166,12 @@ def _cases_of(size: int, *, is_quick: bool) -> list[Case]:
 def _training(size: int, optimizer: str, batch: int) -> Case:
     settings = {"optimizer": optimizer, "batch": batch}
     return Case("train", size, f"MLP, {optimizer}, batch {batch}", "us/step", settings)
+
+
+def _compiled(size: int, model: str, optimizer: str, batch: int) -> Case:
+    settings = {"model": model, "optimizer": optimizer, "batch": batch}
+    title = f"64 steps compiled, {model}, {optimizer}, batch {batch}"
+    return Case("compiled", size, title, "us/step", settings)
 
 
 def promised(case: Case, peer: str, mode: str) -> float | None:
@@ -167,6 +191,8 @@ def promised(case: Case, peer: str, mode: str) -> float | None:
         return 1.0
     if case.task == "failure":
         return 5.0
+    if case.task == "compiled":
+        return 1.0 if mode == CALLS else 0.95 if case.settings["model"] == "MLP" else 0.8
     return None
 
 

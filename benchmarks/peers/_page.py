@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ._cases import OURS, WIDE, show_bytes
+from ._cases import FASTEST, OURS, show_bytes
 
 BEGIN, END = "% tables of python -m benchmarks peers", "% end of tables"
 
@@ -36,6 +36,7 @@ def tables_of(rows: Sequence[Row]) -> Iterator[str]:
         ("all_reduce", ("all_reduce",), lambda row: show_bytes(row["settings"]["size"])),
         ("Training", ("train",), lambda row: row["name"].removeprefix("MLP, ")),
         ("Small models", ("small",), lambda row: row["name"].removeprefix("linear, ")),
+        ("Compiled steps", ("compiled",), lambda row: row["name"].partition(", ")[2]),
         ("Start-up and memory", ("start",), lambda row: row["name"]),
         ("Reports of errors", ("failure",), lambda row: row["name"].removeprefix("report of ")),
     ):
@@ -51,8 +52,9 @@ def tables_of(rows: Sequence[Row]) -> Iterator[str]:
 
 def _table(rows: Sequence[Row], label: Callable[[Row], str] | None) -> str:
     others = list(dict.fromkeys(map(_column, rows)))
-    if not any(row["peer"] == WIDE for row in rows):
-        others.remove(OURS)  # the fastest way, which has a column
+    fastest = {row["peer"] for row in rows} & set(FASTEST)
+    if len(fastest) == 1:  # it has a column
+        others.remove(*fastest)
     unit = ", ".join(dict.fromkeys(row["unit"] for row in rows))
     head = ["N", *([""] if label else []), f"fastest ({unit.replace('us', 'µs')})", *others]
     lines = [head, ["---"] * len(head)]

@@ -37,7 +37,8 @@ class Program:
 
     def __init__(self, peer: Peer, interpreter: str, num_replicas: int) -> None:
         self.name = peer.name
-        file = HERE / "programs" / f"{OURS if peer.is_ours else peer.name}_program.py"
+        program = peer.program or (OURS if peer.is_ours else peer.name)
+        file = HERE / "programs" / f"{program}_program.py"
         arguments = [str(num_replicas), *([peer.library] if peer.library else [])]
         self._errors = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed at the end
         begin = perf_counter()

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple, final
 
 from .._measure import compare
-from ._cases import OURS, WIDE, Case, promised
+from ._cases import FASTEST, Case, promised
 
 HEADER = ("measured", "N", "who", "median", "unit", "times ours", "rounds", "goal")
 
@@ -47,7 +47,7 @@ class Measured:
     @property
     def best(self) -> Contender:
         """Our fastest way."""
-        ours = [key for key in self.samples if key.peer in (OURS, WIDE)]
+        ours = [key for key in self.samples if key.peer in FASTEST]
         return min(ours, key=lambda key: median(self.samples[key]))
 
     def rows(self) -> list[dict[str, Any]]:  # Any: what the json module takes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import main
-from benchmarks.peers._cases import PEERS, Case, all_cases, promised
+from benchmarks.peers._cases import CALLS, PEERS, SCAN, Case, all_cases, promised
 from benchmarks.peers._charts import draw_charts
 from benchmarks.peers._page import BEGIN, END, write_tables
 from benchmarks.peers._results import Contender, Measured, Result, format_results, write_results
@@ -112,6 +112,46 @@ def test_tables_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
     page.write_text("nothing", encoding="utf-8")
     with pytest.raises(ValueError, match="no lines"):
         write_tables(measured().rows(), page)
+
+
+def test_compiled_steps_are_compared_with_programs_by_hand(tmp_path: Path) -> None:
+    case = next(case for case in all_cases(is_quick=False) if case.task == "compiled")
+    found = Measured(case)
+    found.samples = {
+        Contender("aioreplica compiled", ""): [10.0],
+        Contender("jax by hand", SCAN): [9.6],
+        Contender("jax by hand", CALLS): [9.6],
+    }
+    assert [row["goal"] for row in found.rows()] == [None, 0.95, 1.0]
+    assert [row["is_met"] for row in found.rows()] == [None, True, False]
+    page = tmp_path / "peers.md"
+    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    write_tables([*measured().rows(), *found.rows()], page)
+    lines = page.read_text("utf-8").splitlines()
+    assert f"| N |  | fastest (µs/step) | jax by hand {SCAN} | jax by hand {CALLS} |" in lines
+    assert "| 1 | MLP, SGD, batch 32 | 10.0 compiled | 0.96x | **0.96x** |" in lines
+
+
+@pytest.mark.xslow
+def test_a_whole_run_of_compiled_steps(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    output = tmp_path / "peers.json"
+    arguments = ["--quick", "--tasks", "compiled", "--replicas", "2", "--output", str(output)]
+    main([*arguments, "--peers", "aioreplica compiled,jax by hand"])
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["peer"], row["mode"]) for row in rows] == [
+        ("aioreplica compiled", ""), ("jax by hand", SCAN), ("jax by hand", CALLS)
+    ]  # fmt: skip
+    assert all(row["median"] > 0 for row in rows)
+
+
+def test_cases_of_which_we_have_no_way_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "peers.json"
+    main(["--quick", "--tasks", "compiled", "--peers", "aioreplica", "--output", str(output)])
+    assert json.loads(output.read_text())["rows"] == []
+    assert "compiled" not in capsys.readouterr().out
 
 
 @pytest.mark.xslow

@@ -213,9 +213,15 @@ async def test_every_loss(loss: str, dtype: str, request: pytest.FixtureRequest)
 
 @pytest.mark.usefixtures("wide")
 async def test_every_optimizer_with_a_loss() -> None:
-    """In float64: rules that divide by a gradient's size show its rounding in float32."""
     loss = LOSSES["weights of examples"]
     await compare(list(OPTIMIZERS), loss, "float64", elements("float64", 1, 2))
+
+
+async def test_every_other_rule_with_a_loss_in_float32() -> None:
+    """No gradient is near 0 here: what divides by its size would show the rounding of its parts."""
+    names = ["nesterov", "adam", "adamw", "adagrad", "rmsprop", "rmsprop centered"]
+    names += ["a rule of blocks", "a rule of arrays"]
+    await compare(names, LOSSES["mean of examples"], "float32", elements("float32", 1, 2))
 
 
 async def compare(names: Sequence[str], loss: Any, dtype: str, batches: Sequence[Any]) -> None:

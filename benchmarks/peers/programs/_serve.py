@@ -18,7 +18,7 @@ from benchmarks._mlp import initial_parameters, made_up_batch
 LEARNING_RATE = {"SGD": 0.01, "Adam": 0.0001}
 EPSILON = 1e-12  # of Adam: TensorFlow means another one by it, which shows where it is larger
 SMALL_BATCH = 32
-CHECKED_STEPS = 20  # a multiple of the steps of every checked call
+CHECKED_STEPS = 20  # a multiple of the steps of every checked call, or less than one has
 
 
 @dataclass
@@ -85,9 +85,10 @@ async def _checks(work):
     call, num_units = work.call, work.num_units
     if work.checked is not None:
         call, num_units = work.checked, work.num_checked
-    for step in range(num_units, CHECKED_STEPS + 1, num_units):
+    last = max(CHECKED_STEPS, num_units)
+    for step in range(num_units, last + 1, num_units):
         await _finish(call())
-        if step % 10 == 0:
+        if step % 10 == 0 or step == last:
             losses.append(loss(work.parameters(), work.images, work.labels))
     return losses
 
