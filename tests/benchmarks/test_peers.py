@@ -134,7 +134,6 @@ def test_compiled_steps_are_compared_with_programs_by_hand(tmp_path: Path) -> No
 
 @pytest.mark.xslow
 def test_a_whole_run_of_compiled_steps(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
     output = tmp_path / "peers.json"
     arguments = ["--quick", "--tasks", "compiled", "--replicas", "2", "--output", str(output)]
     main([*arguments, "--peers", "aioreplica compiled,jax by hand"])
