@@ -111,6 +111,16 @@ def loads(data: Any, buffers: Iterable[object], side: Any) -> Any:
         CARRIER.reset(token)
 
 
+def loads_pair(data: bytes, buffers: Iterable[object], side: Any) -> tuple[Any, Any]:
+    """Build anew what `dumps_pair` has pickled, from its parts in one piece."""
+    token = CARRIER.set(side)
+    try:
+        unpickler = pickle.Unpickler(io.BytesIO(data), buffers=buffers)
+        return unpickler.load(), unpickler.load()
+    finally:
+        CARRIER.reset(token)
+
+
 def named(name: int | str) -> Any:
     """Return what a name in a parcel stands for, on the side that unpacks it."""
     side: Any = CARRIER.get()
@@ -128,6 +138,26 @@ def dumps(
     finally:
         CARRIER.reset(token)
     return file.getvalue()
+
+
+def dumps_pair(
+    first: object, second: object, side: Naming, put: Callable[[pickle.PickleBuffer], bool]
+) -> tuple[bytes, bytes]:
+    """Pickle two objects in a part each; what both refer to is one object on the other side.
+
+    The first part does not depend on the second object.
+    """
+    file = io.BytesIO()
+    token = CARRIER.set(side)
+    try:
+        pickler = _Pickler(file, put, side)
+        pickler.dump(first)
+        end = file.tell()
+        pickler.dump(second)
+    finally:
+        CARRIER.reset(token)
+    data = file.getvalue()
+    return data[:end], data[end:]
 
 
 @final

@@ -26,7 +26,7 @@ from ...optimizers import (
 )
 from ...values import Done, Variable, Weighted, local_value
 from ._messages import Array, Count, Gradient, Item, Judgement, Key, Pull, Stamp, Write
-from ._packing import Packed, Reduced, pack, unpack
+from ._packing import Packed, Reduced, pack, unpack, unpack_call
 from ._splits import Element, LeasedIterator, SplitReader
 from ._variables import ServedVariable, fitting_push, split_value
 
@@ -89,7 +89,7 @@ class Closure:
 
     def _run(self, worker: ClosureWorker, context: ClosureContext) -> Packed:
         with _reported(context):
-            fn, args, kwargs = unpack(self.call, context)
+            fn, args, kwargs = unpack_call(self.call, context)
             result = fn(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
@@ -99,7 +99,7 @@ class Closure:
         """Await the function on the running loop."""
         context = ClosureContext(self, worker)
         with _reported(context):
-            fn, args, kwargs = unpack(self.call, context)
+            fn, args, kwargs = unpack_call(self.call, context)
             try:
                 async with asyncio.timeout(self.timeout_s):
                     return _pack_result(await fn(*args, **kwargs), context)
@@ -391,7 +391,7 @@ class ClosureContext:
             self._index = self.closure.worker_index
 
     def _made(self, factory: Packed) -> object:
-        fn, args, kwargs = unpack(factory, self)
+        fn, args, kwargs = unpack_call(factory, self)
         return fn(*args, **kwargs)
 
     def end(self, why: str) -> None:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, final, overload
+from weakref import WeakValueDictionary
 
 from anyio import WouldBlock
 
@@ -16,7 +17,14 @@ from ...devices import require_loop
 from ...errors import ContextError, WorkerLostError
 from ...tree import map_leaves
 from ._messages import CoordinatorStatistics
-from ._packing import DatasetOf, HomeSide, PerWorkerDataset, PerWorkerResource, pack_call
+from ._packing import (
+    DatasetOf,
+    HomeSide,
+    PerWorkerDataset,
+    PerWorkerResource,
+    SharedParts,
+    pack_call,
+)
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
 from ._runner import ClosureRunner
@@ -97,6 +105,8 @@ class ClusterCoordinator:
             ClosureQueue, queue_size, _checked_seconds("worker_wait_s", worker_wait_s)
         )
         self._runner = ClosureRunner(strategy, self._new_queue(), max_attempts)
+        self._parts: SharedParts = WeakValueDictionary()
+        self._results = HomeSide(strategy)
         self._state = "new"
         self._loop: asyncio.AbstractEventLoop | None = None  # of its first use
 
@@ -198,23 +208,16 @@ class ClusterCoordinator:
                 "Write args=(value,) for one argument."
             )
         limit = self._timeout_s if timeout_s is None else _checked_seconds("timeout_s", timeout_s)
-        side = HomeSide(strategy)
+        side = HomeSide(strategy, self._parts)
         name = _name_of(fn)
         call = pack_call(fn, tuple(args), dict(kwargs or {}), side, f"The closure {name}")
+        settled = asyncio.get_running_loop().create_future()
         closure = ScheduledClosure(
-            strategy.new_step(),
-            name,
-            is_async(fn),
-            call,
-            side.recipes,
-            limit,
-            asyncio.get_running_loop().create_future(),
-            isolate,
+            strategy.new_step(), name, is_async(fn), call, side.recipes, limit, settled, isolate
         )
-        closure.abort = functools.partial(self._runner.abort, closure)
         self._runner.queue.add(closure)
         self._runner.pump()
-        return RemoteValue(closure, side, self._runner)
+        return RemoteValue(closure, self._results, self._runner)
 
     async def join(self) -> None:
         """Wait until every closure is over.

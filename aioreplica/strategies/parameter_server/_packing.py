@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias, final
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -27,21 +28,49 @@ SEPARATE_BYTES = 64 * 1024  # smaller buffers go with the pickle
 
 
 @final
+class SharedPart:
+    """Pickle of a function and its variables, kept once for all calls in which it is the same.
+
+    Args:
+        data: The pickle.
+    """
+
+    __slots__ = ("__weakref__", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+SharedParts: TypeAlias = WeakValueDictionary[bytes, SharedPart]
+
+
+@final
 class Packed(NamedTuple):
     """A pickled object and its large buffers.
 
     Attributes:
-        data: The pickle.
+        data: The pickle; of a call what comes after its shared part.
         buffers: Its buffers, in order.
+        shared: Of a call; None where the data is all of it, as it is once this was sent.
     """
 
     data: bytes
     buffers: tuple[Any, ...]
+    shared: SharedPart | None = None
+
+    @property
+    def whole(self) -> bytes:
+        """The pickle in one piece."""
+        return self.data if self.shared is None else self.shared.data + self.data
 
     @property
     def num_bytes(self) -> int:
         """Number of bytes to send."""
-        return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        first = 0 if self.shared is None else len(self.shared.data)
+        return first + len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
+
+    def __reduce__(self) -> Reduced:
+        return Packed, (self.whole, self.buffers)
 
 
 def pack(thing: object, side: Any) -> Packed:
@@ -53,7 +82,10 @@ def pack(thing: object, side: Any) -> Packed:
     from ...devices.processes import dumps
 
     buffers: list[object] = []
+    return Packed(dumps(thing, side, _put_in(buffers)), tuple(buffers))
 
+
+def _put_in(buffers: list[object]) -> Callable[[pickle.PickleBuffer], bool]:
     def put(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < SEPARATE_BYTES:
@@ -61,7 +93,7 @@ def pack(thing: object, side: Any) -> Packed:
         buffers.append(np.frombuffer(raw, np.uint8))
         return False
 
-    return Packed(dumps(thing, side, put), tuple(buffers))
+    return put
 
 
 def unpack(packed: Packed, side: object) -> Any:
@@ -71,22 +103,43 @@ def unpack(packed: Packed, side: object) -> Any:
     return loads(packed.data, packed.buffers, side)
 
 
+def unpack_call(packed: Packed, side: object) -> tuple[Any, Any, Any]:
+    """Build a function and its arguments anew, which `pack_call` has packed."""
+    from ...devices.processes import loads_pair
+
+    (fn, _), (args, kwargs) = loads_pair(packed.whole, packed.buffers, side)
+    return fn, args, kwargs
+
+
 @final
 class HomeSide:
     """The program's side of pickling a closure: names its variables, optimizers and resources.
 
     Args:
         strategy: Whose variables may be named.
+        parts: Those of calls, as long as one has them; None to share none.
 
     Attributes:
         recipes: Of the optimizers that were named, by number: which settings, and these, pickled.
         refused: Why an optimizer cannot be used in closures; None if all can.
     """
 
-    def __init__(self, strategy: Any) -> None:  # Any: it needs this class
+    def __init__(  # Any: it needs this class
+        self, strategy: Any, parts: SharedParts | None = None
+    ) -> None:
         self._strategy = strategy
+        self._parts = parts
         self.recipes: dict[int, tuple[int, bytes]] = {}
         self.refused: TypeError | None = None
+
+    def share(self, data: bytes) -> SharedPart:
+        """Return a part of a call, the one that others have if there is one with these bytes."""
+        if self._parts is None:
+            return SharedPart(data)
+        found = self._parts.get(data)
+        if found is None:
+            found = self._parts[data] = SharedPart(data)
+        return found
 
     def find(self, name: Any) -> Any:
         """Return the variable that a result names."""
@@ -179,15 +232,24 @@ def iterator_in_closure(number: int, factory: Packed, num_splits: int, birth: in
     return side.iterator(number, factory, num_splits, birth)
 
 
-def pack_call(fn: Any, args: object, kwargs: object, side: HomeSide, what: str) -> Packed:
+def pack_call(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], side: HomeSide, what: str
+) -> Packed:
     """Pickle a function with its arguments, or something else that goes to workers.
+
+    What calls often have in common goes first: the function, variables, optimizers, resources.
 
     Raises:
         TypeError: If something cannot be pickled; names it.
         ContextError: If a variable belongs to another strategy.
     """
+    from ...devices.processes import dumps_pair
+
+    buffers: list[object] = []
+    named = [each for each in (*args, *kwargs.values()) if isinstance(each, NAMED)]
     try:
-        return pack((fn, args, kwargs), side)
+        first, data = dumps_pair((fn, named), (args, kwargs), side, _put_in(buffers))
+        return Packed(data, tuple(buffers), side.share(first))
     except Exception as error:
         from ...devices.processes import obstacle
 
@@ -237,6 +299,10 @@ class PerWorkerResource:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._label}>"
+
+
+NAMED = (ServedVariable, Optimizer, PerWorkerResource)
+"""What closures have in common as arguments."""
 
 
 @final

@@ -60,7 +60,7 @@ class ScheduledClosure:
         submission: Where its result is, or will be.
         is_under_way: Whether it was with a worker before.
         again: Done when it was made again, after its result was lost.
-        abort: Called with an error ends it; given by the coordinator.
+        abort: Called with an error ends it; there from the time on at which it is with a worker.
     """
 
     number: int

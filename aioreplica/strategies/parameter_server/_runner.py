@@ -6,6 +6,7 @@ The queue decides; what is here sends, waits, tells servers and wakes who waits.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,7 @@ class ClosureRunner:
         now = _now()
         for closure in self.queue.take(now, begun_only=self._is_held_back()):
             if closure.again is None:
+                closure.abort = functools.partial(self.abort, closure)
                 self._strategy.closure_began(closure)
             self._outbox.append(closure)
         if self._outbox and (self._sending is None or self._sending.is_done):

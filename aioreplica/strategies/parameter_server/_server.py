@@ -352,10 +352,10 @@ class ParameterServer:
 
 
 def _made(new: NewShard) -> Array:
-    from ...devices.processes import loads  # it needs cloudpickle
+    from ...devices.processes import loads_pair  # it needs cloudpickle
 
     rows: Any = new.value
-    fn, _, _ = loads(rows.call.data, rows.call.buffers, None)
+    (fn, _), _ = loads_pair(rows.call.whole, rows.call.buffers, None)
     return rows_between(fn, new.name, rows.begin, rows.shape, rows.dtype)
 
 
