@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +94,8 @@ async def run_spot(num_kills: int, *, pause_s: float, seed: int = 0) -> Spot:
             with strategy.scope():
                 seen = ar.Variable(np.zeros((NUM_EXAMPLES, 2)), name="seen")
             await seen.read()
+            strategy.engine.watch(machines)
+            machines.learn_workers(strategy.engine.workers_now)
             killing = asyncio.ensure_future(machines.kill_now_and_then(num_kills, pause_s, rng))
             sizes: list[int] = []
             while not killing.done():
@@ -131,6 +133,19 @@ class _Machines:
         self.address = ""
         self._lasting: list[asyncio.subprocess.Process] = []
         self._workers: list[asyncio.subprocess.Process] = []
+        self._num_there = 0
+        self._changed = asyncio.Event()
+
+    def learn_workers(self, workers: Mapping[str, int]) -> None:
+        """Learn which workers the engine knows."""
+        self._num_there = len(workers)
+        self._changed.set()
+
+    async def _until_known(self, num_workers: int) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while self._num_there < num_workers:
+                self._changed.clear()
+                await self._changed.wait()
 
     @staticmethod
     @asynccontextmanager
@@ -182,9 +197,13 @@ class _Machines:
             await client.wait_for_workers(1 + NUM_WORKERS, timeout=LIMIT_S)
 
     async def kill_now_and_then(self, num_kills: int, pause_s: float, rng: Random) -> None:
-        """Kill a random worker, start another one, and so on."""
+        """Kill a random worker, start another one, and so on.
+
+        On a busy machine they would all die before they have begun, so one is left at least.
+        """
         for _ in range(num_kills):
             await asyncio.sleep(rng.uniform(0.2, 1.8) * pause_s)
+            await self._until_known(2)
             victim = self._workers.pop(rng.randrange(len(self._workers)))
             victim.send_signal(signal.SIGKILL)
             await victim.wait()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -32,10 +33,13 @@ from ._closures import (
     Watcher,
     WorkerInfo,
 )
-from ._dask_processes import END_S, DaskProcesses, load_dask
+from ._dask_processes import END_S, DaskProcesses, check_roles, load_dask
 
 RELEASE_S = 2.0
 """How long workers have to let go of what a closed strategy has left there, in seconds."""
+
+LOOK_AGAIN_S = 1.0
+"""After so many seconds a scheduler that did not answer is asked again for its workers."""
 
 MESSAGE_BYTES = 1024 * 1024
 """Tasks that are submitted together go to the scheduler in messages of this size or one task."""
@@ -90,6 +94,7 @@ class DaskClosureEngine(ClosureEngine):
         self._background: set[OwnedTask[Any]] = set()
         self._keys = count()
         self._looks: list[set[str]] = []  # workers that went while the scheduler answers
+        self._num_looks = self._newest_look = 0  # the newest one of those that were answered
 
     async def start(self, num_servers: int) -> None:
         """Connect to the scheduler, or start one and its processes."""
@@ -97,7 +102,7 @@ class DaskClosureEngine(ClosureEngine):
             try:
                 await self._connect(num_servers)
                 infos = await self._look()
-                _check_roles(infos, num_servers)
+                check_roles(infos, num_servers)
             except BaseException:
                 await self.aclose()
                 raise
@@ -230,7 +235,7 @@ class DaskClosureEngine(ClosureEngine):
                 self._forget(told["worker"])
                 self._tell()
         elif action == "add-worker":
-            self._in_background(self._look(), "look at the workers")
+            self._in_background(self._look_until_answered(), "look at the workers")
 
     def _forget(self, worker: str) -> None:
         """Let go of what a worker had; who waits for it is told."""
@@ -348,14 +353,29 @@ class DaskClosureEngine(ClosureEngine):
         found = (await self._client.scheduler.identity(n_workers=-1))["workers"]
         return sorted(found.items(), key=lambda item: _natural(str(item[1]["name"])))
 
+    async def _look_until_answered(self) -> None:
+        """Look because of a worker that has come, of which nothing else would tell."""
+        while self._client is not None:
+            try:
+                await self._look()
+            except OSError:  # of a connection that was not made in time
+                await asyncio.sleep(LOOK_AGAIN_S)
+            else:
+                return
+
     async def _look(self) -> list[tuple[str, Any]]:
         """Ask the scheduler for its workers; tell of those that are new."""
         gone: set[str] = set()  # they may be in the answer
         self._looks.append(gone)
+        self._num_looks += 1
+        number = self._num_looks
         try:
             infos = await self._infos()
         finally:
             self._looks.remove(gone)
+        if number < self._newest_look:  # overtaken: the answer may lack a worker that has come
+            return infos
+        self._newest_look = number
         now = {
             address: int(min(info["nthreads"], info["resources"][WORKER]))
             for address, info in infos
@@ -376,29 +396,6 @@ class DaskClosureEngine(ClosureEngine):
                 "workers of another one with Dask."
             )
         return self._own
-
-
-def _check_roles(infos: Sequence[tuple[str, Any]], num_servers: int) -> None:
-    """Check that there are enough servers, and workers, and that nobody is both."""
-    roles = {str(info["name"]): info["resources"] for _, info in infos}
-    both = [name for name, role in roles.items() if PARAMETER_SERVER in role and WORKER in role]
-    if both:
-        raise ValueError(
-            f"Dask workers {', '.join(both)} have both resources, 'PS' and 'W': a closure there "
-            "would wait for the parameter server in its own process. Give each one of them."
-        )
-    num_found = sum(PARAMETER_SERVER in role for role in roles.values())
-    if num_found < num_servers:
-        raise ValueError(
-            f"{num_servers} parameter servers were asked for, but {num_found} of the {len(infos)} "
-            "Dask workers have the resource 'PS'. Start more: dask worker ADDRESS --nthreads 1 "
-            "--resources 'PS=1'."
-        )
-    if not any(WORKER in role for role in roles.values()):
-        raise ValueError(
-            f"None of the {len(infos)} Dask workers has the resource 'W'. Start some: dask worker "
-            "ADDRESS --nthreads 1 --resources 'W=1'."
-        )
 
 
 @final
@@ -584,16 +581,7 @@ def _warn_if_open(address: str, security: Any) -> None:
     )
 
 
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """Return what sorts worker-2 before worker-10."""
-    parts: list[tuple[int, int, str]] = []
-    digits = ""
-    for letter in f"{name}\0":
-        if letter.isdecimal():
-            digits += letter
-            continue
-        if digits:
-            parts.append((0, int(digits), ""))
-            digits = ""
-        parts.append((1, 0, letter))
-    return tuple(parts)
+    parts = filter(None, re.split("([0-9]+)", f"{name}\0"))
+    return [(0, int(each), "") if each[0] in "0123456789" else (1, 0, each) for each in parts]

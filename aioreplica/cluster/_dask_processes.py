@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -133,3 +134,26 @@ def _temporary_security() -> object:
             "A cluster of processes protects its connections by TLS, for which the package "
             '`cryptography` is needed. Install the extra `dask`: pip install "aioreplica[dask]".'
         ) from error
+
+
+def check_roles(infos: Sequence[tuple[str, Any]], num_servers: int) -> None:
+    """Check that there are enough servers, and workers, and that nobody is both."""
+    roles = {str(info["name"]): info["resources"] for _, info in infos}
+    both = [name for name, role in roles.items() if PARAMETER_SERVER in role and WORKER in role]
+    if both:
+        raise ValueError(
+            f"Dask workers {', '.join(both)} have both resources, 'PS' and 'W': a closure there "
+            "would wait for the parameter server in its own process. Give each one of them."
+        )
+    num_found = sum(PARAMETER_SERVER in role for role in roles.values())
+    if num_found < num_servers:
+        raise ValueError(
+            f"{num_servers} parameter servers were asked for, but {num_found} of the {len(infos)} "
+            "Dask workers have the resource 'PS'. Start more: dask worker ADDRESS --nthreads 1 "
+            "--resources 'PS=1'."
+        )
+    if not any(WORKER in role for role in roles.values()):
+        raise ValueError(
+            f"None of the {len(infos)} Dask workers has the resource 'W'. Start some: dask worker "
+            "ADDRESS --nthreads 1 --resources 'W=1'."
+        )

@@ -160,12 +160,16 @@ class ClusterCoordinator:
         """
         await self._open()
         self._runner.raise_error()
-        while not self._runner.queue.has_room or self._runner.queue.is_ending:
-            self._runner.pump()
-            await self._runner.wait_in(self._runner.room)
-            self._require_open()
-            self._runner.raise_error()
-        return self._add(fn, args, kwargs, timeout_s, isolate)
+        try:
+            while not self._runner.queue.has_room or self._runner.queue.is_ending:
+                self._runner.pump()
+                await self._runner.wait_in(self._runner.room)
+                self._require_open()
+                self._runner.raise_error()
+            return self._add(fn, args, kwargs, timeout_s, isolate)
+        except BaseException:
+            self._runner.pump()  # room that this one has not taken goes to the next
+            raise
 
     @overload
     def schedule_nowait(
