@@ -53,7 +53,7 @@ async def test_arguments_go_when_a_closure_is_over() -> None:
         await coordinator.join()
         assert await remote.fetch() == SIZE
         gc.collect()
-        packed = [each for each in gc.get_objects() if isinstance(each, Packed)]
+        packed = [each for each in gc.get_objects() if type(each) is Packed]
         assert not [each for each in packed if SIZE <= each.num_bytes < SIZE + 4096]
         assert remote.done()
 
