@@ -18,6 +18,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -28,6 +29,7 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ..typing import ReduceOp
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
+COMPLETE = "all_gather of parts"
 BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agreement"
 LOST, STALLED, ENDED, CLOSED = "lost", "stalled", "ended", "closed"
 MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
@@ -44,6 +46,7 @@ class Call:
         array: What this worker brings, C-contiguous.
         op: The operator; None where nothing is reduced.
         root: Whose array is sent, in a broadcast.
+        sizes: How many rows of the array each worker gets or has, where it is cut.
         agrees: For AGREE: whether `summands` are reduced, seeing the arrays of all.
         summands: For AGREE: arrays as `array`, each combined by `op`.
         what: Names it in errors, where the user has called something else.
@@ -54,10 +57,16 @@ class Call:
     array: Any
     op: ReduceOp | None = None
     root: int = 0
+    sizes: Sequence[int] = ()
     agrees: Callable[[Any], bool] | None = None
     summands: Sequence[Any] = ()
     what: str = ""
     number: int = -1
+
+    def parts_of(self, array: Any) -> list[Any]:
+        """Cut what all workers have together into the part of each, in the order of ranks."""
+        begins = [sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1)]
+        return [array[begin:end] for begin, end in pairwise(begins)]
 
     def describe(self) -> str:
         """Return, for example, "all_reduce #3"."""
@@ -216,38 +225,47 @@ class Communicator(ABC):
         """
         return self._launch(Call(ALL_REDUCE, as_array(x, ALL_REDUCE), ReduceOp.parse(op)))
 
-    def all_gather(self, x: Any) -> asyncio.Future[Any]:
+    def all_gather(self, x: Any, sizes: Sequence[int] = ()) -> asyncio.Future[Any]:
         """Collect the arrays of all workers.
 
         Args:
             x: An array, of the same shape and dtype on every worker.
+            sizes: How many elements of a flat `x` each worker has in their place already. It is
+                written until the future of it is done.
 
         Returns:
-            A future of an array of shape `(size, *x.shape)`, by rank.
+            A future of an array of shape `(size, *x.shape)`, by rank; with `sizes` of `x`.
 
         Raises:
-            Exception: As in `all_reduce`.
+            Exception: As in `all_reduce`; a ValueError also if the sizes do not fit.
         """
+        if sizes:
+            sizes = require_sizes(require_writable(x), sizes, self._size)
+            return self._launch(Call(COMPLETE, x, sizes=sizes))
         return self._launch(Call(ALL_GATHER, as_array(x, ALL_GATHER)))
 
-    def reduce_scatter(self, x: Any, op: ReduceOp | str = "sum") -> asyncio.Future[Any]:
+    def reduce_scatter(
+        self, x: Any, op: ReduceOp | str = "sum", sizes: Sequence[int] = ()
+    ) -> asyncio.Future[Any]:
         """Combine the arrays of all workers, and give each worker one part along the first axis.
 
         Args:
             x: An array with at least one axis, of the same shape and dtype on every worker.
             op: As in `all_reduce`.
+            sizes: How many elements of a flat array each worker gets.
 
         Returns:
             A future of this worker's part of the combined array. Parts are contiguous and in the
             order of ranks; where they cannot be equal, lower ranks get one row more.
 
         Raises:
-            Exception: As in `all_reduce`; a ValueError also if `x` has no axis.
+            Exception: As in `all_reduce`; a ValueError also if `x` or the sizes cannot be cut.
         """
         array = as_array(x, REDUCE_SCATTER)
         if not array.ndim:
             raise ValueError(f"reduce_scatter needs an array with an axis to cut, got {x!r}.")
-        return self._launch(Call(REDUCE_SCATTER, array, ReduceOp.parse(op)))
+        sizes = require_sizes(array, sizes, self._size)
+        return self._launch(Call(REDUCE_SCATTER, array, ReduceOp.parse(op), sizes=sizes))
 
     def broadcast(self, x: Any, root: int = 0) -> asyncio.Future[Any]:
         """Send the array of one worker to all.
@@ -321,17 +339,9 @@ class Communicator(ABC):
             ValueError: If a rank is not in the group or given twice, or this worker is left out.
             Exception: What ended the group, if it has ended.
         """
-        members = tuple(ranks)
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in members):
-            raise TypeError(f"split takes the ranks of workers, got {members!r}.")
-        if len(set(members)) != len(members) or not all(0 <= r < self._size for r in members):
-            raise ValueError(
-                f"split takes different ranks from 0 to {self._size - 1}, got {list(members)}."
-            )
-        if self._rank not in members:
-            raise ValueError(f"Worker {self._rank} is not in the group {list(members)} to split.")
+        members = require_members(ranks, self._rank, self._size)
         self._require_open()
-        return self._subgroup(tuple(sorted(members)))
+        return self._subgroup(members)
 
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
@@ -471,6 +481,56 @@ def require_timeout(timeout: object) -> float | None:
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be above 0 seconds, or None to wait; got {timeout!r}.")
     return float(timeout)
+
+
+def require_members(ranks: Iterable[int], own: int, size: int) -> tuple[int, ...]:
+    """Return the ranks of a split, ascending.
+
+    Raises:
+        TypeError: If they are not integers.
+        ValueError: If one is not in the group or given twice, or this worker is left out.
+    """
+    members = tuple(ranks)
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in members):
+        raise TypeError(f"split takes the ranks of workers, got {members!r}.")
+    if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
+        raise ValueError(f"split takes different ranks from 0 to {size - 1}, got {list(members)}.")
+    if own not in members:
+        raise ValueError(f"Worker {own} is not in the group {list(members)} to split.")
+    return tuple(sorted(members))
+
+
+def require_writable(x: Any) -> Any:
+    """Check that an array can be filled in where it is.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    array = as_array(x, COMPLETE)
+    if array is not x or not array.flags.writeable:
+        raise ValueError(
+            "all_gather with sizes fills in an array where it is: a NumPy array that is "
+            "contiguous, writable and in native byte order. Pass a copy that is."
+        )
+    return array
+
+
+def require_sizes(array: Any, sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the sizes of parts of an array; even ones of its rows where none are given.
+
+    Raises:
+        ValueError: If they are not those of parts of a flat array.
+    """
+    if not sizes:
+        rows, more = divmod(len(array), count)
+        return tuple(rows + (rank < more) for rank in range(count))
+    found = tuple(sizes)
+    if len(found) != count or min(found) < 0 or array.shape != (sum(found),):
+        raise ValueError(
+            f"Parts of {count} workers have {count} sizes, together those of a flat array; got an "
+            f"array of shape {array.shape} and sizes {list(found)}."
+        )
+    return found
 
 
 def as_array(x: object, where: str) -> Any:

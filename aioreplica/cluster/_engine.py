@@ -11,6 +11,7 @@ which is the least there is.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, final
@@ -27,6 +28,7 @@ from ._communicator import (
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
+    COMPLETE,
     ENDED,
     LOST,
     Call,
@@ -213,6 +215,8 @@ class Visit:
             return self._broadcast(array, call.root)
         if call.kind == ALL_GATHER:
             return self._all_gather(array)
+        if call.kind == COMPLETE:
+            return self._complete(call, array)
         assert call.op is not None  # those that are left reduce
         if call.kind == AGREE:
             assert call.agrees is not None
@@ -222,7 +226,7 @@ class Visit:
             return rows, [self._all_reduce(each, call.op) for each in call.summands]
         if call.kind == ALL_REDUCE:
             return self._all_reduce(array, call.op)
-        return self._reduce_scatter(array, call.op)
+        return self._reduce_scatter(call, array, call.op)
 
     def _finish(self, poll: Poll, num_bytes: int) -> None:
         self._link.finish(self, poll, num_bytes)
@@ -283,22 +287,44 @@ class Visit:
         length = source.size // size
         own = slice(rank * length, (rank + 1) * length)
         rows = self._rows(length, source.dtype)
-        counts = [length * source.itemsize] * size
-        poll = self._transport.all_to_all(self.group, as_bytes(source), as_bytes(rows), counts)
-        self._finish(poll, source.nbytes)
+        self._swap(list(source.reshape(size, length)), rows, [length] * size)
         reduce_into(op, target[own], self._with_own(rows, source[own]))
         self._gather(target[own], target)
 
-    def _reduce_scatter(self, array: Any, op: ReduceOp) -> Any:
-        rank, size = self.group.rank, self.group.size
-        parts = np.array_split(array, size)
-        rows = np.empty((size, *parts[rank].shape), array.dtype)
-        if array.nbytes:
-            require_size(max(array.nbytes, rows.nbytes))
-            counts = [part.nbytes for part in parts]
-            poll = self._transport.all_to_all(self.group, as_bytes(array), as_bytes(rows), counts)
-            self._finish(poll, array.nbytes)
-        return reduce_arrays(op, self._with_own(rows, parts[rank]))
+    def _reduce_scatter(self, call: Call, array: Any, op: ReduceOp) -> Any:
+        """Exchange and add up as much at a time as stays in the cache."""
+        rank, size, buffers = self.group.rank, self.group.size, self._communicator.buffers
+        parts = call.parts_of(array)
+        buffers.next_call()
+        result = buffers.array(parts[rank].shape, result_dtype(op, array.dtype))
+        flat, target = [part.reshape(-1) for part in parts], result.reshape(-1)
+        length = max(1, SEGMENT_BYTES // array.itemsize // size)
+        for start in range(0, max(part.size for part in flat), length):
+            sends = [part[start : start + length] for part in flat]
+            own = sends[rank]
+            rows = self._rows(own.size, array.dtype)
+            self._swap(sends, rows, [own.size] * size)
+            reduce_into(op, target[start : start + own.size], self._with_own(rows, own))
+        return result
+
+    def _complete(self, call: Call, array: Any) -> Any:
+        """Exchange the parts where they are."""
+        own = call.parts_of(array)[self.group.rank]
+        if array.nbytes > MAX_BYTES:
+            for rank, part in enumerate(call.parts_of(array)):
+                for piece in _segments(part, MAX_BYTES):
+                    poll = self._transport.broadcast(self.group, as_bytes(piece), rank)
+                    self._finish(poll, piece.nbytes)
+        elif array.nbytes:
+            self._swap([own] * self.group.size, array, call.sizes)
+        return array
+
+    def _swap(self, sends: list[Any], recv: Any, sizes: Sequence[int]) -> None:
+        """Give each member its part, by rank; collect theirs: so many elements of each."""
+        counts = [size * recv.itemsize for size in sizes]
+        going = [as_bytes(each) for each in sends]
+        poll = self._transport.all_to_all(self.group, going, as_bytes(recv), counts)
+        self._finish(poll, max(recv.nbytes, sum(each.nbytes for each in going)))
 
     def _with_own(self, rows: Any, own: Any) -> list[Any]:
         """Return the rows of all workers, where this one's need not have been sent."""

@@ -26,6 +26,7 @@ from ._communicator import (
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
+    COMPLETE,
     ENDED,
     LOST,
     REDUCE_SCATTER,
@@ -380,6 +381,8 @@ def _signature(call: Call) -> str:
     options = f", {call.op.name}" if call.op is not None else ""
     if call.kind == BROADCAST:
         options = f", root={call.root}"
+    if call.sizes:
+        options += f", sizes={list(call.sizes)}"
     return f"{call.kind}({call.array.dtype}{list(call.array.shape)}{options})"
 
 
@@ -397,7 +400,13 @@ def _results(calls: list[Call]) -> list[Any]:
         total = _frozen(reduce_arrays(first.op, arrays))
         if first.kind == ALL_REDUCE:
             return [total] * size
-        return np.array_split(total, size)
+        return first.parts_of(total)
+    if first.kind == COMPLETE:
+        for root, column in enumerate(zip(*map(first.parts_of, arrays), strict=True)):
+            for rank, part in enumerate(column):
+                if rank != root:
+                    part[...] = column[root]
+        return arrays
     return [None] * size
 
 

@@ -28,7 +28,18 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
-from ._transport import LEFT, NOTE_BYTES, PASSED, WAITING, Group, Link, Note, Poll, Transport
+from ._transport import (
+    LEFT,
+    NOTE_BYTES,
+    PASSED,
+    WAITING,
+    Group,
+    Link,
+    Note,
+    Poll,
+    Transport,
+    joined,
+)
 
 ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
@@ -257,14 +268,13 @@ class MpiTransport(Transport):
         mine = self._mpi.IN_PLACE if np.may_share_memory(send, own) else self._of(send)
         return poll_of(self._comm.Iallgather(mine, self._of(recv)).Test, send, recv)
 
-    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
         if self._goes_in_pairs(group):
-            parts = np.split(send, np.cumsum(counts)[:-1])
-            return self._exchange(group, parts, recv.reshape(group.size, counts[group.rank]))
-        own = [counts[self.rank]] * self.size
-        send_spec = [send, counts, _starts(counts), self._mpi.BYTE]
-        recv_spec = [recv, own, _starts(own), self._mpi.BYTE]
-        return poll_of(self._comm.Ialltoallv(send_spec, recv_spec).Test, send, recv)
+            return self._exchange(group, sends, np.split(recv, _starts(counts)[1:]))
+        own, send = [each.size for each in sends], joined(sends)
+        send_spec = [send, own, _starts(own), self._mpi.BYTE]
+        recv_spec = [recv, counts, _starts(counts), self._mpi.BYTE]
+        return poll_of(self._comm.Ialltoallv(send_spec, recv_spec).Test, sends, send, recv)
 
     def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
         if not group.name:

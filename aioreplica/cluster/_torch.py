@@ -41,7 +41,17 @@ from ._torch_store import (
     meet,
     open_store,
 )
-from ._transport import PASSED, WAITING, Group, GroupEndedError, Link, Note, Poll, Transport
+from ._transport import (
+    PASSED,
+    WAITING,
+    Group,
+    GroupEndedError,
+    Link,
+    Note,
+    Poll,
+    Transport,
+    joined,
+)
 
 NO_TIMEOUT = timedelta(days=365)
 SLACK_S = 5.0  # Gloo's own timeout comes after ours, which knows who is missing
@@ -298,12 +308,13 @@ class TorchTransport(Transport):
         )
         return _poll_of(work, send, recv)
 
-    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+        send, own = joined(sends), [each.size for each in sends]
         work = self._dist.all_to_all_single(
-            self._tensor(recv), self._tensor(send), [counts[group.rank]] * group.size, counts,
+            self._tensor(recv), self._tensor(send), counts, own,
             self._process_group(group), async_op=True,
         )  # fmt: skip
-        return _poll_of(work, send, recv)
+        return _poll_of(work, sends, send, recv)
 
     def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
         work = self._dist.broadcast(

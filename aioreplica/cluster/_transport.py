@@ -13,6 +13,7 @@ why the group has ended.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import math
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+
+import numpy as np
 
 from ..devices import CompletionQueue, Lane, Op
 from ._communicator import LOST, STALLED, Failure
@@ -129,8 +132,8 @@ class Transport(ABC):
         """Collect the bytes of all members, by rank; `send` may be its own place in `recv`."""
 
     @abstractmethod
-    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
-        """Give each member its part of `send`: `counts` bytes, by rank; collect the others'."""
+    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+        """Give each member its part, by rank; collect the others': so many bytes of each."""
 
     @abstractmethod
     def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
@@ -176,6 +179,19 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the engine back, after a group that has worked to its end."""
+
+
+def joined(parts: list[Any]) -> Any:
+    """Return arrays of bytes as one: their memory where they lie one behind the other, else a copy.
+
+    They have to be kept as long as what is returned.
+    """
+    starts = [part.ctypes.data for part in parts]
+    ends = [start + part.size for start, part in zip(starts, parts, strict=True)]
+    num_bytes = ends[-1] - starts[0]
+    if ends[:-1] != starts[1:] or not num_bytes:
+        return np.concatenate(parts)
+    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(starts[0]), np.uint8)
 
 
 @final

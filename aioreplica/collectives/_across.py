@@ -49,13 +49,16 @@ class Wire(Protocol):
     def all_reduce(self, x: Array, op: Any) -> Awaitable[Array]:
         """Combine an array over all workers."""
 
-    def all_gather(self, x: Array) -> Awaitable[Array]:
-        """Return the arrays of all workers, in rank order along a new first axis."""
+    def all_gather(self, x: Array, sizes: Sequence[int] = ()) -> Awaitable[Array]:
+        """Return the arrays of all workers, in rank order along a new first axis.
+
+        With `sizes` of their parts, those of the others are filled in in `x`.
+        """
 
     def broadcast(self, x: Array, root: int) -> Awaitable[Array]:
         """Return the array of one worker."""
 
-    def reduce_scatter(self, x: Array, op: Any) -> Awaitable[Array]:
+    def reduce_scatter(self, x: Array, op: Any, sizes: Sequence[int] = ()) -> Awaitable[Array]:
         """Combine an array over all workers; return this worker's rows of it."""
 
 

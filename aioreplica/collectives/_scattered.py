@@ -1,6 +1,7 @@
 """Sums over workers of which each gets a part, and parts that are brought together.
 
-Parts of several arrays travel together, in one buffer for each dtype with a row for each worker.
+Large arrays are sent from where they are, and received where they belong. Small ones travel
+together, in one buffer for each dtype with a row for each worker.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, TypeAlias, final
 
@@ -24,17 +25,16 @@ Array: TypeAlias = npt.NDArray[Any]
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """The first element of each worker and the one after its last, in rank order, of a flat array."""
 
+LARGE_BYTES = 512 * 1024
+"""An array from this size on goes alone: an exchange of its own costs less than copies of it."""
 
 FUSED_BYTES = 16 * 1024 * 1024
-"""What is sent at once: memory of that size is used again without page faults."""
-
-Piece: TypeAlias = tuple[int, Ranges]
-"""The number of an array, and which of its elements of each worker."""
+"""What small arrays are sent at once: memory of that size is used again without page faults."""
 
 
 @final
 class Dealt:
-    """Arrays as they are dealt out among workers: in pieces, and these in groups sent at once.
+    """Arrays as they are dealt out among workers: large ones alone, small ones in groups.
 
     Args:
         forms: Dtype and ranges of each array.
@@ -45,84 +45,127 @@ class Dealt:
         layout: Describes it; the same on all workers.
     """
 
-    __slots__ = ("_groups", "layout", "rank")
+    __slots__ = ("_groups", "_large", "_ranges", "layout", "rank")
 
     def __init__(self, forms: Sequence[tuple[np.dtype[Any], Ranges]], rank: int) -> None:
         self.rank = rank
         self.layout = ", ".join(f"{dtype}[{ranges[-1][1]}]" for dtype, ranges in forms)
-        self._groups: list[tuple[np.dtype[Any], list[Piece]]] = []
-        newest: dict[np.dtype[Any], tuple[list[Piece], int]] = {}
+        self._ranges = [ranges for _, ranges in forms]
+        self._large: list[int] = []
+        self._groups: list[tuple[np.dtype[Any], list[int]]] = []
+        newest: dict[np.dtype[Any], tuple[list[int], int]] = {}
         for number, (dtype, ranges) in enumerate(forms):
-            for piece in _pieces(ranges, FUSED_BYTES // dtype.itemsize):
-                num_bytes = sum(end - begin for begin, end in piece) * dtype.itemsize
-                group, size = newest.get(dtype, ([], FUSED_BYTES))
-                if size + num_bytes > FUSED_BYTES:
-                    group, size = [], 0
-                    self._groups.append((dtype, group))
-                group.append((number, piece))
-                newest[dtype] = (group, size + num_bytes)
+            num_bytes = ranges[-1][1] * dtype.itemsize
+            if num_bytes >= LARGE_BYTES:
+                self._large.append(number)
+                continue
+            group, size = newest.get(dtype, ([], FUSED_BYTES))
+            if size + num_bytes > FUSED_BYTES:
+                group, size = [], 0
+                self._groups.append((dtype, group))
+            group.append(number)
+            newest[dtype] = (group, size + num_bytes)
 
-    async def packed(self, flat: Sequence[Array], pool: BufferPool) -> list[Array]:
-        """Return a buffer for each group, with a row for each worker: copies.
+    async def packed(
+        self, flat: Sequence[Array], pool: BufferPool, *, are_lent: bool
+    ) -> list[Array]:
+        """Return what is sent: large arrays, and for each group a buffer with a row per worker.
 
         Args:
             flat: The arrays, as rows.
-            pool: Memory for the buffers.
+            pool: Memory for copies.
+            are_lent: Whether large ones are copied, too: whoever brought them may write them as
+                soon as its wait is cancelled.
 
         Cancellation:
             Waits for copying that has begun.
         """
         pool.next_call()
-        buffers = []
+        sent = [flat[number] for number in self._large]
         jobs: list[Job] = []
+        if are_lent:
+            sent = [pool.array(each.shape, each.dtype) for each in sent]
+            for number, copy in zip(self._large, sent, strict=True):
+                jobs.append((2 * copy.nbytes, partial(np.copyto, copy, flat[number])))
         for dtype, group in self._groups:
-            buffer = pool.array((len(group[0][1]), _width(group)), dtype)
-            buffers.append(buffer)
-            jobs.append((2 * buffer.nbytes, partial(_pack, flat, group, buffer)))
+            buffer = pool.array((len(self._ranges[group[0]]), self._width(group)), dtype)
+            sent.append(buffer)
+            jobs.append((2 * buffer.nbytes, partial(self._pack, flat, group, buffer)))
         num_bytes = sum(size for size, _ in jobs)
         if num_bytes < INLINE_BYTES:
             run_here(jobs)
         else:
             await run_on_threads(jobs, num_threads(num_bytes, FUSED_BYTES))
-        return buffers
+        return sent
 
-    async def scatter(self, wire: Wire, buffers: Sequence[Array]) -> list[Array]:
-        """Sum buffers over all workers; return this worker's part of each array."""
-        found: dict[int, list[Array]] = {}
-        for (_, group), buffer in zip(self._groups, buffers, strict=True):
-            row = (await wire.reduce_scatter(buffer, ReduceOp.SUM)).reshape(-1)
-            start = 0
-            for number, ranges in group:
-                begin, end = ranges[self.rank]
-                found.setdefault(number, []).append(row[start : start + end - begin])
+    async def scatter(self, wire: Wire, sent: Sequence[Array]) -> list[Array]:
+        """Sum what `packed` gave over all workers; return this worker's part of each array."""
+        numbers = self._large
+        sizes = map(self._sizes, numbers)
+        coming = [
+            wire.reduce_scatter(each, ReduceOp.SUM, cut)
+            for each, cut in zip(sent, sizes, strict=False)
+        ]
+        coming += [wire.reduce_scatter(each, ReduceOp.SUM) for each in sent[len(numbers) :]]
+        found: dict[int, Array] = {}
+        for number, part in zip(numbers, coming, strict=False):
+            found[number] = await part
+        for (_, group), rows in zip(self._groups, coming[len(numbers) :], strict=True):
+            row, start = (await rows).reshape(-1), 0
+            for number in group:
+                begin, end = self._ranges[number][self.rank]
+                found[number] = row[start : start + end - begin]
                 start += end - begin
-        parts = (found[number] for number in range(len(found)))
-        return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
+        return [found[number] for number in range(len(found))]
 
     async def gather(self, wire: Wire, flat: Sequence[Array]) -> None:
         """Fill in the parts of the other workers, given this worker's in their places."""
-        behind: list[Callable[[], None]] = []
+        coming = [wire.all_gather(flat[number], self._sizes(number)) for number in self._large]
         for dtype, group in self._groups:
-            row = np.empty(_width(group), dtype)
-            await _run(partial(_pack_row, flat, group, self.rank, row), row.nbytes)
-            coming = wire.all_gather(row)
-            if behind:  # while the next ones travel
-                await _run(behind.pop(), FUSED_BYTES)
-            rows = np.asarray(await coming)
-            behind.append(partial(_fill, flat, group, self.rank, rows))
-        for fill in behind:
-            await _run(fill, sum(each.nbytes for each in flat))
+            row = np.empty(self._width(group), dtype)
+            await _run(partial(self._pack_row, flat, group, self.rank, row), row.nbytes)
+            rows = np.asarray(await wire.all_gather(row))
+            await _run(partial(self._fill, flat, group, rows), rows.nbytes)
+        for each in coming:
+            await each
+
+    def _sizes(self, number: int) -> list[int]:
+        return [end - begin for begin, end in self._ranges[number]]
+
+    def _width(self, group: Sequence[int]) -> int:
+        return max(1, *map(sum, zip(*map(self._sizes, group), strict=True)))
+
+    def _pack(self, flat: Sequence[Array], group: Sequence[int], buffer: Array) -> None:
+        for rank, row in enumerate(buffer):
+            self._pack_row(flat, group, rank, row)
+
+    def _pack_row(self, flat: Sequence[Array], group: Sequence[int], rank: int, row: Array) -> None:
+        start = 0
+        for number in group:
+            begin, end = self._ranges[number][rank]
+            row[start : start + end - begin] = flat[number][begin:end]
+            start += end - begin
+        row[start:] = 0
+
+    def _fill(self, flat: Sequence[Array], group: Sequence[int], rows: Array) -> None:
+        for rank, row in enumerate(rows):
+            start = 0
+            for number in group:
+                begin, end = self._ranges[number][rank]
+                if rank != self.rank:
+                    flat[number][begin:end] = row[start : start + end - begin]
+                start += end - begin
 
 
 def scatter_across(
-    turn: Turn, dealt: Dealt, buffers: Sequence[Array], numbers: Sequence[float]
+    turn: Turn, dealt: Dealt, sent: Sequence[Array], numbers: Sequence[float]
 ) -> asyncio.Future[tuple[list[Array], list[float]]]:
     """Sum arrays over all workers, of which each gets its part, and numbers.
 
     Args:
         turn: Of the collective.
         dealt: Who gets what.
-        buffers: What this worker brings, see `Dealt.packed`.
+        sent: What this worker brings, see `Dealt.packed`.
         numbers: As many on each worker.
 
     Returns:
@@ -136,7 +179,7 @@ def scatter_across(
     in_slot = len(mine) <= SLOT_BYTES
 
     async def carry(wire: Wire, slots: list[bytes]) -> tuple[list[Array], list[float]]:
-        parts = await dealt.scatter(wire, buffers)
+        parts = await dealt.scatter(wire, sent)
         rows = slots if in_slot else await gather_bytes(wire, mine)
         columns = zip(*(struct.unpack(form, row) for row in rows), strict=True)
         return parts, [reduce(operator.add, column) for column in columns]
@@ -178,43 +221,3 @@ async def _run(work: Callable[[], None], num_bytes: int) -> None:
         work()
     else:
         await run_on_host(work)
-
-
-def _pieces(ranges: Ranges, most: int) -> Iterator[Ranges]:
-    """Cut the range of every worker into as many pieces, so that together they are not too many."""
-    total = sum(end - begin for begin, end in ranges)
-    count = max(1, -(-total // most))
-    for i in range(count):
-        yield [
-            (begin + (end - begin) * i // count, begin + (end - begin) * (i + 1) // count)
-            for begin, end in ranges
-        ]
-
-
-def _width(group: Sequence[Piece]) -> int:
-    sizes = ([end - begin for begin, end in ranges] for _, ranges in group)
-    return max(1, *map(sum, zip(*sizes, strict=True)))
-
-
-def _pack(flat: Sequence[Array], group: Sequence[Piece], buffer: Array) -> None:
-    for rank, row in enumerate(buffer):
-        _pack_row(flat, group, rank, row)
-
-
-def _pack_row(flat: Sequence[Array], group: Sequence[Piece], rank: int, row: Array) -> None:
-    start = 0
-    for number, ranges in group:
-        begin, end = ranges[rank]
-        row[start : start + end - begin] = flat[number][begin:end]
-        start += end - begin
-    row[start:] = 0
-
-
-def _fill(flat: Sequence[Array], group: Sequence[Piece], own: int, rows: Array) -> None:
-    for rank, row in enumerate(rows):
-        start = 0
-        for number, ranges in group:
-            begin, end = ranges[rank]
-            if rank != own:
-                flat[number][begin:end] = row[start : start + end - begin]
-            start += end - begin

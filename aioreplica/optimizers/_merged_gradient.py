@@ -375,7 +375,7 @@ async def merge_over_workers(
         flat = [np.asarray(each).reshape(-1) for each in sums]
         forms = [(each.dtype, d.ranges) for each, d in zip(flat, divisions, strict=True)]
         dealt = Dealt(forms, turn.rank)
-        packed = await dealt.packed(flat, buffers or BufferPool())
+        packed = await dealt.packed(flat, buffers or BufferPool(), are_lent=are_lent)
         totals, weights = await scatter_across(turn, dealt, packed, weights)
         totals = [
             narrowed(each, halves[i]) if i in halves else each for i, each in enumerate(totals)

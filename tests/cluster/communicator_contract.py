@@ -63,6 +63,22 @@ async def gathers_scatters_broadcasts(c: Communicator) -> None:
     await c.barrier()
 
 
+async def cuts_as_it_is_told(c: Communicator) -> None:
+    """Parts of any sizes, none among them; some larger than what goes at once."""
+    for dtype in (np.float32, np.float16, np.bool_, np.int64):
+        for most in (0, 3, 700_001):
+            sizes = [most * ((c.size - rank) % 3) for rank in range(c.size)]
+            all_of_them = [brought_by(rank, (sum(sizes),), dtype, 3) for rank in range(c.size)]
+            begin = sum(sizes[: c.rank])
+            own = slice(begin, begin + sizes[c.rank])
+            part = await c.reduce_scatter(all_of_them[c.rank], "sum", sizes)
+            assert same_bits(part, reduce_arrays(ReduceOp.SUM, all_of_them)[own])
+            whole = np.zeros_like(all_of_them[0])
+            whole[own] = all_of_them[0][own]
+            assert await c.all_gather(whole, sizes) is whole
+            assert same_bits(whole, all_of_them[0])
+
+
 async def reduces_behind_what_agrees(c: Communicator) -> None:
     """Frames first, then what follows from them: reduced in the same go, or not at all."""
 
@@ -147,6 +163,14 @@ async def bad_arguments_change_nothing(c: Communicator) -> None:
         c.broadcast(1, root=99)
     with pytest.raises(ValueError, match="axis to cut"):
         c.reduce_scatter(1.0)
+    for sizes in ([9] * c.size, [*[0] * c.size, 4], [-1, *[0] * (c.size - 2), 5]):
+        with pytest.raises(ValueError, match=f"Parts of {c.size} workers have {c.size} sizes"):
+            c.reduce_scatter(np.ones(4), "sum", sizes)
+        with pytest.raises(ValueError, match=f"Parts of {c.size} workers have {c.size} sizes"):
+            c.all_gather(np.ones(4), sizes)
+    for array in ([1.0] * c.size, np.frombuffer(bytes(c.size), np.uint8), np.ones(2 * c.size)[::2]):
+        with pytest.raises(ValueError, match="fills in an array where it is"):
+            c.all_gather(array, [1] * c.size)
     with pytest.raises(ValueError, match="different ranks"):
         c.split([c.rank, c.rank])
     with pytest.raises(ValueError, match="not in the group"):
@@ -177,6 +201,7 @@ async def splits(c: Communicator) -> None:
 CHECKS = (
     reduces_in_rank_order,
     gathers_scatters_broadcasts,
+    cuts_as_it_is_told,
     reduces_behind_what_agrees,
     takes_what_numpy_takes,
     keeps_the_order_of_calls,

@@ -62,10 +62,9 @@ class ThreadTransport(Transport):
         rows, others = recv.reshape(group.size, -1), group.others
         return self._exchange(group, dict.fromkeys(others, send), rows, others)
 
-    def all_to_all(self, group: Group, send: Any, recv: Any, counts: list[int]) -> Poll:
-        parts, others = np.split(send, np.cumsum(counts)[:-1]), group.others
-        rows = recv.reshape(group.size, counts[group.rank])
-        return self._exchange(group, {each: parts[each] for each in others}, rows, others)
+    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+        rows, others = np.split(recv, np.cumsum(counts)[:-1]), group.others
+        return self._exchange(group, {each: sends[each] for each in others}, rows, others)
 
     def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
         if group.rank == root:
