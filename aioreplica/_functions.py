@@ -6,7 +6,7 @@ import inspect
 from contextlib import _AsyncGeneratorContextManager, _GeneratorContextManager
 from functools import partial
 from types import AsyncGeneratorType, FunctionType, GeneratorType
-from typing import Any, Final
+from typing import Final
 
 UNFINISHED: Final[dict[type, str]] = {
     GeneratorType: "a generator",
@@ -19,21 +19,21 @@ YIELDS: Final = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 RETURN: Final = "Return the values, in a list perhaps, instead of yielding them."
 
 
-def is_async(fn: Any) -> bool:
+def is_async(fn: object) -> bool:
     """Tell whether calling `fn` gives a coroutine: an `async def`, through partials and objects."""
     if type(fn) is FunctionType and fn.__code__.co_flags & inspect.CO_COROUTINE:
         return True
     return any(map(inspect.iscoroutinefunction, _called(fn)))
 
 
-def has_yield(fn: Any) -> bool:
+def has_yield(fn: object) -> bool:
     """Tell whether calling `fn` runs nothing of it: a generator function, through the same."""
     if type(fn) is FunctionType:
         return bool(fn.__code__.co_flags & YIELDS)
     return any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in _called(fn))
 
 
-def refuse_context_passed(fn: Any, what: str) -> None:
+def refuse_context_passed(fn: object, what: str) -> None:
     """Check that a function whose caller passes it the context is not given it twice.
 
     Raises:
@@ -46,7 +46,7 @@ def refuse_context_passed(fn: Any, what: str) -> None:
         )
 
 
-def require_no_yield(fn: Any, what: str, instead: str = RETURN) -> None:
+def require_no_yield(fn: object, what: str, instead: str = RETURN) -> None:
     """Check that calling a function runs it.
 
     Args:
@@ -64,7 +64,7 @@ def require_no_yield(fn: Any, what: str, instead: str = RETURN) -> None:
         )
 
 
-def require_finished(result: Any, fn: Any, what: str, instead: str = RETURN) -> None:
+def require_finished(result: object, fn: object, what: str, instead: str = RETURN) -> None:
     """Check what a function returned, which may be a wrapper of one that contains `yield`.
 
     Raises:
@@ -74,7 +74,7 @@ def require_finished(result: Any, fn: Any, what: str, instead: str = RETURN) -> 
         raise unfinished_error(result, fn, what, instead)
 
 
-def unfinished_error(result: Any, fn: Any, what: str, instead: str = RETURN) -> TypeError:
+def unfinished_error(result: object, fn: object, what: str, instead: str = RETURN) -> TypeError:
     """Build the error of a function that returned a generator."""
     return TypeError(
         f"{what} runs functions to their end, but {fn!r} returned {UNFINISHED[type(result)]}, of "
@@ -82,7 +82,7 @@ def unfinished_error(result: Any, fn: Any, what: str, instead: str = RETURN) -> 
     )
 
 
-def _called(fn: Any) -> tuple[object, object]:
+def _called(fn: object) -> tuple[object, object]:
     """Return what a call runs: the function of a partial; and for an object its `__call__`."""
     while isinstance(fn, partial):
         fn = fn.func

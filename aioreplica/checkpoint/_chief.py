@@ -15,16 +15,14 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import SLOT_BYTES, Wire, broadcast_bytes, gather_across, no_data
 from ..errors import CheckpointNotCommittedError
+from ..tree import Array
 from ..typing import VariableSynchronization
 from ..values import DividedVariable, Variable, workers_of
 from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
 from ._state import Cut, Entry, frozen, read_state, take_cut
-
-Array = npt.NDArray[Any]
 
 
 async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:

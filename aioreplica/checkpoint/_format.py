@@ -17,11 +17,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointError
-
-Array = npt.NDArray[Any]
 
 FORMAT = "aioreplica.checkpoint"
 VERSION = 2
@@ -345,7 +342,7 @@ def parse_manifest(data: bytes, step: int) -> Manifest:
     return manifest
 
 
-def _natural(value: Any) -> int:
+def _natural(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a natural number")
     return value
@@ -369,7 +366,7 @@ def _tensor_record(found: Any) -> TensorRecord:
     return TensorRecord(_natural(file), _natural(offset), _natural(size), _natural(crc32), marks)
 
 
-def _form(shape: Any, dtype: Any) -> tuple[tuple[int, ...], str]:
+def _form(shape: object, dtype: object) -> tuple[tuple[int, ...], str]:
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or dtype not in STORED_AS:
         raise ValueError(f"an array cannot have shape {shape!r} and dtype {dtype!r}")
     return tuple(map(_natural, shape)), dtype

@@ -28,7 +28,7 @@ UNWIND_S = 1.0
 
 
 async def run_and_save(
-    work: Coroutine[Any, Any, T],
+    work: Coroutine[object, None, T],
     state: object,
     step: Callable[[], int],
     write: Callable[[int, Cut], Awaitable[None]],
@@ -109,7 +109,7 @@ def _called_on_sigterm(loop: asyncio.AbstractEventLoop, fn: Callable[[], None]) 
             signal.signal(signal.SIGTERM, before)
 
 
-async def _whole(work: Coroutine[Any, Any, None], name: str) -> None:
+async def _whole(work: Coroutine[object, None, None], name: str) -> None:
     """Wait for `work` through cancellations and interrupts; its error comes before them."""
     task = OwnedTask(work, name)
     try:

@@ -17,9 +17,9 @@ from heapq import heapify, heappop, heappush
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointError
+from ..tree import Array
 from ._claims import Claim, Listing, not_listed, read_listing
 from ._format import (
     MANIFEST,
@@ -36,8 +36,6 @@ from ._lane import NUM_THREADS, Stop, run_all
 from ._retry import new_stop
 from ._storage import BLOCK_BYTES, Source, Storage, opened, read_all
 from ._writing import Tensor, folder_of, reason
-
-Array = npt.NDArray[Any]
 
 NUM_LOOKS = 20
 """So often a reader begins again because another manager removes and replaces steps meanwhile."""

@@ -10,11 +10,10 @@ from functools import partial as bound
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointError
 from ..input import Stateful
-from ..tree import decode
+from ..tree import Array, decode
 from ..typing import VariableAggregation
 from ..values import DividedVariable, Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest
@@ -31,7 +30,6 @@ from ._retry import new_stop
 from ._state import Deferring, Entry, State, dtype_name, read_state
 from ._storage import Storage
 
-Array = npt.NDArray[Any]
 Arrays = Mapping[str, Sequence[Array]]
 
 NUM_LISTED = 8
@@ -259,7 +257,7 @@ def aggregated(record: EntryRecord, saved: Sequence[Array]) -> Array:
     return _read_only(np.asarray(total).astype(saved[0].dtype, copy=False))
 
 
-def _read_only(array: Any) -> Array:
+def _read_only(array: object) -> Array:
     own: Array = np.asarray(array)
     if own.flags.writeable:
         own.flags.writeable = False
@@ -390,5 +388,5 @@ def _fill_dict(old: dict[Any, Any], new: dict[Any, Any]) -> None:
     old.update(new)
 
 
-def _set_item(container: Any, index: object, value: Any) -> None:
+def _set_item(container: Any, index: object, value: object) -> None:
     container[index] = value

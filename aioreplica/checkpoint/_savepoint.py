@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import MutableSequence
 from typing import final
 
+from ..tree import Array
 from ..values import DividedVariable, Variable
 from ._chief import exchange_newest
-from ._format import Array, EntryRecord, Manifest, TensorRecord
+from ._format import EntryRecord, Manifest, TensorRecord
 from ._restoring import apply_plan, make_plan
 from ._state import Cut, Deferring, Entry, StoredTensor, dtype_name, look, read_state
 

@@ -12,16 +12,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
-from ..tree import encode
+from ..tree import Array, encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
 from ._format import STORED_AS, EntryRecord, TensorRecord
 
-Array = npt.NDArray[Any]
 MAX_VALUES = 250_000
 """All plain data of a state have at most so many values: copying them holds the loop for 10 ms."""
 CONTAINER_VALUES = 8
@@ -523,7 +521,7 @@ class PlainCopies:
             }
         return self._take_other(value, key, arrays)
 
-    def _take_other(self, value: Any, key: str, arrays: list[Array]) -> object:
+    def _take_other(self, value: object, key: str, arrays: list[Array]) -> object:
         if isinstance(value, (np.ndarray, np.generic)):
             arrays.append(frozen(value))
             return _Stored(len(arrays) - 1, isinstance(value, np.generic))
@@ -546,7 +544,7 @@ class PlainCopies:
             )
 
 
-def frozen(array: Any) -> Array:
+def frozen(array: object) -> Array:
     """Return an array that nobody writes any more: itself if it is read-only, else a copy."""
     if isinstance(array, np.ndarray) and array.flags.owndata and not array.flags.writeable:
         return array

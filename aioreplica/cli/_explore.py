@@ -83,7 +83,7 @@ def load(program: str) -> Any:
     return found
 
 
-def _async_names(owner: Any) -> list[str]:
+def _async_names(owner: object) -> list[str]:
     return [name for name, value in vars(owner).items() if inspect.iscoroutinefunction(value)]
 
 

@@ -240,7 +240,7 @@ class Compressed:
             self._lost[key] = compression.lost(value, code)
         return code
 
-    def _decoded(self, code: Any, leaf: Any) -> object:
+    def _decoded(self, code: object, leaf: Any) -> object:
         result = self._compression.decode(code, leaf.shape, leaf.dtype)
         result.flags.writeable = False
         return result

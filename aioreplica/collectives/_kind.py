@@ -84,7 +84,7 @@ def narrowed(leaf: object, dtype: Any) -> Any:
     return rounded
 
 
-def share(value: Any, inputs: Sequence[object]) -> list[Any]:
+def share(value: object, inputs: Sequence[object]) -> list[Any]:
     """Return a result of a collective once per replica, where each replica's input lives.
 
     Args:

@@ -60,7 +60,7 @@ def require_reducible(leaf: object, where: str, op: ReduceOp = ReduceOp.SUM) -> 
         )
 
 
-def leaf_difference(first: Any, other: object) -> str | None:
+def leaf_difference(first: object, other: object) -> str | None:
     """Say why two leaves cannot be reduced together, None if they can."""
     if type(first) is IndexedSlices or type(other) is IndexedSlices:
         return slices_difference(first, other)
@@ -126,7 +126,7 @@ def _reduce_numbers(op: ReduceOp, values: Sequence[Any]) -> object:
     return total / len(values) if op is ReduceOp.MEAN else total
 
 
-def reduce_over_axis(op: ReduceOp, values: Sequence[Any], axis: int | tuple[int, ...]) -> Any:
+def reduce_over_axis(op: ReduceOp, values: Sequence[object], axis: int | tuple[int, ...]) -> Any:
     """Reduce each component over `axis`, then the components over replicas.
 
     Args:
@@ -219,12 +219,12 @@ def _num_reduced(array: Any, axes: tuple[int, ...]) -> int:
     return int(np.prod([array.shape[axis] for axis in axes], dtype=np.int64))
 
 
-def _kept(array: Any) -> Any:
+def _kept(array: object) -> Any:
     """Return an array: NumPy gives a scalar where no axis is left."""
     return np.asarray(array) if isinstance(array, np.generic) else array
 
 
-def _unwrap(total: Any) -> Any:
+def _unwrap(total: object) -> Any:
     return total[()] if type(total) is np.ndarray and total.ndim == 0 else total
 
 
@@ -257,7 +257,7 @@ def require_axis(leaf: object, axis: int, where: str) -> None:
         )
 
 
-def gather_difference(first: Any, other: object, axis: int) -> str | None:
+def gather_difference(first: object, other: object, axis: int) -> str | None:
     """Say why two leaves cannot be joined along `axis`, None if they can."""
     a, b = array_like(first), array_like(other)
     if not are_of_one_library(a, b):

@@ -14,14 +14,13 @@ from functools import partial, reduce
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..devices import INLINE_BYTES, run_on_host
+from ..tree import Array
 from ..typing import ReduceOp
 from ._across import SLOT_BYTES, Turn, Wire, gather_bytes
 from ._plan import BufferPool, Job, num_threads, run_here, run_on_threads
 
-Array: TypeAlias = npt.NDArray[Any]
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """The first element of each worker and the one after its last, in rank order, of a flat array."""
 

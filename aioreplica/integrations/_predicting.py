@@ -68,7 +68,7 @@ class Predicting:
     """
 
     def __init__(
-        self, predict: Callable[..., Any], read: Callable[[], Any], batch: int, delay_s: float
+        self, predict: Callable[..., object], read: Callable[[], Any], batch: int, delay_s: float
     ) -> None:
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise ValueError(f"predict_batch must be an int of at least 1, got {batch!r}.")

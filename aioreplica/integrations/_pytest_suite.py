@@ -82,7 +82,7 @@ def is_skipped_case(item: pytest.Function) -> bool:
     return any(getattr(each, "__unittest_skip__", False) for each in (item.obj, item.cls))
 
 
-def refusal(item: pytest.Function, backend: Any = None) -> str | None:
+def refusal(item: pytest.Function, backend: object = None) -> str | None:
     """Return why a test cannot be explored, or None.
 
     Args:

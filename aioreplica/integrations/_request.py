@@ -68,7 +68,7 @@ class Limits:
 # ---- answers -------------------------------------------------------------------------------
 
 
-def as_json(body: Any) -> str:  # Any: of what JSON has
+def as_json(body: object) -> str:  # Any: of what JSON has
     """Return JSON; numbers that are not finite, which JSON has not, become null."""
     try:
         return json.dumps(body, allow_nan=False)
@@ -76,11 +76,11 @@ def as_json(body: Any) -> str:  # Any: of what JSON has
         return json.dumps(map_leaves(_finite, body), allow_nan=False)
 
 
-def _finite(leaf: Any) -> Any:
+def _finite(leaf: object) -> Any:
     return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
 
-def answer(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return an answer of JSON, with the headers that all answers have."""
     return Response(as_json(body), status, {**HEADERS, **(headers or {})}, "application/json")
 
@@ -242,7 +242,7 @@ def only_field(found: Any, name: str) -> Any:  # Any: JSON
 
 
 def checked_examples(
-    given: object, spec: Callable[[Any], Any], where: str, limits: Limits
+    given: object, spec: Callable[[Any], object], where: str, limits: Limits
 ) -> list[Any]:
     """Return examples as arrays; refuse all of them if one is wrong."""
     if not isinstance(given, list) or not given:

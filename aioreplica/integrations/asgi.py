@@ -155,11 +155,11 @@ class OnlineService:
     def __init__(
         self,
         learner: OnlineLearner | SnapshotReader,
-        predict: Callable[[Any, Any], Any],  # Any: what the caller's function takes and gives
+        predict: Callable[[Any, Any], object],  # Any: what the caller's function takes and gives
         *,
-        input_like: Any,
-        target_like: Any = None,
-        validate: Callable[[Any], Any] | None = None,
+        input_like: object,
+        target_like: object = None,
+        validate: Callable[[Any], object] | None = None,
         predict_batch: int = 1,
         predict_delay_s: float = 0.0,
         token: str | None = None,
@@ -168,7 +168,7 @@ class OnlineService:
         limits: Limits | None = None,
         registry: CollectorRegistry | None = None,
         model: str | None = None,
-        report: Callable[[], Mapping[str, Any]] | None = None,
+        report: Callable[[], Mapping[str, object]] | None = None,
         event_interval_s: float = 0.5,
     ) -> None:
         for each in (token, operator_token):
@@ -395,17 +395,17 @@ class OnlineService:
         except _NO_VERSION as error:
             raise _no_version(error) from error
 
-    def _valid_input(self, given: Any) -> Any:
+    def _valid_input(self, given: object) -> Any:
         found = self._input_spec(given)
         return found if self._validate is None else self._input_spec(self._validate(found))
 
-    def _valid_example(self, given: Any) -> Any:
+    def _valid_example(self, given: object) -> Any:
         found = self._example_spec(given)
         if self._validate is None:
             return found
         return {**found, "input": self._input_spec(self._validate(found["input"]))}
 
-    def _checked(self, given: Any, spec: Callable[[Any], Any], where: str) -> list[Any]:
+    def _checked(self, given: object, spec: Callable[[Any], object], where: str) -> list[Any]:
         return checked_examples(given, spec, where, self._limits)
 
     # ---- looking -------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def _described(service: OnlineService, route: Route) -> dict[str, Any] | None:
     return _body({"oneOf": [_object(one), _object(many)]})
 
 
-def _body(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _body(schema: Mapping[str, object]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -115,7 +115,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def _schema(like: Any) -> dict[str, Any]:
+def _schema(like: object) -> dict[str, Any]:
     """Return the JSON schema of what looks like arrays in dicts and lists."""
     if isinstance(like, dict):
         return _object({name: _schema(each) for name, each in like.items()})

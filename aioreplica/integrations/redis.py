@@ -38,7 +38,7 @@ class RedisSource:
         client: Any,  # Any: redis is no dependency
         stream: str,
         *,
-        parse: Callable[[Mapping[str, Any]], Any] | None = None,
+        parse: Callable[[Mapping[str, Any]], object] | None = None,
         count: int = 1000,
         poll_s: float = 0.1,
         allow_gaps: bool = False,

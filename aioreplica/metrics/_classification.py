@@ -7,9 +7,8 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from ..tree import Array
 from ._metric import Metric, class_ids, numbers, weighted_total, weights_like
-
-Array = npt.NDArray[Any]
 
 
 @final

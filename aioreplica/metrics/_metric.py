@@ -16,10 +16,9 @@ from ..collectives import reduce_across
 from ..context import PLACE
 from ..devices.backends import backend_of
 from ..errors import ContextError
+from ..tree import Array
 from ..typing import ReduceOp, VariableAggregation, VariableSynchronization
 from ..values import Variable, is_floating, workers_of
-
-Array = npt.NDArray[Any]
 
 
 class Metric(ABC):
@@ -258,7 +257,7 @@ def weights_like(name: str, array: Array, sample_weight: Any, *given: object) ->
         ) from None
 
 
-def numbers(name: str, what: str, value: Any) -> Array:
+def numbers(name: str, what: str, value: object) -> Array:
     """Return numbers as an array of float64: those of half precision, and of other libraries, too.
 
     What is masked is 0.
@@ -276,7 +275,7 @@ def numbers(name: str, what: str, value: Any) -> Array:
     return array.astype(np.float64, copy=False)
 
 
-def class_ids(name: str, what: str, value: Any, num_classes: int) -> npt.NDArray[np.intp]:
+def class_ids(name: str, what: str, value: object, num_classes: int) -> npt.NDArray[np.intp]:
     """Return class ids as integers.
 
     Raises:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..context import LOOP, PLACE, LoopStep
 from ..devices import run_together
 from ..errors import ContextError
 from ..replica import CallSite, RunningReplica
+from ..tree import Array
 from ..values import IndexedSlices, Variable, Weighted
 from ._apply_gradients import (
     APPLY_ACCUMULATED,
@@ -29,8 +29,6 @@ from ._merged_gradient import merge_gradients
 from ._optimizer import Optimizer
 from ._slots import working_dtype
 from ._step import INLINE_STEP_BYTES, take_step
-
-Array = npt.NDArray[Any]
 
 SUM = "sum."  # begins the name of a replica's sum in a checkpoint
 
@@ -97,7 +95,7 @@ class _Sum:
         self._take(self.settled())
         self._kept, self._loop_step, self._owns_buffer = {}, None, True
 
-    def add(self, gradient: Any) -> None:
+    def add(self, gradient: object) -> None:
         total, weight = gradient, 1.0
         if isinstance(gradient, Weighted):
             total, weight = gradient.total, gradient.weight
@@ -211,7 +209,7 @@ class GradientAccumulator:
         self._optimizer = optimizer
         self._sums: dict[Variable, dict[int, _Sum]] = {}
 
-    def add(self, grads_and_vars: Iterable[tuple[object, object]]) -> Coroutine[Any, Any, None]:
+    def add(self, grads_and_vars: Iterable[tuple[object, object]]) -> Coroutine[object, None, None]:
         """Add gradients of one batch to this replica's sums.
 
         Args:
@@ -236,7 +234,7 @@ class GradientAccumulator:
             return place.replica.to_await("add", self._add, (grads_and_vars,), sys._getframe(1))
         return self._add(grads_and_vars)
 
-    def apply(self, global_step: Variable | None = None) -> Coroutine[Any, Any, None]:
+    def apply(self, global_step: Variable | None = None) -> Coroutine[object, None, None]:
         """Apply what all replicas have added since the last time, and start anew.
 
         A collective in replica context; in cross-replica context it does the same, which suits the

@@ -6,11 +6,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, Unpack, final
+from typing import TypeAlias, Unpack, final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..tree import Array
 from ..values import Variable
 from ._blocks import Block
 from ._checks import LearningRate, checked_decay, checked_number
@@ -18,7 +18,6 @@ from ._elementwise import ElementwiseOptimizer
 from ._kernels import ADAPT
 from ._settings import OptimizerOptions
 
-Array = npt.NDArray[Any]
 Mask: TypeAlias = Collection[Variable] | Callable[[Variable], bool]
 
 

@@ -268,7 +268,7 @@ async def take_step_alone(brought: Contribution) -> None:
 # ---- differences ---------------------------------------------------------------------------------
 
 
-def gradient_bytes(gradient: Any) -> int:
+def gradient_bytes(gradient: object) -> int:
     """Return the size of one gradient as a user brings it."""
     if type(gradient) is Weighted:
         gradient = gradient.total
@@ -477,7 +477,7 @@ def apply_alone(
     grads_and_vars: Iterable[tuple[object, object]],
     global_step: Variable | None,
     is_summed: bool,
-) -> Coroutine[Any, Any, None]:
+) -> Coroutine[object, None, None]:
     """Push gradients from a closure, or return the step of one replica that is on its own."""
     pairs = list(grads_and_vars)
     pushed: Any = push_elsewhere(optimizer, pairs, global_step)

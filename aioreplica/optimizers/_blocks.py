@@ -20,15 +20,14 @@ from types import FunctionType
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import Job
 from ..context import REGISTRY
+from ..tree import Array
 from ..values import IndexedSlices, Variable
 from ._kernels import Kernel, gather
 from ._merged_gradient import MergedGradient
 
-Array = npt.NDArray[Any]
 BLOCK_BYTES = 128 * 1024
 """A rule reads and writes five to eight arrays several times over. Blocks of this size of all of
 them stay in a core's L2 cache; of 16 KiB to 256 KiB it was the fastest."""

@@ -35,7 +35,7 @@ def checked_number(name: str, value: Any, legal: str, is_legal: Callable[[float]
     return number
 
 
-def checked_learning_rate(value: Any) -> float:
+def checked_learning_rate(value: object) -> float:
     """Return a learning rate as a float.
 
     Raises:
@@ -93,7 +93,7 @@ def checked_multipliers(given: object) -> Callable[[Variable], float] | None:
     return lambda variable: _checked_multiplier(variable, given(variable))
 
 
-def _checked_multiplier(variable: Variable, value: Any) -> float:
+def _checked_multiplier(variable: Variable, value: object) -> float:
     name = f"The learning rate multiplier of {variable.name!r}"
     return checked_number(name, value, ">= 0", lambda number: number >= 0)
 

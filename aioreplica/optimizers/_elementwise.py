@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Unpack, final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..tree import Array
 from ..values import Variable
 from ._blocks import Block
 from ._checks import LearningRate, checked_decay, checked_number
@@ -23,8 +23,6 @@ from ._kernels import (
 )
 from ._optimizer import Optimizer
 from ._settings import OptimizerOptions
-
-Array = npt.NDArray[Any]
 
 
 class ElementwiseOptimizer(Optimizer):

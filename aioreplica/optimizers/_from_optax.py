@@ -8,15 +8,14 @@ from threading import Lock
 from typing import Any, Unpack, final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..tree import Array
 from ..values import Variable
 from ._optimizer import JointOptimizer, Optimizer
 from ._settings import SHARED, OptimizerOptions
 from ._slots import new_variable, value_at_start, working_dtype
 from ._staged_write import StagedWrite
 
-Array = npt.NDArray[Any]
 Path = tuple[Any, ...]
 
 _PROBE = "the only variable"

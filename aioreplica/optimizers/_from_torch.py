@@ -7,15 +7,14 @@ from threading import Lock
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..tree import Array
 from ..values import Variable
 from ._optimizer import JointOptimizer, Optimizer
 from ._settings import OptimizerOptions
 from ._slots import working_dtype
 from ._staged_write import StagedWrite
 
-Array = npt.NDArray[Any]
 Group = Mapping[str, Any]
 
 THREADED_BYTES = 256 * 1024

@@ -11,11 +11,9 @@ from array_api_compat import is_array_api_obj
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..devices.backends import backend_of, trace_of
-from ..tree import register_node
+from ..tree import Array, register_node
 from ..values import DistributedValues, IndexedSlices, Variable, Weighted, is_floating
 from ._slots import working_dtype
-
-Array = npt.NDArray[Any]
 
 _ADDING = (np.add, np.subtract)
 _UNARY = (np.negative, np.positive)

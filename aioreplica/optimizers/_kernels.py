@@ -98,7 +98,7 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
 
 
 def without_slots(
-    first: Any, second: object, how: Any, value: Any, new: Any, numbers: object
+    first: object, second: object, how: Any, value: Any, new: Any, numbers: object
 ) -> int:
     """Run a rule that keeps nothing."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
@@ -117,7 +117,7 @@ def without_slots(
 
 
 def with_slot(
-    first: Any,
+    first: object,
     second: object,
     how: Any,
     value: Any,
@@ -144,7 +144,7 @@ def with_slot(
 
 
 def with_slots(
-    first: Any,
+    first: object,
     second: object,
     how: Any,
     value: Any,
@@ -173,26 +173,26 @@ def with_slots(
     return found
 
 
-def descend(slope: object, old: Any, numbers: Any) -> Any:
+def descend(slope: object, old: object, numbers: Any) -> Any:
     """SGD without momentum."""
     return old - slope * numbers[0]
 
 
-def descend_with_momentum(slope: object, old: Any, total: Any, numbers: Any) -> Any:
+def descend_with_momentum(slope: object, old: object, total: Any, numbers: Any) -> Any:
     """SGD along a decaying sum of gradients."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - direction * rate, direction
 
 
-def descend_with_nesterov(slope: object, old: Any, total: Any, numbers: Any) -> Any:
+def descend_with_nesterov(slope: object, old: object, total: Any, numbers: Any) -> Any:
     """SGD along the sum as it will be one step on."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - (direction * momentum + slope) * rate, direction
 
 
-def adapt(slope: object, old: Any, m: object, v: object, numbers: Any) -> Any:
+def adapt(slope: object, old: object, m: object, v: object, numbers: Any) -> Any:
     """Adam and AdamW."""
     beta_1, share_1, beta_2, share_2, epsilon, size, kept = numbers
     mean = m * beta_1 + slope * share_1
@@ -200,14 +200,14 @@ def adapt(slope: object, old: Any, m: object, v: object, numbers: Any) -> Any:
     return old * kept - mean / (np.sqrt(square) + epsilon) * size, mean, square
 
 
-def accumulate(slope: Any, old: Any, total: Any, numbers: Any) -> Any:
+def accumulate(slope: Any, old: object, total: Any, numbers: Any) -> Any:
     """Adagrad."""
     epsilon, rate = numbers
     square = total + slope * slope
     return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root(slope: object, old: Any, rms: object, numbers: Any) -> Any:
+def divide_by_root(slope: object, old: object, rms: object, numbers: Any) -> Any:
     """RMSprop, neither centered nor with momentum."""
     rho, share, epsilon, rate = numbers
     square = rms * rho + slope * share * slope
@@ -215,7 +215,7 @@ def divide_by_root(slope: object, old: Any, rms: object, numbers: Any) -> Any:
 
 
 def divide_by_root_with_momentum(
-    slope: object, old: Any, rms: object, total: Any, numbers: Any
+    slope: object, old: object, rms: object, total: Any, numbers: Any
 ) -> Any:
     """RMSprop with momentum, not centered."""
     rho, share, epsilon, momentum, rate = numbers

@@ -8,13 +8,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import Compressed, Compression, reduce_leaves
 from ..context import PLACE
 from ..devices import OwnedTask, run_together
 from ..errors import ContextError, MergeMismatchError
 from ..replica import Call, Collective, Parts, Pending, RunningReplica, SyncGroup
+from ..tree import Array
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable
 from ._checks import learning_rate_at, require_cross_replica_context, require_outside_replicas
@@ -26,7 +26,6 @@ from ._step import INLINE_STEP_BYTES
 if TYPE_CHECKING:
     from ..cluster import Communicator
 
-Array = npt.NDArray[Any]
 FIRST_MEETING = -1
 
 
@@ -305,7 +304,7 @@ class LocalSGD:
         pairs = [(old.components[0], new.components[0]) for new, old in self._anchors.items()]
         is_large = sum(old.nbytes for old, _ in pairs) > INLINE_STEP_BYTES
 
-        async def done(fn: Callable[[], Any]) -> Any:
+        async def done(fn: Callable[[], object]) -> Any:
             return (await run_together([fn]))[0] if is_large else fn()
 
         differences = await done(lambda: [np.asarray(old - new) for old, new in pairs])

@@ -61,7 +61,7 @@ def differentiate_loss(
     return (value, aux) if has_aux else value, completed
 
 
-def _completed(gradient: Any, value: Any, scale: float | None) -> object:
+def _completed(gradient: object, value: object, scale: float | None) -> object:
     """Give a gradient the scale and the weight of its loss."""
     if gradient is not None and scale is not None:
         gradient = ScaledGradient(gradient, scale)

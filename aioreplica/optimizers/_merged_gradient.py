@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import (
     BufferPool,
@@ -29,11 +28,10 @@ from ..collectives import (
     widen_halves,
 )
 from ..errors import NonFiniteError
+from ..tree import Array
 from ..typing import ReduceOp
 from ..values import Division, IndexedSlices, Variable, Weighted
 from ._gradient import ScaledGradient
-
-Array = npt.NDArray[Any]
 
 _ARRAYS = frozenset({np.ndarray})
 _CHECKED_BY_DOT = 4096

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, RunningReplica, SyncGroup
+from ..tree import Array
 from ..values import Variable, is_floating
 from ._checks import (
     checked_decay,
@@ -26,7 +26,6 @@ from ._slots import new_variable, working_dtype
 from ._staged_write import StagedWrite
 from ._step import run_stages
 
-Array = npt.NDArray[Any]
 Components: TypeAlias = tuple[Array, ...]
 
 
@@ -106,7 +105,7 @@ class ExponentialMovingAverage:
         """Everything it remembers: the averages, and the number of updates."""
         return (*self._averages.values(), self._num_updates)
 
-    def update(self) -> Coroutine[Any, Any, None]:
+    def update(self) -> Coroutine[object, None, None]:
         """Move all averages towards their variables; in a replica a collective.
 
         Raises:

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..context import PLACE
 from ..replica import RunningReplica
+from ..tree import Array
 from ..typing import ReduceOp
 from ..values import Variable
 from ._apply_gradients import (
@@ -48,8 +48,6 @@ from ._slots import SlotTable, new_variable
 from ._staged_write import StagedWrite
 from ._step import take_step
 from .schedules import ReduceOnPlateau
-
-Array = npt.NDArray[Any]
 
 
 class UpdateRule(ABC):
@@ -229,7 +227,7 @@ class Optimizer(UpdateRule):
         global_step: Variable | None = None,
         *,
         aggregate: bool = True,
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Coroutine[object, None, None]:
         """Combine the gradients of all replicas and update the variables with them.
 
         A collective: every replica calls it, with the same variables in the same order. Gradients
@@ -277,7 +275,7 @@ class Optimizer(UpdateRule):
         *,
         backend: str = "autograd",
         has_aux: bool = False,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
         Args:

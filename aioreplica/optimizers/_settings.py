@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import BufferPool
+from ..tree import Array
 from ..values import Variable
 from ._blocks import Scratch, TouchedRows
 from ._checks import (
@@ -24,7 +24,6 @@ from ._merged_gradient import Clipping
 from ._slots import SlotTable, new_variable
 from .schedules import ReduceOnPlateau
 
-Array: TypeAlias = npt.NDArray[Any]
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 CHOICES = ("raise", "skip", "ignore")
 SHARED = "shared"
@@ -205,7 +204,7 @@ def require_divisible(rule: StepRule, shard_state: bool) -> None:
 
 
 def checked_settings(
-    strategy: Any,  # Any: the strategies layer lies above this one
+    strategy: object,  # Any: the strategies layer lies above this one
     learning_rate: LearningRate,
     slot_names: tuple[str, ...],
     clipnorm: float | None,

@@ -149,7 +149,7 @@ def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def new_variable(
-    strategy: Any, value: Any, name: str, division: Division | None = None
+    strategy: Any, value: object, name: str, division: Division | None = None
 ) -> Variable:
     """Make a variable that is not trained, as `strategy` makes them; plain for None."""
     array = np.array(value if division is None else division.part_of(np.asarray(value)))

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..tree import Array
 from ..values import Variable, is_floating, writable_buffer
 
-Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = Sequence[Array]
 ComputeComponent: TypeAlias = Callable[[tuple[Array, ...]], tuple[Any, ...]]
 
@@ -122,7 +121,7 @@ class StagedWrite:
             old = self._old[variable] = variable.components
         self._new[variable] = (_fitting(variable, old[0], value),) * len(old)
 
-    def change(self, variable: Variable, fn: Callable[[Array], Any]) -> None:
+    def change(self, variable: Variable, fn: Callable[[Array], object]) -> None:
         """Replace staged components by what a function makes of each."""
         made = {id(array): array for array in self._new[variable]}
         for key, array in made.items():
@@ -195,7 +194,7 @@ def _memory(variable: Variable, old: Array) -> Array:
     return np.empty(old.shape, old.dtype)  # it is written through a flat view
 
 
-def _fitting(variable: Variable, old: Array, value: Any) -> Array:
+def _fitting(variable: Variable, old: Array, value: object) -> Array:
     """Return a new component, as a read-only array of the shape and dtype of the old one."""
     array = np.asarray(value, dtype=old.dtype)
     if array.shape != old.shape:

@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import (
     Job,
@@ -27,6 +26,7 @@ from ..collectives import (
 )
 from ..context import INLINE_STEP
 from ..errors import NonFiniteError
+from ..tree import Array
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable
 from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
@@ -37,7 +37,6 @@ from ._settings import StepRule
 from ._slots import SlotTable
 from ._staged_write import StagedWrite
 
-Array = npt.NDArray[Any]
 Groups: TypeAlias = Sequence[tuple[Variable, ...]]  # each variable, or its master, with its slots
 _dtype_of = attrgetter("dtype")
 Masters: TypeAlias = Sequence[tuple[MergedGradient, Variable]]
@@ -539,7 +538,7 @@ def _run_joint_rule(
         optimizer.update_all(prepared, variables, groups, shared, dense, write)  # type: ignore[attr-defined]
 
 
-def _apart(new: Any, gradient: Array) -> object:
+def _apart(new: object, gradient: Array) -> object:
     """Copy what a rule returned if it is the gradient, which the user may change later."""
     if isinstance(new, np.ndarray) and np.may_share_memory(new, gradient):
         return new.copy()

@@ -155,7 +155,7 @@ class BlockingContext(BlockingCollectives):
         group = group_of(members, own, self._group.point)
         return BlockingGroup(self._waiter, group, group.members.index(own))
 
-    def variable(self, initial_value: Any, **options: Any) -> Variable:
+    def variable(self, initial_value: object, **options: Any) -> Variable:
         """Create one distributed variable from inside the step; a collective.
 
         Args:
@@ -192,7 +192,7 @@ class BlockingContext(BlockingCollectives):
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self.meet_as("update", _on_the_loop(merge), merged, sys._getframe(1))
 
-    def send(self, value: Any, to: int, tag: Hashable = None) -> None:
+    def send(self, value: object, to: int, tag: Hashable = None) -> None:
         """Hand a value to one other replica; as `ctx.send`, waiting on the device thread."""
         if self._group.point.has_streams:
             synchronise_lane()
@@ -204,7 +204,7 @@ class BlockingContext(BlockingCollectives):
         return follow_others(found) if self._group.point.has_streams else found
 
     def call_on_host(
-        self, fn: Callable[..., Any], args: tuple[object, ...], place: Place, name: str
+        self, fn: Callable[..., object], args: tuple[object, ...], place: Place, name: str
     ) -> Any:
         """Run a plain or async function on the event loop, where `place` is current, and wait.
 
@@ -287,7 +287,7 @@ class BlockingContext(BlockingCollectives):
             )
 
     def meet(
-        self, collective: Collective, argument: object, args: tuple[Any, ...], site: CallSite
+        self, collective: Collective, argument: object, args: tuple[object, ...], site: CallSite
     ) -> Any:
         """Make a call among all replicas, in whatever thread works for this one; for the library.
 
@@ -408,7 +408,7 @@ class ClusterNames:
 
 
 def run_device_program(
-    replica: CurrentReplica, fn: Callable[..., Any], /, *args: object, **kwargs: object
+    replica: CurrentReplica, fn: Callable[..., object], /, *args: object, **kwargs: object
 ) -> Any:
     """Call `fn` on the calling thread, where the blocking collectives of `replica` are live.
 
@@ -451,7 +451,7 @@ def require_no_loop(name: str) -> None:
 def _on_the_loop(merge: Callable[..., Any]) -> Callable[..., Any]:
     """Make a merge function async, so that the event loop runs it and not a device thread."""
 
-    async def merge_on_the_loop(strategy: Any, *args: Any) -> Any:
+    async def merge_on_the_loop(strategy: object, *args: object) -> Any:
         result = merge(strategy, *args)
         return await result if hasattr(result, "__await__") else result
 

@@ -10,10 +10,9 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar, overload
 
-import numpy.typing as npt
-
 from ..collectives import CommunicationOptions, require_axis, require_options
 from ..context import PLACE
+from ..tree import Array
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
 from ._decisions import AGREE, ALL, ANY, BARRIER
@@ -36,8 +35,7 @@ from ._reductions import (
 T = TypeVar("T")
 Op: TypeAlias = ReduceOp | OpName
 Options: TypeAlias = CommunicationOptions | None
-Array: TypeAlias = npt.NDArray[Any]
-Awaited: TypeAlias = Coroutine[Any, Any, T]
+Awaited: TypeAlias = Coroutine[object, None, T]
 
 
 class Collectives(ABC):  # noqa: B024 - what it lacks is a context
@@ -88,7 +86,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         merge_fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Gather every replica's arguments, run `merge_fn` once over them, return my part.
 
         Args:
@@ -139,7 +137,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def all_reduce(self, op: Op, value: T, options: Options = ...) -> Awaited[T]: ...
     def all_reduce(
         self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Combine a value over all replicas; every replica gets the result.
 
         Args:
@@ -207,7 +205,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def reduce_scatter(self, op: Op, value: T, axis: int = ...) -> Awaited[T]: ...
     def reduce_scatter(
         self, op: ReduceOp | OpName, value: Any, axis: int = 0
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Combine a value over all replicas; every replica gets its part along `axis`.
 
         Args:
@@ -238,7 +236,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def all_gather(self, value: T, axis: int, options: Options = ...) -> Awaited[T]: ...
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Join a value of all replicas along `axis`, in replica order.
 
         Args:
@@ -265,7 +263,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def all_to_all(self, value: PerReplica[T], axis: int = ...) -> Awaited[T]: ...
     @overload
     def all_to_all(self, value: T, axis: int = ...) -> Awaited[T]: ...
-    def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[Any, Any, Any]:
+    def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[object, None, Any]:
         """Cut every replica's value along `axis`, give the i-th piece of each to replica i.
 
         Args:
@@ -291,7 +289,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def broadcast(self, value: PerReplica[T], source: int = ...) -> Awaited[T]: ...
     @overload
     def broadcast(self, value: T, source: int = ...) -> Awaited[T]: ...
-    def broadcast(self, value: Any, source: int = 0) -> Coroutine[Any, Any, Any]:
+    def broadcast(self, value: Any, source: int = 0) -> Coroutine[object, None, Any]:
         """Give every replica the value of one of them; the others' values are ignored.
 
         Args:
@@ -317,19 +315,19 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
             BROADCAST, index, payload_of(value, "broadcast", self._waiter.home), None, frame
         )
 
-    def barrier(self) -> Coroutine[Any, Any, None]:
+    def barrier(self) -> Coroutine[object, None, None]:
         """Wait until every replica is here."""
         return self._call(BARRIER, None, (None,), None, sys._getframe(1))
 
-    def any(self, flag: Any) -> Coroutine[Any, Any, bool]:
+    def any(self, flag: Any) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on at least one; for stopping together."""
         return self._call(ANY, None, (bool(flag),), None, sys._getframe(1))
 
-    def all(self, flag: Any) -> Coroutine[Any, Any, bool]:
+    def all(self, flag: Any) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on all of them."""
         return self._call(ALL, None, (bool(flag),), None, sys._getframe(1))
 
-    def agree(self, value: T) -> Coroutine[Any, Any, T]:
+    def agree(self, value: T) -> Coroutine[object, None, T]:
         """Check that all replicas hold equal values, and return the value.
 
         A different value is a MergeMismatchError that shows both. NaN equals NaN.
@@ -343,7 +341,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         args: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
         frame: FrameType | CallSite,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Make a call: number it and hand it to the waiter.
 
         What a waiter gives that blocks is the result, and no coroutine.
@@ -360,7 +358,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         tell = waiter.point.observers.call_made
         if tell is not None:
             tell(call)
-        result: Coroutine[Any, Any, Any] = waiter.meet(call)
+        result: Coroutine[object, None, Any] = waiter.meet(call)
         unawaited = waiter.unawaited
         if unawaited is not None:
             unawaited[call] = result

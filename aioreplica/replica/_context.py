@@ -109,7 +109,7 @@ class ReplicaContext(Collectives):
         group = group_of(members, own, self._waiter.point)
         return GroupContext(self._waiter, group, group.members.index(own))
 
-    def variable(self, initial_value: Any, **options: Any) -> Coroutine[Any, Any, Variable]:
+    def variable(self, initial_value: object, **options: Any) -> Coroutine[object, None, Variable]:
         """Create one distributed variable, the same object on every replica; a collective.
 
         Args:
@@ -129,7 +129,7 @@ class ReplicaContext(Collectives):
         args: Sequence[object] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Run replica 0's `fn(var, *args)` once per component, each with its replica's arguments.
 
         A collective. Different arguments put a mirrored variable out of sync. All components are
@@ -148,7 +148,7 @@ class ReplicaContext(Collectives):
         merge, merged = update_variable(var, fn, args, kwargs, group)
         return self._call(merge_call_named("update"), merge, merged, None, sys._getframe(1))
 
-    def send(self, value: Any, to: int, tag: Hashable = None) -> Coroutine[Any, Any, None]:
+    def send(self, value: object, to: int, tag: Hashable = None) -> Coroutine[object, None, None]:
         """Hand a value to one other replica, which gets it with `receive`; not a collective.
 
         Waits only while two values (`RunOptions.send_bound`) of this way and tag have not been
@@ -183,12 +183,12 @@ class ReplicaContext(Collectives):
             >>> asyncio.run(main()).values
             (None, 'hello')
         """
-        own: Coroutine[Any, Any, None] = send(
+        own: Coroutine[object, None, None] = send(
             self._waiter, self._members, value, to, tag, sys._getframe(1)
         )
         return own
 
-    def receive(self, from_: int, tag: Hashable = None) -> Coroutine[Any, Any, Any]:
+    def receive(self, from_: int, tag: Hashable = None) -> Coroutine[object, None, Any]:
         """Take the next value that another replica sends with `send`; waits until there is one.
 
         Args:
@@ -398,21 +398,21 @@ class RunningReplica:
         self.runtime.abandon()
 
     def meet(
-        self, collective: Collective, argument: object, args: tuple[Any, ...], frame: FrameType
-    ) -> Coroutine[Any, Any, Any]:
+        self, collective: Collective, argument: object, args: tuple[object, ...], frame: FrameType
+    ) -> Coroutine[object, None, Any]:
         """Make a call among all replicas, called at `frame`."""
         return self.context._call(collective, argument, args, None, frame)
 
     def meet_as(
-        self, name: str, merge_fn: Callable[..., object], args: tuple[Any, ...], frame: FrameType
-    ) -> Coroutine[Any, Any, Any]:
+        self, name: str, merge_fn: Callable[..., object], args: tuple[object, ...], frame: FrameType
+    ) -> Coroutine[object, None, Any]:
         """Do a merge_call that tables show as `name`, called at `frame`."""
         return self.meet(merge_call_named(name), merge_fn, args, frame)
 
     def to_await(
-        self, name: str, fn: Callable[..., Coroutine[Any, Any, T]], args: tuple[Any, ...],
+        self, name: str, fn: Callable[..., Coroutine[object, None, T]], args: tuple[object, ...],
         frame: FrameType,
-    ) -> Coroutine[Any, Any, T]:  # fmt: skip
+    ) -> Coroutine[object, None, T]:  # fmt: skip
         """Return the coroutine of `fn(*args)`, called `name` at `frame`.
 
         If it is never awaited that fails the run, as for a collective, which this is not.
@@ -474,7 +474,7 @@ class GroupContext(Collectives):
         return f"<GroupContext {self.members} | position {self._position}>"
 
 
-def _require_plain(fn: Any) -> None:
+def _require_plain(fn: object) -> None:
     if type(fn) is FunctionType and not fn.__code__.co_flags & _RUNS_NOTHING:
         return
     if not callable(fn) or is_async(fn):

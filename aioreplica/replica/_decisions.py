@@ -84,7 +84,7 @@ class Decision(Collective):
         return [self._decide([call.args[0] for call in calls])] * len(calls)
 
 
-def _equal_trees(first: Any, other: object) -> bool:
+def _equal_trees(first: object, other: object) -> bool:
     leaves, spec = flatten(first)
     other_leaves, other_spec = flatten(other)
     if spec != other_spec:

@@ -115,7 +115,7 @@ class ReplicaGroup(RunControl):
         return [replica.work for replica in self.replicas]
 
     def start_tasks(
-        self, places: Sequence[Place], coroutines: Sequence[Coroutine[Any, Any, object]]
+        self, places: Sequence[Place], coroutines: Sequence[Coroutine[object, None, object]]
     ) -> None:
         """Start each coroutine as a replica's task, in a copy of the caller's context."""
         loop, ended = self._loop, self._ended
@@ -274,7 +274,7 @@ class ReplicaGroup(RunControl):
         if mismatch is not None:
             self._call_soon(self.abort_mismatch, mismatch)
 
-    def _call_soon(self, fn: Callable[..., None], *args: Any) -> None:
+    def _call_soon(self, fn: Callable[..., None], *args: object) -> None:
         if self._loop is not None:
             self._loop.call_soon(fn, *args)
 

@@ -221,7 +221,7 @@ def start(
     waiter: TaskWaiter,
     collective: Collective,
     argument: object,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     group: SyncGroup,
     position: int,
     frame: FrameType,

@@ -14,7 +14,7 @@ from ._meeting_point import MeetingPoint
 
 def call_on_host(
     point: MeetingPoint,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: tuple[object, ...],
     context: Context,
     name: str,
@@ -83,7 +83,7 @@ class HostCall:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         args: tuple[object, ...],
         context: Context,
         name: str,

@@ -294,7 +294,7 @@ class Collective(ABC):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[Any, Any, Parts] | Pending:
+    ) -> Coroutine[object, None, Parts] | Pending:
         """Merge the calls of all members, and what other workers have made of theirs.
 
         Returns:
@@ -386,7 +386,7 @@ class Call:
 def new_call(
     collective: Collective,
     argument: object,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     kwargs: dict[str, Any] | None,
     group: SyncGroup,
     position: int,

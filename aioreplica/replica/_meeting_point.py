@@ -371,7 +371,7 @@ class MeetingPoint:
             for wake in self.on_abort:
                 wake()
 
-    def post(self, fn: Callable[..., None], *args: Any) -> bool:
+    def post(self, fn: Callable[..., None], *args: object) -> bool:
         """Have the event loop call something, from a thread; False if there is none any more."""
         try:
             assert self.loop is not None  # threads meet in runs only
@@ -434,7 +434,7 @@ class Waiter(ABC):
         self.home: Place | None = None
         self.place: Place | None = None
         self.thread_id = 0
-        self.unawaited: dict[Call | Transfer, Coroutine[Any, Any, Any]] | None = None
+        self.unawaited: dict[Call | Transfer, Coroutine[object, None, Any]] | None = None
 
     def open(self, place: Place) -> None:
         """Allow calls where `place` is current, in the calling thread."""

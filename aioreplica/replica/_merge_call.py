@@ -127,7 +127,7 @@ class MergeCall(Collective):
             return Pending(result, partial(self._parts, group, first.argument))
         return self._parts(group, first.argument, result)
 
-    def _parts(self, group: SyncGroup, fn: Any, result: Any) -> Parts:
+    def _parts(self, group: SyncGroup, fn: object, result: object) -> Parts:
         if type(result) in LEAF_TYPES:
             return [result] * group.num_replicas
         require_finished(result, fn, self.name)
@@ -137,13 +137,13 @@ class MergeCall(Collective):
 
 
 def _call_in_merge(
-    group: SyncGroup, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
+    group: SyncGroup, fn: Callable[..., object], args: list[Any], kwargs: dict[str, Any]
 ) -> Any:
     PLACE.set(group.merge_place)
     return fn(group.strategy, *args, **kwargs)
 
 
-def same_function(first: Any, other: object) -> bool:
+def same_function(first: object, other: object) -> bool:
     """Tell whether two merge functions are the same one.
 
     Equal objects are, and so are functions with one code object: a lambda or nested `def` is
@@ -165,7 +165,7 @@ def same_function(first: Any, other: object) -> bool:
     return bool(first == other)
 
 
-def _unwrap(fn: Any) -> Any:
+def _unwrap(fn: object) -> Any:
     while True:
         if isinstance(fn, functools.partial):
             fn = fn.func

@@ -99,7 +99,7 @@ class Transfer:
         source: int,
         destination: int,
         tag: Hashable,
-        value: Any,
+        value: object,
         frame: FrameType,
         *,
         is_send: bool,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class ProcessContext:
         device_name: str,
         seed: int,
         step: int,
-        strategy: Any,
+        strategy: object,
     ) -> None:
         self.replica_id_in_sync_group = replica_id
         self.num_replicas_in_sync = num_replicas

@@ -39,13 +39,15 @@ Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
 
 
-def payload_of(value: Any, where: str, place: Place | None = None) -> Payload:
+def payload_of(value: object, where: str, place: Place | None = None) -> Payload:
     """Take a pytree apart, whose distributed values are read where the replica runs."""
     leaves, spec = flatten(_read(value, where, place))
     return leaves, spec, None
 
 
-def payload_of_numbers(value: Any, op: ReduceOp, where: str, place: Place | None = None) -> Payload:
+def payload_of_numbers(
+    value: object, op: ReduceOp, where: str, place: Place | None = None
+) -> Payload:
     """Take a tree of numbers apart, whose distributed values are read where the replica runs.
 
     Args:
@@ -72,7 +74,7 @@ def payload_of_numbers(value: Any, op: ReduceOp, where: str, place: Place | None
     return leaves, spec, None
 
 
-def payload_along(value: Any, axis: int, where: str, place: Place | None = None) -> Payload:
+def payload_along(value: object, axis: int, where: str, place: Place | None = None) -> Payload:
     """Take a tree of arrays that have an axis apart; distributed values in it are read.
 
     Raises:
@@ -85,7 +87,7 @@ def payload_along(value: Any, axis: int, where: str, place: Place | None = None)
     return leaves, spec, None
 
 
-def _read(value: Any, where: str, place: Place | None) -> object:
+def _read(value: object, where: str, place: Place | None) -> object:
     """Read distributed values; elsewhere than in a replica the call will be refused anyway."""
     place = place or PLACE.get()
     return value if place.replica is None else read_at(value, place, where)
@@ -229,7 +231,7 @@ class Reducing(Collective):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[Any, Any, Parts] | Pending:
+    ) -> Coroutine[object, None, Parts] | Pending:
         """Reduce all leaves here, then over the workers."""
         argument: Reduction = calls[0].argument
         rows = [call.args[0] for call in calls]

@@ -48,7 +48,7 @@ class Replica:
         self.cancels_before = 0
         self.sequence = 0
         self.sequences: dict[SyncGroup, int] = {}
-        self.unawaited: dict[Call | Transfer, Coroutine[Any, Any, Any]] = {}
+        self.unawaited: dict[Call | Transfer, Coroutine[object, None, Any]] = {}
         self.started: dict[Call, None] = {}
         self.was_cancelled = False
         self.thread_id: int | None = None

@@ -32,7 +32,7 @@ from ._replica import Replica
 
 
 def send(
-    waiter: Waiter, everyone: SyncGroup, value: Any, to: int, tag: Hashable, frame: FrameType
+    waiter: Waiter, everyone: SyncGroup, value: object, to: int, tag: Hashable, frame: FrameType
 ) -> Any:
     """Hand a value to another replica; return what the waiter gives for it.
 

@@ -23,7 +23,7 @@ from ..tree import LEAF_SPEC, describe_structure, flatten
 from ..values import Variable
 
 
-def payload_signature(leaves: Sequence[Any], spec: Any, leaf_text: Callable[[Any], str]) -> str:
+def payload_signature(leaves: Sequence[object], spec: Any, leaf_text: Callable[[Any], str]) -> str:
     """Return the structure of a tree with a text per leaf."""
     if spec is LEAF_SPEC:
         return leaf_text(leaves[0])
@@ -53,7 +53,7 @@ def array_text(leaf: Any, shape: Sequence[int]) -> str:
     return f"{np.asarray(leaf).dtype}{list(shape)}"
 
 
-def function_text(fn: Any) -> str:
+def function_text(fn: object) -> str:
     """Name a function, through partials and methods, by module, name and line."""
     while True:
         if isinstance(fn, functools.partial):
@@ -68,20 +68,20 @@ def function_text(fn: Any) -> str:
     return f"{getattr(fn, '__module__', None)}.{name}{line}"
 
 
-def arguments_text(args: Sequence[Any], kwargs: dict[str, Any] | None) -> str:
+def arguments_text(args: Sequence[object], kwargs: dict[str, Any] | None) -> str:
     """Describe the arguments of a merge function: structures, constants and variables."""
     texts = [_argument_text(value) for value in args]
     texts += [f"{name}={_argument_text(value)}" for name, value in sorted((kwargs or {}).items())]
     return f"({', '.join(texts)})"
 
 
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Describe a value that has to be equal, by its bits; long ones by a hash of them."""
     leaves, spec = flatten(value)
     return payload_signature(leaves, spec, _equal_text)
 
 
-def _argument_text(value: Any) -> str:
+def _argument_text(value: object) -> str:
     leaves, spec = flatten(value)
     return payload_signature(leaves, spec, _constant_text)
 

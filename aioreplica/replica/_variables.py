@@ -47,7 +47,7 @@ async def _create_across(options: dict[str, Any], workers: Any, initial: object)
 
 def update_variable(
     var: Variable,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: Sequence[object],
     kwargs: dict[str, Any] | None,
     group: bool,
@@ -73,7 +73,7 @@ def _update(
     group: bool,
     _strategy: object,
     var: Variable,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: dict[str, Any],
     _text: str,

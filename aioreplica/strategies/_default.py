@@ -53,7 +53,7 @@ class DefaultStrategy(Strategy):
 
         @overload  # type: ignore[override]  # no PerReplica
         async def run(
-            self, fn: Callable[..., Coroutine[Any, Any, R]], args: Sequence[Any] = ...,
+            self, fn: Callable[..., Coroutine[object, None, R]], args: Sequence[Any] = ...,
             kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
         ) -> R: ...  # fmt: skip
         @overload
@@ -160,7 +160,7 @@ def with_context(fn: Callable[Concatenate[ReplicaContext, P], R]) -> Callable[P,
     return step  # type: ignore[no-any-return]  # as above
 
 
-def _own_context(fn: Any) -> ReplicaContext:
+def _own_context(fn: object) -> ReplicaContext:
     """Return the context of the replica that calls `fn`."""
     replica = PLACE.get().replica
     if replica is None:

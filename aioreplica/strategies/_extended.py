@@ -158,7 +158,7 @@ class Extended:
     async def batch_reduce_to(
         self,
         op: ReduceOp | OpName,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
+        value_destination_pairs: Iterable[tuple[object, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce several values together, each to its own destination; see `reduce_to`.
@@ -216,11 +216,11 @@ class Extended:
     def update(
         self,
         var: Variable,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
-    ) -> Coroutine[Any, Any, Any]:
+    ) -> Coroutine[object, None, Any]:
         """Run `fn(var, *args)` once per component, where reads and assigns act on that component.
 
         All components are computed first and swapped in together at the end. If `fn` awaits and
@@ -259,7 +259,7 @@ class Extended:
     async def update_non_slot(
         self,
         devices: Sequence[Device | str] | Device | str,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
         group: bool = True,
@@ -411,7 +411,10 @@ class Extended:
     # ---- running, and what to do beside it ----------------------------------------------------
 
     async def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        fn: Callable[..., object],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run `fn` once per replica: the same as `strategy.run`, which it calls.
 

@@ -98,7 +98,7 @@ class Run:
     @staticmethod
     def prepare(
         runtime: Runtime,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         seed: int | None,
         *,
         is_blocking: bool,
@@ -152,11 +152,11 @@ class Run:
         self.runtime.lifecycle.ended(self.group)
 
 
-def _name_of(fn: Any) -> str:
+def _name_of(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
 
 
-def _nested_programs_error(runtime: Runtime, fn: Any) -> ContextError:
+def _nested_programs_error(runtime: Runtime, fn: object) -> ContextError:
     return ContextError(
         f"{fn!r} was to run on the devices of {runtime!r} in a merge function of plain replicas, "
         "which hold the devices while they wait for it. Call it in the merge function, or make "
@@ -165,11 +165,11 @@ def _nested_programs_error(runtime: Runtime, fn: Any) -> ContextError:
 
 
 def _make_coroutines(
-    fn: Callable[..., Coroutine[Any, Any, Any]],
+    fn: Callable[..., Coroutine[object, None, Any]],
     all_args: Sequence[Any],
     all_kwargs: Sequence[dict[str, Any]],
-) -> list[Coroutine[Any, Any, Any]]:
-    made: list[Coroutine[Any, Any, object]] = []
+) -> list[Coroutine[object, None, Any]]:
+    made: list[Coroutine[object, None, object]] = []
     try:
         for args, kwargs in zip(all_args, all_kwargs, strict=True):
             made.append(fn(*args, **kwargs))
@@ -180,7 +180,7 @@ def _make_coroutines(
     return made
 
 
-def require_runnable(fn: Any, args: object, options: object) -> None:
+def require_runnable(fn: object, args: object, options: object) -> None:
     """Check what `run` was given.
 
     Raises:
@@ -201,7 +201,7 @@ def require_runnable(fn: Any, args: object, options: object) -> None:
         raise TypeError(f"options must be an ar.RunOptions, got {options!r}.")
 
 
-def function_name(fn: Any) -> str:
+def function_name(fn: object) -> str:
     """Return the name of a step function."""
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
 

@@ -58,7 +58,7 @@ class LoopPlan:
 
 
 def checked_plan(
-    fn: Any,
+    fn: object,
     iterator: object,
     iterations: object,
     initial_loop_values: object,

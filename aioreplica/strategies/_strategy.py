@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # these load when they are used
     from ._loop_watch import LoopWatch
 
 T = TypeVar("T")
-AsyncFunction: TypeAlias = Callable[..., Coroutine[Any, Any, T]]
+AsyncFunction: TypeAlias = Callable[..., Coroutine[object, None, T]]
 Args: TypeAlias = Sequence[Any]
 Kwargs: TypeAlias = dict[str, Any] | None
 Opts: TypeAlias = RunOptions | None

@@ -73,7 +73,9 @@ def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _call_as_worker(loop: object, scope: Any, func: Callable[..., object], *args: object) -> object:
+def _call_as_worker(
+    loop: object, scope: object, func: Callable[..., object], *args: object
+) -> object:
     """Call a function where `anyio.from_thread` finds the loop that it belongs to."""
     with claim_worker_thread(backend.AsyncIOBackend, loop):
         threadlocals.current_cancel_scope = scope

@@ -21,7 +21,7 @@ from ._schedule import Schedule
 from ._threads import NeedsThreads
 from ._watchdog import StuckStepError, Watchdog
 
-Main: TypeAlias = Callable[[], Coroutine[Any, Any, Any]]
+Main: TypeAlias = Callable[[], Coroutine[object, None, Any]]
 DRAIN_STEPS: Final = 5_000
 SETTLE_STEPS: Final = 3
 
@@ -96,7 +96,7 @@ def _name(main: object) -> str:
     return getattr(main, "__qualname__", None) or repr(main)
 
 
-def _as_coroutine(main: Main) -> Coroutine[Any, Any, object]:
+def _as_coroutine(main: Main) -> Coroutine[object, None, object]:
     made = main()
     if inspect.iscoroutine(made):
         return made

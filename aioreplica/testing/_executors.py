@@ -67,7 +67,7 @@ def executor_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     executor = futures.ThreadPoolExecutor
     real_submit, real_shutdown = executor.submit, executor.shutdown
 
-    def submit(self: Any, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> object:
+    def submit(self: Any, fn: Callable[..., object], /, *args: object, **kwargs: object) -> object:
         if not simulation.is_here():
             return real_submit(self, fn, *args, **kwargs)
         if self._shutdown:

@@ -106,9 +106,9 @@ class Faults:
 
     def fail_op(
         self,
-        device: Any = None,
+        device: object = None,
         *,
-        fn: Any = None,
+        fn: object = None,
         at: int | None = None,
         times: int = 1,
         error: BaseException | type[BaseException] | None = None,
@@ -129,7 +129,7 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(FAIL, _name(device), _fn_name(fn), _at(at), times, error))
 
-    def slow_device(self, device: Any = None, *, factor: float = 10.0) -> Faults:
+    def slow_device(self, device: object = None, *, factor: float = 10.0) -> Faults:
         """Let every op of a device take `factor` times as long, or none.
 
         Args:
@@ -144,7 +144,7 @@ class Faults:
         return self._add(Fault(SLOW, _name(device), factor=float(factor)))
 
     def hang_op(
-        self, device: Any = None, *, fn: Any = None, at: int | None = None, times: int = 1
+        self, device: object = None, *, fn: object = None, at: int | None = None, times: int = 1
     ) -> Faults:
         """Let an op start and never end.
 
@@ -160,7 +160,7 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(HANG, _name(device), _fn_name(fn), _at(at), times))
 
-    def lose_worker(self, device: Any = None, *, at: int | None = None) -> Faults:
+    def lose_worker(self, device: object = None, *, at: int | None = None) -> Faults:
         """Let a device or pool be lost: from some op on, all of its ops raise `WorkerLostError`.
 
         Args:
@@ -220,7 +220,7 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(POINT, fn=name, at=_at(at), times=times, error=error))
 
-    def slow_connection(self, address: Any = None, *, factor: float = 10.0) -> Faults:
+    def slow_connection(self, address: object = None, *, factor: float = 10.0) -> Faults:
         """Let everything that a connection carries take `factor` times as long, or none of it.
 
         Args:
@@ -234,7 +234,7 @@ class Faults:
             raise ValueError(f"factor must be a finite number above 1, got {factor!r}.")
         return self._add(Fault(SLOW_LINK, _address(address), factor=float(factor)))
 
-    def split_data(self, address: Any = None) -> Faults:
+    def split_data(self, address: object = None) -> Faults:
         """Let what is sent together arrive in parts, of sizes that the schedule picks.
 
         Args:
@@ -246,7 +246,7 @@ class Faults:
         return self._add(Fault(SPLIT, _address(address)))
 
     def reset_connection(
-        self, address: Any = None, *, at: int | None = None, times: int = 1
+        self, address: object = None, *, at: int | None = None, times: int = 1
     ) -> Faults:
         """Let a connection be reset when one of its ends sends something, which is lost.
 
@@ -261,7 +261,7 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(RESET, _address(address), at=_at(at), times=times))
 
-    def half_open(self, address: Any = None, *, at: int | None = None, times: int = 1) -> Faults:
+    def half_open(self, address: object = None, *, at: int | None = None, times: int = 1) -> Faults:
         """Let a connection become half-open: from some send on nothing arrives, and nobody is told.
 
         Args:
@@ -422,13 +422,13 @@ def visit(name: str) -> None:
     """Do nothing; a sandbox puts something else in this place while it is open."""
 
 
-def _name(device: Any) -> str | None:
+def _name(device: object) -> str | None:
     if isinstance(device, int):
         return f"cpu:{device}"
     return None if device is None else str(device)
 
 
-def _address(address: Any) -> str | None:
+def _address(address: object) -> str | None:
     if address is None or isinstance(address, str):
         return address and address.replace("localhost:", "127.0.0.1:")
     if isinstance(address, int) and not isinstance(address, bool):
@@ -441,7 +441,7 @@ def _address(address: Any) -> str | None:
     )
 
 
-def _fn_name(fn: Any) -> str | None:
+def _fn_name(fn: object) -> str | None:
     if fn is None or isinstance(fn, str):
         return fn
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -461,6 +461,6 @@ def _check_error(error: object) -> None:
         raise TypeError(f"error must be an exception or its class, got {error!r}.")
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}.")

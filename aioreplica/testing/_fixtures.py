@@ -190,7 +190,7 @@ class Made:
         Raises:
             RuntimeError: If the fixture awaits.
         """
-        coroutine: Coroutine[Any, Any, object] = self.value(name)
+        coroutine: Coroutine[object, None, object] = self.value(name)
         try:
             coroutine.send(None)
         except StopIteration as ended:

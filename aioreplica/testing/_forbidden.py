@@ -113,7 +113,7 @@ def refusal(what: str, instead: str = "", frame: FrameType | None = None) -> Rea
 
 
 def _refusal(what: str) -> Any:
-    def method(self: Any, *args: object, **kwargs: object) -> NoReturn:
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
         refuse(what)
 
     return method

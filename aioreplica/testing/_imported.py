@@ -17,7 +17,7 @@ OWN: Final = "aioreplica.testing"
 STANDARD: Final = sys.stdlib_module_names
 
 
-def imported_names(real: Mapping[int, Any]) -> Iterator[tuple[Any, str, Any]]:
+def imported_names(real: Mapping[int, object]) -> Iterator[tuple[Any, str, Any]]:
     """Yield module, name and value wherever a module knows one of some objects by a name.
 
     Args:

@@ -99,7 +99,7 @@ class History:
         """The calls so far, in the order in which they began."""
         return tuple(self._calls)
 
-    async def call(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+    async def call(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
         """Call a function, and record when the call began and ended, and with what.
 
         Args:
@@ -377,7 +377,7 @@ def has_hidden_state(kind: type) -> bool:
 class Same:
     """Stands for an object of which nothing is known: equal to itself only, and kept alive."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:

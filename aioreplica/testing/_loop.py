@@ -178,7 +178,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     # ---- registering -----------------------------------------------------------------------
 
     def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
     ) -> Any:
         """Register a callback, or the next step of a task."""
         kind = type(callback)
@@ -216,7 +216,11 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     call_soon_threadsafe = NetworkLoop.call_from_thread  # type: ignore[assignment]  # by position
 
     def call_later(
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
     ) -> Any:
         """Register a callback for a moment of virtual time."""
         if delay is None:
@@ -224,7 +228,11 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
     ) -> Any:
         """Register a callback for a moment of virtual time."""
         timer = SimTimer(when, callback, args, self, context)
@@ -247,7 +255,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         """Return virtual time, in seconds."""
         return self.now
 
-    def create_task(self, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task[Any]:
+    def create_task(self, coro: Coroutine[object, None, Any], **kwargs: Any) -> asyncio.Task[Any]:
         """Make a task that the schedule may hold."""
         self._check_closed()  # type: ignore[attr-defined]
         task: asyncio.Task[Any]
@@ -263,7 +271,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
             task.ends_with_run = True  # of a server: nobody in the program can await it
         return task
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """Submit a call to the simulated twin of an executor."""
         assert self.executors is not None
         return self.executors.submit_call(executor, func, args)
@@ -459,7 +467,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     def _write_to_self(self) -> None:
         """Nothing sleeps that would have to be woken."""
 
-    def _process_events(self, event_list: Any) -> None:
+    def _process_events(self, event_list: object) -> None:
         """There is no selector."""
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:

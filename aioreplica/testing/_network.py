@@ -281,7 +281,7 @@ class Network:
             if end.peer_address is None:
                 end.peer_address = peer.address
 
-    def _host_of(self, address: Any) -> str:
+    def _host_of(self, address: object) -> str:
         if not isinstance(address, tuple):
             return str(address)
         return name_of((self._names.get(address[0], address[0]), address[1]))

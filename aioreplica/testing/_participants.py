@@ -117,7 +117,7 @@ class SimTask(RealTask[Any]):
 
     def __init__(
         self,
-        coro: Coroutine[Any, Any, object],
+        coro: Coroutine[object, None, object],
         *,
         loop: Any = None,  # Any: None, a simulated loop, or another thread's real one
         name: str | None = None,

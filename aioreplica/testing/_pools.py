@@ -305,7 +305,7 @@ def called_by(fn: Any, args: tuple[object, ...]) -> Any:
     return fn
 
 
-def name_of_call(fn: Any, args: tuple[object, ...]) -> str:
+def name_of_call(fn: object, args: tuple[object, ...]) -> str:
     """Return the name of what a call calls."""
     fn = called_by(fn, args)
     return getattr(fn, "__qualname__", None) or type(fn).__qualname__
@@ -528,7 +528,11 @@ class PoolTable:
         return pool
 
     def submit_call(
-        self, executor: object, fn: Callable[..., Any], args: tuple[object, ...], waits: Any = None
+        self,
+        executor: object,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        waits: Any = None,
     ) -> Any:
         """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:

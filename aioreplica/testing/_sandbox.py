@@ -238,7 +238,7 @@ class Sandbox:
 
     # ---- the replacements --------------------------------------------------------------------
 
-    def _patch(self, owner: object, name: str, value: Any) -> None:
+    def _patch(self, owner: object, name: str, value: object) -> None:
         self._undo.append((owner, name, vars(owner).get(name, ABSENT)))
         setattr(owner, name, value)
 
@@ -326,7 +326,7 @@ class Sandbox:
     def _refuse(self, owner: object, name: str, what: str, instead: str) -> None:
         real = getattr(owner, name)
 
-        def stand_in(*args: Any, **kwargs: object) -> object:
+        def stand_in(*args: object, **kwargs: object) -> object:
             if not self.simulation.is_here():
                 return real(*args, **kwargs)
             if not is_importing():
@@ -336,10 +336,10 @@ class Sandbox:
 
         self._patch(owner, name, stand_in)
 
-    def _noting(self, real: Callable[..., Any], text: str) -> Callable[..., object]:
+    def _noting(self, real: Callable[..., object], text: str) -> Callable[..., object]:
         """Return a function that does the same, and notes if a program calls it."""
 
-        def stand_in(*args: Any, **kwargs: object) -> object:
+        def stand_in(*args: object, **kwargs: object) -> object:
             if self.simulation.is_here():
                 self.simulation.notes[text] = None
             return real(*args, **kwargs)
@@ -372,7 +372,7 @@ class Sandbox:
         return seed
 
     def _uuid(self, real: Callable[..., uuid.UUID], version: int) -> Callable[..., uuid.UUID]:
-        def make(*args: Any, **kwargs: object) -> uuid.UUID:
+        def make(*args: object, **kwargs: object) -> uuid.UUID:
             if not self.simulation.is_here():
                 return real(*args, **kwargs)
             if self._uuids is None:

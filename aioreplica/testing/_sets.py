@@ -124,7 +124,7 @@ def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
             todo += [(f"{owner}.{key}", held, depth + 1) for key, held in _attributes_of(value)]
 
 
-def _attributes_of(value: Any) -> Iterator[tuple[str, object]]:
+def _attributes_of(value: object) -> Iterator[tuple[str, object]]:
     if issubclass(type(value), (ModuleType, FunctionType, type)):
         return
     yield from attributes_in(value).items()
@@ -168,7 +168,7 @@ def numbered(
     real_init, numbers = cls.__init__, simulation.numbers
 
     @wraps(real_init)
-    def __init__(self: Any, *args: object, **kwargs: object) -> None:  # noqa: N807 - it replaces one
+    def __init__(self: object, *args: object, **kwargs: object) -> None:  # noqa: N807 - it replaces one
         if simulation.is_here():
             simulation.number(self)
         if real_init is not object.__init__:  # it may refuse what is for a `__new__`

@@ -229,7 +229,7 @@ class SimSocket(SocketSettings):
         """Return its number; -1 once closed."""
         return -1 if self.state == CLOSED else self.number
 
-    def bind(self, address: Any) -> None:
+    def bind(self, address: object) -> None:
         """Take an address; OSError if another one has it."""
         self._check_open()
         self.network.bind(self, address)
@@ -252,7 +252,7 @@ class SimSocket(SocketSettings):
                 return sock, sock.peer_address
             self._wait(self.reads, "accept")
 
-    def connect(self, address: Any) -> None:
+    def connect(self, address: object) -> None:
         """Connect to whoever listens there; that takes time.
 
         Raises:
@@ -266,7 +266,7 @@ class SimSocket(SocketSettings):
         if code:
             raise error_of(code)
 
-    def connect_ex(self, address: Any) -> int:
+    def connect_ex(self, address: object) -> int:
         """Begin to connect; return an error number instead of raising."""
         self._check_open()
         if self.state == CONNECTED and not self.is_datagram:
@@ -456,7 +456,7 @@ class SimSocket(SocketSettings):
             raise TimeoutError("timed out")
 
 
-def name_of(address: Any) -> str:
+def name_of(address: object) -> str:
     """Return an address as it is written."""
     if not isinstance(address, tuple):
         return str(address) or "unnamed"

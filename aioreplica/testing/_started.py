@@ -221,7 +221,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
     def call_soon(
         self,
         callback: Callable[..., object],
-        *args: Any,
+        *args: object,
         context: contextvars.Context | None = None,
     ) -> Any:
         """Register a callback; another thread may do so by completing a future."""
@@ -229,7 +229,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         self._write_to_self()
         return handle
 
-    def run_in_executor(self, executor: object, func: Callable[..., object], *args: Any) -> Any:
+    def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """Submit a call to the simulated twin of an executor."""
         return self._simulation.pools.submit_call(executor, func, args, self)
 
@@ -293,7 +293,7 @@ def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
     def new_event_loop() -> Any:
         return ThreadLoop(simulation) if here() else real_new_event_loop()
 
-    def make_by_policy(self: Any) -> object:
+    def make_by_policy(self: object) -> object:
         return ThreadLoop(simulation) if here() else real_make(self)
 
     def begin_loop(self: Any, selector: object = None) -> None:

@@ -300,12 +300,12 @@ class Owners:
         real_acquire, real_release = vars(cls)["acquire"], vars(cls)["release"]
         holders = self._holders
 
-        async def acquire(self: Any) -> object:
+        async def acquire(self: object) -> object:
             taken = await real_acquire(self)
             holders.setdefault(self, []).append(asyncio.current_task())
             return taken
 
-        def release(self: Any) -> None:
+        def release(self: object) -> None:
             held_by = holders.get(self, [])
             task = asyncio.current_task()
             if task in held_by:

@@ -53,7 +53,7 @@ def encode(tree: Tree, leaf: Callable[[Any], object]) -> Any:
     return {"$bytes": base64.b64encode(tree).decode()} if kind is bytes else leaf(tree)
 
 
-def decode(found: Any, arrays: Any) -> Tree:
+def decode(found: object, arrays: Any) -> Tree:
     """Return the tree that was encoded; anything else than its JSON is an error of any kind.
 
     Args:

@@ -21,11 +21,13 @@ from contextlib import suppress
 from typing import Any, TypeAlias, final
 
 import numpy as np
+import numpy.typing as npt
 import optree
 
 PUBLIC = "aioreplica"
 OPAQUE = "aioreplica.opaque"
 
+Array: TypeAlias = npt.NDArray[Any]  # of any dtype
 TreeSpec: TypeAlias = optree.PyTreeSpec
 Tree: TypeAlias = Any  # a nested structure has no static type
 
@@ -43,7 +45,7 @@ class Leaf:
 
 def register_node(
     cls: type[Any],
-    flatten_fn: Callable[[Any], tuple[Iterable[Any], object]],
+    flatten_fn: Callable[[Any], tuple[Iterable[object], object]],
     unflatten_fn: Callable[[Any, Iterable[Any]], Any],
     *,
     opaque: bool = False,
@@ -119,7 +121,7 @@ def _teach_mapping(kind: type[Any]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_mapping(kind: type[Any]) -> bool:
+def _is_mapping(kind: type[object]) -> bool:
     return issubclass(kind, Mapping) and not issubclass(kind, Leaf)
 
 
@@ -198,7 +200,7 @@ def leaves(tree: Tree) -> list[Any]:
     return _flatten(tree)[0]
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+def map_leaves(fn: Callable[[Any], object], tree: Tree) -> Tree:
     """Apply `fn` to every leaf and keep the structure.
 
     Example:
@@ -211,7 +213,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return optree.tree_unflatten(spec, map(fn, found))
 
 
-def map_nodes(cls: type[Any], fn: Callable[[Any], Any], tree: Tree) -> Tree:
+def map_nodes(cls: type[object], fn: Callable[[Any], object], tree: Tree) -> Tree:
     """Replace every container of type `cls`, as a whole, by what `fn` makes of it.
 
     Example:

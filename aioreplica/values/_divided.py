@@ -13,9 +13,10 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from ..errors import ContextError
+from ..tree import Array
 from ._division import Division
 from ._store import Components, VariableStore
-from ._variable import Array, Variable, VariableOptions
+from ._variable import Variable, VariableOptions
 
 
 @final
@@ -73,7 +74,7 @@ class DividedVariable(Variable):
             found: Array = await turn.exchange(b"", self._gathered)
         return found
 
-    async def _gathered(self, wire: Any, _slots: Sequence[bytes]) -> Array:
+    async def _gathered(self, wire: object, _slots: Sequence[bytes]) -> Array:
         whole = np.empty(self.division.shape, self.dtype)
         row = whole.reshape(-1)
         for rank, (begin, end) in enumerate(self.division.ranges):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
-import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+from ..tree import Array
+
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """The first element of each worker and the one after its last, in rank order; without gaps."""
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from ..tree import Array
 
 _HALF = ("float16", "bfloat16")
 _BLOCK = 16 * 1024  # elements whose flat positions are held at a time
@@ -210,7 +209,7 @@ def _add_rows(total: Array, positions: Array, rows: Array) -> None:
         np.add.at(flat, where.reshape(-1), rows[start : start + step].reshape(-1))
 
 
-def _checked_shape(shape: Any) -> tuple[int, ...]:
+def _checked_shape(shape: object) -> tuple[int, ...]:
     if not isinstance(shape, tuple) or not all(
         isinstance(size, (int, np.integer)) and not isinstance(size, bool) for size in shape
     ):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Array: TypeAlias = npt.NDArray[Any]
+from ..tree import Array
+
 RowsFn: TypeAlias = Callable[[int, int], object]
 
 
@@ -24,7 +25,12 @@ def initial_array(initial_value: object, name: str, dtype: npt.DTypeLike | None)
 
 
 def initial_rows(
-    rows_from: Any, name: str, dtype: npt.DTypeLike | None, shape: Sequence[int], *, is_here: bool
+    rows_from: object,
+    name: str,
+    dtype: npt.DTypeLike | None,
+    shape: Sequence[int],
+    *,
+    is_here: bool,
 ) -> tuple[Array, RowsFn | None]:
     """Return a value made of its rows; or what stands for it, and the function that makes it.
 

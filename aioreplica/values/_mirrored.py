@@ -14,11 +14,12 @@ from typing import Any, final
 import numpy as np
 
 from ..devices.backends import backend_of
+from ..tree import Array
 from ..typing import ReduceOp, VariableAggregation
 from ._distributed import PerReplica, new_per_replica
 from ._indexed_slices import IndexedSlices
 from ._store import Components, VariableStore
-from ._variable import Array, Variable, VariableOptions, workers_of
+from ._variable import Variable, VariableOptions, workers_of
 
 
 class MirroredVariable(Variable):

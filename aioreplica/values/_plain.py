@@ -10,8 +10,9 @@ import numpy as np
 
 from ..context import PLACE, REGISTRY, Place
 from ..errors import ContextError
+from ..tree import Array
 from ._store import Cell, Components, VariableStore
-from ._variable import Array, Variable, VariableOptions
+from ._variable import Variable, VariableOptions
 
 
 @final
@@ -59,7 +60,7 @@ class PublishedVariable(Variable):
         value.flags.writeable = False
         self._cell = Cell(0, (value,), 0, (value,), num_writes)
 
-    def _write(self, verb: str, value: Any, frame: FrameType) -> NoReturn:
+    def _write(self, verb: str, value: object, frame: FrameType) -> NoReturn:
         """Refuse: only the program writes its variables."""
         raise self._no_writes(verb)
 

@@ -7,9 +7,9 @@ from time import monotonic
 from typing import Any, final
 
 from ..errors import ContextError
-from ..tree import Leaf
+from ..tree import Array, Leaf
 from ._store import Components, VariableStore
-from ._variable import Array, Variable
+from ._variable import Variable
 
 
 @final

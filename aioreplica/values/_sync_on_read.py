@@ -10,11 +10,12 @@ from types import FrameType
 from typing import Any, final
 
 from ..errors import ContextError
+from ..tree import Array
 from ..typing import VariableAggregation
 from ._indexed_slices import IndexedSlices
 from ._mirrored import aggregate
 from ._store import Components, Done, VariableStore
-from ._variable import Array, Variable, VariableOptions, combined, workers_of
+from ._variable import Variable, VariableOptions, combined, workers_of
 
 
 @final

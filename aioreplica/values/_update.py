@@ -15,11 +15,11 @@ from .._functions import require_finished
 from ..context import DEVICE, PLACE, CurrentStrategy, Place
 from ..devices import Device
 from ..errors import ContextError
-from ..tree import leaves
+from ..tree import Array, leaves
 from ._distributed import Mirrored, PerReplica
 from ._regroup import split_per_replica
 from ._store import Components
-from ._variable import Array, Variable
+from ._variable import Variable
 
 
 @final
@@ -65,7 +65,7 @@ class Staging:
 
 async def run_per_component(
     strategy: CurrentStrategy,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     all_args: Sequence[Sequence[object]],
     all_kwargs: Sequence[dict[str, Any]],
     places: Sequence[tuple[int, Device | None]],
@@ -109,7 +109,7 @@ async def run_per_component(
 async def update_components(
     strategy: CurrentStrategy,
     var: Variable,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     all_args: Sequence[Sequence[object]],
     all_kwargs: Sequence[dict[str, Any]],
     group: bool,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ..context import CARRIER, CREATORS, OVERRIDES, PLACE, TRACE, CurrentStrategy, Place
 from ..devices import Publication, run_on_host
 from ..errors import ContextError
+from ..tree import Array
 from ..typing import (
     AggregationName,
     SynchronizationName,
@@ -28,8 +29,6 @@ from ._indexed_slices import IndexedSlices, scatter
 from ._initial_value import RowsFn, initial_array, initial_rows
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
 from ._writes import Writes
-
-Array = npt.NDArray[Any]
 
 INLINE_WRITE_BYTES = 4 * 1024 * 1024
 """Writes of more than this go to the host: adding 4 MiB holds the event loop for half a ms."""

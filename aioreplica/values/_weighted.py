@@ -88,7 +88,7 @@ def _is_zero(weight: Any) -> bool:
     return np.ndim(weight) == 0 and bool(weight == 0)
 
 
-def _zero(total: Any) -> object:
+def _zero(total: object) -> object:
     if isinstance(total, (bool, int, float, complex)):
         return type(total)(0)
     if isinstance(total, IndexedSlices):
