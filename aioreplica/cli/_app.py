@@ -6,6 +6,8 @@ matter to `import aioreplica`.
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ COMMANDS = {
 """The commands in the order in which help lists them."""
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells count
+UNREAD = 141  # 128 and the number of SIGPIPE, which ends other programs behind `| head`
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -37,12 +40,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: At the end, with the exit status; at once if typer or rich is missing, unless
-            it is `doctor` or help that is asked for, which need neither. Ctrl-C gives 130.
+            it is `doctor` or help that is asked for, which need neither. Ctrl-C gives 130, and 141
+            a pipe that is no longer read.
+        BrokenPipeError: If a command, or a program that it runs, met one on something else.
     """
     try:
-        _run(sys.argv[1:] if arguments is None else list(arguments))
+        try:
+            _run(sys.argv[1:] if arguments is None else list(arguments))
+        finally:
+            sys.stdout.flush()  # the interpreter, at its end, could only complain
     except KeyboardInterrupt:  # while something is imported; later typer sees to it
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError as error:
+        raise _end_of(error) from None
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer would end with 1, whosever it is
+            raise _end_of(end.__context__) from None
+        raise
+
+
+def _end_of(error: BrokenPipeError) -> BaseException:
+    """Return what ends the program quietly if its output is no longer read; else the error.
+
+    SIGPIPE itself stays ignored: it would also end a program whose sockets lose their peer.
+    """
+    output, nothing = sys.stdout.fileno(), os.open(os.devnull, os.O_WRONLY)
+    poll = select.poll()
+    poll.register(output, 0)
+    has_error = bool(poll.poll(0))  # told unasked: a pipe has one once its reading end is closed
+    if not has_error and not os.path.sameopenfile(output, nothing):  # rich has seen to it, if same
+        return error
+    os.dup2(nothing, output)  # for what is still in the buffer
+    return SystemExit(UNREAD)
 
 
 def _run(given: list[str]) -> None:

@@ -1,5 +1,6 @@
 """The command line as a whole: help, unknown names, a missing package, no colours in a pipe."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aioreplica
-from aioreplica.cli import _app, _commands, main
+from aioreplica.cli import _app, _commands, _doctor, main
 
 pytest.importorskip("typer")
 
@@ -181,3 +182,53 @@ def test_a_pipe_gets_no_control_characters() -> None:
         )  # fmt: skip
         assert "\x1b" not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
+
+
+WITHOUT_THE_EXTRA = "import sys; sys.modules['rich'] = None\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "options", "arguments"),
+    [
+        (WITHOUT_THE_EXTRA, (), ["doctor"]),
+        (WITHOUT_THE_EXTRA, ("-u",), ["doctor"]),
+        (WITHOUT_THE_EXTRA, (), ["--help"]),
+        (WITHOUT_THE_EXTRA, (), ["--version"]),
+        ("", (), ["doctor"]),
+        ("", ("-u",), ["doctor"]),
+        ("", (), ["devices"]),
+        ("", (), ["--help"]),
+        ("", (), ["--version"]),
+    ],
+)
+def test_output_that_nobody_reads_ends_it_as_other_programs(
+    before: str, options: tuple[str, ...], arguments: list[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    program = f"{before}from aioreplica.cli import main; main({arguments!r})"
+    done = subprocess.run(
+        [sys.executable, *options, "-c", program],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("has_extra", [True, False])
+def test_a_broken_pipe_of_a_command_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], has_extra: bool
+) -> None:
+    def doctor() -> None:
+        raise BrokenPipeError("of a socket")
+
+    for name in ("stdout", "stderr"):  # typer puts something else there
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setattr(_doctor, "doctor", doctor)
+    if not has_extra:
+        monkeypatch.setitem(sys.modules, "rich", None)
+
+    with pytest.raises(BrokenPipeError, match="of a socket"):
+        main(["doctor"])
