@@ -207,7 +207,7 @@ def _left(array: Any, axes: tuple[int, ...]) -> list[int]:
     return [size for axis, size in enumerate(array.shape) if axis not in reduced]
 
 
-def _sum_dtype(op: ReduceOp, array: Any, xp: Any) -> Any:
+def _sum_dtype(op: ReduceOp, array: Any, xp: Any) -> object:
     if str(array.dtype).rpartition(".")[2] in ("float16", "bfloat16"):
         return xp.float32
     if op is ReduceOp.MEAN and xp.isdtype(array.dtype, ("bool", "integral")):
@@ -224,7 +224,7 @@ def _kept(array: object) -> Any:
     return np.asarray(array) if isinstance(array, np.generic) else array
 
 
-def _unwrap(total: object) -> Any:
+def _unwrap(total: object) -> object:
     return total[()] if type(total) is np.ndarray and total.ndim == 0 else total
 
 

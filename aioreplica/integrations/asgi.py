@@ -399,7 +399,7 @@ class OnlineService:
         found = self._input_spec(given)
         return found if self._validate is None else self._input_spec(self._validate(found))
 
-    def _valid_example(self, given: object) -> Any:
+    def _valid_example(self, given: object) -> object:
         found = self._example_spec(given)
         if self._validate is None:
             return found

@@ -124,7 +124,7 @@ class _Sum:
             with np.errstate(all="ignore"):  # it is checked when it is applied
                 np.add(old, total, out=out)
 
-    def total(self, *, is_sparse: bool) -> Any:
+    def total(self, *, is_sparse: bool) -> object:
         """Return the sum; zeros if nothing counted."""
         shape, dtype = self.variable.shape, working_dtype(self.variable.dtype)
         whole: object

@@ -159,7 +159,7 @@ class _Rule:
         """Return a parameter of a shape, without memory for it: torch looks at shapes at once."""
         return self.torch.nn.Parameter(self.torch.zeros(()).expand(tuple(shape)))
 
-    def example(self, index: int) -> Any:
+    def example(self, index: int) -> object:
         """Return a parameter of a shape that a group takes."""
         return self.parameter(self._examples[index])
 

@@ -352,7 +352,7 @@ def _one_value(leaf: object) -> object:
     return leaf[0] if isinstance(leaf, DistributedValues) else leaf
 
 
-def _frozen(leaf: object) -> Any:
+def _frozen(leaf: object) -> object:
     """Return the leaf as something that cannot be written, copied if it could be."""
     if type(leaf) is not np.ndarray or (leaf.base is None and not leaf.flags.writeable):
         return leaf

@@ -187,7 +187,7 @@ class NetworkLoop(StreamLoop):
         return asyncio.Future(loop=loop) if self.network is None else SimFuture(loop=loop)
 
     @property
-    def _selector(self) -> Any:
+    def _selector(self) -> object:
         if self.network is None and not self._closed:
             assert self.make_network is not None
             self.make_network()
