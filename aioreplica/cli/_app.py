@@ -152,7 +152,7 @@ def _run_bare(given: list[str], program: str, missing: ImportError) -> None:
     raise SystemExit(0) from None
 
 
-def _options(typer: Any) -> object:  # Any: typer need not be installed where types are checked
+def _options(typer: Any) -> Any:  # Any: typer need not be installed where types are checked
     """Return what reads the options that stand before a command."""
 
     def show_version(wanted: bool) -> None:

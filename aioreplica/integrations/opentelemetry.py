@@ -225,7 +225,7 @@ def _inside(span: Span) -> Any:  # Any: a context of OpenTelemetry
     return trace.set_span_in_context(span)
 
 
-def _current() -> object:
+def _current() -> Any:
     from opentelemetry import context
 
     return context.get_current()
