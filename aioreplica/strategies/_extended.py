@@ -411,10 +411,7 @@ class Extended:
     # ---- running, and what to do beside it ----------------------------------------------------
 
     async def call_for_each_replica(
-        self,
-        fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `fn` once per replica: the same as `strategy.run`, which it calls.
 

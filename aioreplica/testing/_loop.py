@@ -218,7 +218,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     def call_later(
         self,
         delay: float,
-        callback: Callable[..., object],
+        callback: Callable[..., Any],
         *args: object,
         context: Context | None = None,
     ) -> Any:
@@ -230,7 +230,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     def call_at(
         self,
         when: float,
-        callback: Callable[..., object],
+        callback: Callable[..., Any],
         *args: object,
         context: Context | None = None,
     ) -> Any:
