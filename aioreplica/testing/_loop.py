@@ -216,11 +216,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     call_soon_threadsafe = NetworkLoop.call_from_thread  # type: ignore[assignment]  # by position
 
     def call_later(
-        self,
-        delay: float,
-        callback: Callable[..., Any],
-        *args: object,
-        context: Context | None = None,
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> Any:
         """Register a callback for a moment of virtual time."""
         if delay is None:
@@ -228,11 +224,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(
-        self,
-        when: float,
-        callback: Callable[..., Any],
-        *args: object,
-        context: Context | None = None,
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> Any:
         """Register a callback for a moment of virtual time."""
         timer = SimTimer(when, callback, args, self, context)
