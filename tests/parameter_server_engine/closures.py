@@ -170,6 +170,17 @@ def own_pid() -> int:
     return os.getpid()
 
 
+def own_count() -> int:
+    """A first value of a per-worker variable."""
+    return 100
+
+
+def count_and_hold(counter: Any, gate: FileGate) -> None:
+    """Count on this worker, and wait at the gate."""
+    counter.assign_add(1)
+    gate.pass_through()
+
+
 def with_resource(resource: int) -> tuple[int, int]:
     """Return who made the resource, and who uses it."""
     return resource, os.getpid()

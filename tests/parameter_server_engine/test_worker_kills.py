@@ -102,6 +102,52 @@ async def test_all_workers_are_killed(cluster: Any, gate: FileGate) -> None:
     np.testing.assert_array_equal((await table.read())[:10], np.ones((10, 2)))
 
 
+class Census:
+    """Counts the workers that an engine tells of."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.has_changed = asyncio.Event()
+
+    def learn_workers(self, workers: Any) -> None:
+        self.told.append(len(workers))
+        self.has_changed.set()
+
+    async def until(self, *counts: int) -> None:
+        """Wait until it was told of these numbers of workers, in this order."""
+        async with asyncio.timeout(closures.LIMIT_S):
+            for count in counts:
+                while count not in self.told:
+                    self.has_changed.clear()
+                    await self.has_changed.wait()
+                del self.told[: self.told.index(count) + 1]
+
+
+async def test_a_variable_of_a_killed_worker_begins_anew(cluster: Any, gate: FileGate) -> None:
+    strategy, coordinator = cluster
+    first = FileGate(gate.folder.parent)
+    for _ in range(NUM_WORKERS):
+        await coordinator.schedule(closures.hold, (first,))
+    await first.reached(NUM_WORKERS)  # so all kills of earlier tests have been told
+    first.open()
+    counter = coordinator.create_per_worker_variable(closures.own_count, name="counter")
+    await coordinator.join()
+    for _ in range(NUM_WORKERS):
+        await coordinator.schedule(closures.count_and_hold, (counter, gate))
+    victim = (await gate.reached(NUM_WORKERS))[0]
+    gate.open()
+    await coordinator.join()
+    assert await counter.read_all() == [101] * NUM_WORKERS
+
+    census = Census()
+    strategy.engine.watch(census)
+    await kill(victim)
+    await census.until(NUM_WORKERS - 1, NUM_WORKERS)
+    strategy.engine.unwatch(census)
+    with pytest.warns(RuntimeWarning, match="1 workers were lost.*counter"):
+        assert sorted(await counter.read_all()) == [100] + [101] * (NUM_WORKERS - 1)
+
+
 async def test_a_worker_is_killed_again_and_again(cluster: Any, tmp_path: Path) -> None:
     strategy, coordinator = cluster
     table = table_of(strategy)

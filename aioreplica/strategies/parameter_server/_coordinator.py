@@ -25,6 +25,7 @@ from ._packing import (
     SharedParts,
     pack_call,
 )
+from ._per_worker_variable import PerWorkerVariable, VariableOf
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
 from ._runner import ClosureRunner
@@ -203,14 +204,8 @@ class ClusterCoordinator:
     ) -> RemoteValue[T]:
         strategy = self._strategy
         strategy.servers.require_all()
-        if not callable(fn):
-            raise TypeError(f"schedule needs a function, got {fn!r} ({type(fn).__name__}).")
-        require_no_yield(fn, "schedule")
-        if not isinstance(args, (tuple, list)):
-            raise ValueError(
-                f"schedule takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
-                "Write args=(value,) for one argument."
-            )
+        _checked_factory(fn, "schedule")
+        _check_args(args)
         limit = self._timeout_s if timeout_s is None else _checked_seconds("timeout_s", timeout_s)
         side = HomeSide(strategy, self._parts)
         name = _name_of(fn)
@@ -265,18 +260,7 @@ class ClusterCoordinator:
         Cancellation:
             Stops waiting; closures go on.
         """
-        found: list[RemoteValue[Any]] = []
-
-        def note(leaf: object) -> object:
-            if isinstance(leaf, RemoteValue):
-                found.append(leaf)
-            return leaf
-
-        map_leaves(note, structure)
-        results = {id(value): await value.fetch() for value in found}
-        return map_leaves(
-            lambda leaf: results[id(leaf)] if isinstance(leaf, RemoteValue) else leaf, structure
-        )
+        return await _fetched(structure)
 
     # ---- what workers keep -----------------------------------------------------------------
 
@@ -291,16 +275,7 @@ class ClusterCoordinator:
         Raises:
             TypeError: If it is neither, or cannot be pickled.
         """
-        if not callable(dataset) and not isinstance(dataset, Iterable):
-            raise TypeError(
-                "create_per_worker_dataset needs a function that returns an iterable, or an "
-                f"iterable, got {dataset!r} ({type(dataset).__name__})."
-            )
-        make = DatasetOf(
-            dataset if callable(dataset) else functools.partial(_itself, dataset),
-            callable(dataset) and bool(_num_positional(dataset)),
-            self._strategy.num_workers,
-        )
+        make = _dataset_of(dataset, self._strategy.num_workers)
         found = self._resource(make, PerWorkerDataset, _name_of(dataset))
         found.make = make
         return found
@@ -316,6 +291,28 @@ class ClusterCoordinator:
         """
         fn = _checked_factory(fn, "create_per_worker_resource")
         return self._resource(functools.partial(_made_by, fn), PerWorkerResource, _name_of(fn))
+
+    def create_per_worker_variable(
+        self, initial_value: object, *, name: str = "per_worker"
+    ) -> PerWorkerVariable:
+        """Return a variable of which each worker has one for itself, made at its first use there.
+
+        For what workers count or keep by themselves. As an argument of a closure it is the
+        worker's variable: read it by `v.value`, write it by `v.assign_add(x)` and the like.
+        `await v.read_all()` gives the values of all workers.
+
+        Args:
+            initial_value: An array or number, or a function that returns one, called on the worker.
+            name: For messages.
+
+        Raises:
+            TypeError: If the function contains `yield`, or cannot be pickled.
+        """
+        if callable(initial_value):
+            _checked_factory(initial_value, "create_per_worker_variable")
+        found = self._resource(VariableOf(initial_value, name), PerWorkerVariable, name)
+        found.runner, found.num_gone = self._runner, self._runner.queue.num_gone
+        return found
 
     def _resource(self, make: object, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
@@ -390,6 +387,29 @@ class ClusterCoordinator:
         )
 
 
+async def _fetched(structure: object) -> Any:
+    found: list[RemoteValue[Any]] = []
+
+    def note(leaf: object) -> object:
+        if isinstance(leaf, RemoteValue):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(note, structure)
+    results = {id(value): await value.fetch() for value in found}
+    return map_leaves(
+        lambda leaf: results[id(leaf)] if isinstance(leaf, RemoteValue) else leaf, structure
+    )
+
+
+def _check_args(args: object) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise ValueError(
+            f"schedule takes args as a tuple or list, got {args!r} ({type(args).__name__}). "
+            "Write args=(value,) for one argument."
+        )
+
+
 def _innermost(fn: Any) -> object:
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -399,6 +419,17 @@ def _innermost(fn: Any) -> object:
 def _name_of(fn: Any) -> str:
     inner = _innermost(fn)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
+def _dataset_of(dataset: object, num_splits: int) -> DatasetOf:
+    if callable(dataset):
+        return DatasetOf(dataset, bool(_num_positional(dataset)), num_splits)
+    if not isinstance(dataset, Iterable):
+        raise TypeError(
+            "create_per_worker_dataset needs a function that returns an iterable, or an "
+            f"iterable, got {dataset!r} ({type(dataset).__name__})."
+        )
+    return DatasetOf(functools.partial(_itself, dataset), False, num_splits)
 
 
 def _itself(thing: T) -> T:

@@ -115,9 +115,15 @@ class ClosureQueue:
     Args:
         size: How many closures may wait for a worker.
         worker_wait_s: How long they may wait while there is no worker; None sets no limit.
+
+    Attributes:
+        num_gone: Workers that have gone so far.
+        last_gone: Names of the last ones.
     """
 
     def __init__(self, size: int, worker_wait_s: float | None = None) -> None:
+        self.num_gone = 0
+        self.last_gone: deque[str] = deque(maxlen=8)
         self._size = size
         self._worker_wait_s = worker_wait_s
         self._queued: deque[ScheduledClosure] = deque()
@@ -167,6 +173,11 @@ class ClosureQueue:
         """The number after the last closure."""
         return self._next
 
+    @property
+    def workers(self) -> list[str]:
+        """Names of the workers, by their index."""
+        return sorted(self._workers, key=lambda name: self._workers[name].index)
+
     def index_of(self, worker: str) -> int:
         """Return the index of a worker; the next free one if it has just gone."""
         known = self._workers.get(worker)
@@ -182,6 +193,8 @@ class ClosureQueue:
         lost: list[ScheduledClosure] = []
         for name in [name for name in self._workers if name not in workers]:
             gone = self._workers.pop(name)
+            self.num_gone += 1
+            self.last_gone.append(name)
             for closure in gone.closures:
                 if closure.began_s is not None:
                     closure.lost_with.append(name)
@@ -195,6 +208,12 @@ class ClosureQueue:
         elif self._alone_since is None:
             self._alone_since = now
         return lost
+
+    def take_over(self, former: ClosureQueue) -> None:
+        """Know the workers of a queue that was closed, and which have gone."""
+        self.num_gone, self.last_gone = former.num_gone, former.last_gone
+        for name, worker in former._workers.items():
+            self._workers[name] = _Worker(worker.index, worker.slots)
 
     def _free_index(self) -> int:
         taken = {worker.index for worker in self._workers.values()}

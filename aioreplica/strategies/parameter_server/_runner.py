@@ -66,6 +66,7 @@ class ClosureRunner:
 
     def open(self, queue: ClosureQueue) -> None:
         """Begin with an empty queue."""
+        queue.take_over(self.queue)
         self.queue = queue
         self.is_open = True
         self._watch = WorkerWatch(self, self._strategy.engine)
@@ -147,7 +148,7 @@ class ClosureRunner:
             if closure.state == "running" and closure.submission is None:
                 together.setdefault(closure.worker or "", []).append(closure)
         for worker, each in together.items():
-            submissions = engine.submit(worker, [self._sent(closure) for closure in each])
+            submissions = engine.submit(worker, [self.task_of(closure) for closure in each])
             for closure, submission in zip(each, submissions, strict=True):
                 closure.submission = submission
                 name = f"closure {closure.number} {closure.fn_name}"
@@ -156,7 +157,8 @@ class ClosureRunner:
         if self._watch is not None:
             self._watch.look_in_time()
 
-    def _sent(self, closure: ScheduledClosure) -> Closure:
+    def task_of(self, closure: ScheduledClosure) -> Closure:
+        """Return what is sent to the worker that a closure is with."""
         servers = self._strategy.servers
         return Closure(
             servers.strategy_id,
