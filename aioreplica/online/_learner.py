@@ -34,7 +34,7 @@ from ._settings import (
     optimizers_of,
 )
 from ._sources import Source, checked_sources
-from ._statistics import LearnerStatistics, failure_of, statistics_of
+from ._statistics import LearnerStatistics, state_of, statistics_of
 from ._ticket import RecordStream, Ticket
 
 
@@ -329,7 +329,7 @@ class OnlineLearner:
         "new", "recovering" (learning what earlier learners left), "running", "paused", "retrying"
         (after an error of `retry_on`), "failed", "closing" or "closed".
         """
-        return _state_of(self._engine)
+        return state_of(self._engine)
 
     @property
     def is_ready(self) -> bool:
@@ -351,7 +351,7 @@ class OnlineLearner:
 
     def statistics(self) -> LearnerStatistics:
         """Return what it has done and where it stands."""
-        return statistics_of(_opened(self._engine), self.state)
+        return statistics_of(_opened(self._engine))
 
     # ---- while it runs -------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class OnlineLearner:
         """
         engine = self._open_engine()
         engine.is_paused = True
-        await engine.under_way.ended()
+        await engine.learning.under_way.ended()
 
     def resume(self, *, set_aside: bool = False) -> None:
         """Go on after `pause` or a failure, or try again now.
@@ -383,7 +383,7 @@ class OnlineLearner:
     def step_fn(self, value: StepFunction) -> None:
         self._step_fn = checked_step_fn(value)
         if self._engine is not None:
-            self._engine.step_fn = value
+            self._engine.learning.step_fn = value
 
     @property
     def learning_rate(self) -> Any:
@@ -465,7 +465,7 @@ class OnlineLearner:
         """
         engine = self._open_engine()
         ticket = await engine.intake.ticket_of(number)
-        engine.intake.settle_followers(engine.learned_number, engine.version)
+        engine.intake.settle_followers(engine.learning.learned_number, engine.version)
         return ticket
 
     # ---- dead letters --------------------------------------------------------------------
@@ -573,20 +573,6 @@ async def _taken_again(engine: Engine, number: int) -> Ticket:
         engine.intake.take_nowait(submission)
         await engine.dead.discard(number)
     return submission.tickets[0]
-
-
-def _state_of(engine: Engine | None) -> str:
-    if engine is None:
-        return "new"
-    if engine.is_closing:
-        return "closed" if engine.is_closed else "closing"
-    if failure_of(engine):
-        return "failed"
-    if engine.is_paused:
-        return "paused"
-    if engine.retry_error:
-        return "retrying"
-    return "recovering" if engine.has_backlog else "running"
 
 
 def _opened(engine: Engine | None) -> Engine:

@@ -213,8 +213,8 @@ async def roll_back(engine: Engine, request: RollbackRequest) -> int:
     if problem:
         raise JournalError(problem)
     await saving.settled()
-    undo = Savepoint(engine._state)
-    gates = [(gate, gate.next_step) for gate in engine._state.read().gates]
+    undo = Savepoint(engine.learning.state)
+    gates = [(gate, gate.next_step) for gate in engine.learning.state.read().gates]
     known = saving.rollbacks
     try:
         await saving.go_back(base)
@@ -256,9 +256,9 @@ async def _require_possible(engine: Engine, request: RollbackRequest) -> int:
         JournalError: If the journal cannot be read.
     """
     assert engine.journal is not None
-    if request.to > engine.learned_number:
+    if request.to > engine.learning.learned_number:
         raise ValueError(
-            f"Only {engine.learned_number} examples are learned: there is no way back to "
+            f"Only {engine.learning.learned_number} examples are learned: there is no way back to "
             f"{request.to}."
         )
     _require_none(await engine.journal.without_rows(request.skip))
@@ -269,21 +269,21 @@ async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:
     """Let everything follow what the journal and the variables are now."""
     assert engine.journal is not None
     intake = engine.intake
-    engine.learned_number = base
+    engine.learning.learned_number = base
     engine.dead.num_added += len(request.skip)
     for taken in intake.take_out({*request.skip}):
         intake.settle(taken, dead_error(taken.number, f"Left out by the rollback to {request.to}"))
     engine.backlog_end = intake.queue[0].number - 1 if intake.queue else intake.last_number
-    engine.failures.kept()
-    engine.failure = ""
-    engine._version += 1  # for the first look at what was restored
-    await engine._skip_versions(engine.journal)
-    engine.serving.begin_again(engine._version)
+    engine.learning.failures.kept()
+    engine.learning.failure = ""
+    engine.learning.last_version += 1  # for the first look at what was restored
+    await engine.learning.skip_versions(engine.journal)
+    engine.serving.begin_again(engine.learning.last_version)
     engine.changed.give()
     engine.saving.follow()
     if engine.prequential is not None:
         engine.prequential.load(engine.saving.about("judged"))
     if engine.serving.kept:  # a checkpoint that has the pin may be void now
-        await engine.saving.begin(base, engine._version, engine.kept)
+        await engine.saving.begin(base, engine.learning.last_version, engine.kept)
         await engine.saving.settled()
     await engine.saving.remove_void()

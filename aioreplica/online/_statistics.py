@@ -105,17 +105,32 @@ class LearnerStatistics:
 
 def failure_of(engine: Engine) -> str:
     """Return why an engine does not learn any more; "" if it does."""
-    limit, running_s = engine.settings.step_timeout_s, engine.under_way.running_s
-    if engine.failure or limit is None or running_s <= limit:
-        return engine.failure
+    limit, running_s = engine.settings.step_timeout_s, engine.learning.under_way.running_s
+    if engine.learning.failure or limit is None or running_s <= limit:
+        return engine.learning.failure
     return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
 
 
-def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
+def state_of(engine: Engine | None) -> str:
+    """See `OnlineLearner.state`."""
+    if engine is None:
+        return "new"
+    if engine.is_closing:
+        return "closed" if engine.is_closed else "closing"
+    if failure_of(engine):
+        return "failed"
+    if engine.is_paused:
+        return "paused"
+    if engine.learning.retry_error:
+        return "retrying"
+    return "recovering" if engine.has_backlog else "running"
+
+
+def statistics_of(engine: Engine) -> LearnerStatistics:
     """See `OnlineLearner.statistics`."""
     intake, saving, judge = engine.intake, engine.saving, engine.prequential
     return LearnerStatistics(
-        state=state,
+        state=state_of(engine),
         version=engine.serving.served.version,
         num_taken=intake.num_taken,
         num_duplicates=intake.num_duplicates,
@@ -124,16 +139,16 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         num_expected=intake.num_expected,
         num_labelled=intake.num_labelled,
         num_unknown_labels=intake.num_unknown_labels,
-        num_learned=engine.num_learned,
+        num_learned=engine.learning.num_learned,
         num_dead=engine.dead.num_added,
-        num_steps=engine.num_steps,
-        num_rollbacks=engine.num_rollbacks,
+        num_steps=engine.learning.num_steps,
+        num_rollbacks=engine.learning.num_rollbacks,
         queue_depth=intake.depth,
         queue_size=engine.settings.queue_size,
-        backlog=max(0, engine.backlog_end - engine.learned_number),
+        backlog=max(0, engine.backlog_end - engine.learning.learned_number),
         last_number=intake.last_number,
-        learned_number=engine.learned_number,
-        step_s=engine.step_s,
+        learned_number=engine.learning.learned_number,
+        step_s=engine.learning.step_s,
         num_commits=intake.num_commits,
         commit_s=intake.commit_s,
         journal_error=intake.journal_error,
@@ -142,9 +157,9 @@ def statistics_of(engine: Engine, state: str) -> LearnerStatistics:
         checkpoint_error=saving.error,
         publish_error=engine.publishing.error,
         failure=failure_of(engine),
-        step_running_s=engine.under_way.running_s,
-        num_retries=engine.num_retries,
-        retry_error=engine.retry_error,
+        step_running_s=engine.learning.under_way.running_s,
+        num_retries=engine.learning.num_retries,
+        retry_error=engine.learning.retry_error,
         newest_version=engine.version,
         held=engine.serving.held,
         is_pinned=engine.serving.is_pinned,

@@ -1,4 +1,7 @@
-"""One step over some examples: stacked, split, run, checked, and undone if it went wrong."""
+"""Learning: a step over some examples, stacked, split, run, checked, and undone if it went wrong.
+
+A batch that went wrong is learned in halves, down to the examples to blame.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -16,15 +19,30 @@ from .._functions import is_async
 from ..checkpoint import DescribedState, Savepoint
 from ..context import INLINE_STEP
 from ..devices import INLINE_BYTES, run_on_host
-from ..errors import ContextError, DeviceError, LoopMismatchError, NonFiniteError, StallError
+from ..errors import (
+    ContextError,
+    DeviceError,
+    JournalError,
+    LoopMismatchError,
+    NonFiniteError,
+    StallError,
+)
 from ..input import split_batch
 from ..replica import ReplicaContext
 from ..strategies import Strategy, get_replica_context
 from ..tree import leaves
 from ..values import PerReplica
 from ._example import stack_examples
+from ._failures import Backoff, FailuresInARow, blame_of_step, described, has_any
+from ._intake import Taken
+from ._journal import DeadLetters, OpenJournal
 from ._records import ReplicaTiming
 from ._ticket import Signal
+
+if TYPE_CHECKING:
+    from ._prequential import Judged
+    from ._serving import Serving
+    from ._settings import Settings
 
 INLINE_STEP_BYTES = 256 * 1024
 """An optimizer's step that reads and writes no more than this runs on the event loop, which serves
@@ -96,6 +114,213 @@ class UnderWay:
     def running_s(self) -> float:
         """Seconds since the step that runs has begun; 0 if there is none."""
         return 0.0 if self._began is None else self._loop.time() - self._began
+
+
+@final
+class Learning:
+    """Learns batches into the variables, undoes what fails, and finds out who is to blame.
+
+    Args:
+        settings: Those of the learner.
+        step_fn: The step function, see `step_fn` below.
+        serving: Gets each version.
+        dead: Gets the examples that are set aside.
+        changed: Given when steps have ended.
+
+    Attributes:
+        step_fn: The next step uses it.
+        state: Everything that steps change.
+        learned_number: Every number up to it was learned into the variables, or set aside.
+        last_version: No greater version was ever published, as far as is known.
+        failure: Why nothing is learned any more; "" if something is.
+        failures: The examples that failed since the last step that was kept.
+        has_failed: Whether something has failed since then.
+        has_skipped: Whether `last_version` is behind all versions of before.
+        retries: Whether errors of `retry_on` are tried again.
+        retry_error: Why something is tried again; "" if nothing is.
+        backoff: When it is.
+        under_way: The steps under way.
+
+    The other ones are as in `LearnerStatistics`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        step_fn: Callable[..., object],
+        serving: Serving,
+        dead: DeadLetters,
+        changed: Signal,
+    ) -> None:
+        self.step_fn = step_fn
+        self.state = DescribedState(settings.variables)
+        self.learned_number = 0
+        self.last_version = 0
+        self.failure = ""
+        self.failures = FailuresInARow(settings.max_failures_in_a_row)
+        self.has_failed = False
+        self.has_skipped = True
+        self.retries = True
+        self.retry_error = ""
+        self.backoff = Backoff(0.1, 30.0)
+        self.under_way = UnderWay(changed)
+        self.num_learned = 0
+        self.num_steps = 0
+        self.num_rollbacks = 0
+        self.num_retries = 0
+        self.step_s = 0.0
+        self._settings = settings
+        self._serving = serving
+        self._dead = dead
+
+    @property
+    def settled_number(self) -> int:
+        """The number up to which all is learned or set aside for good: that of a checkpoint."""
+        return self.failures.before if self.failures.failed else self.learned_number
+
+    async def learn(
+        self,
+        batch: list[Taken],
+        done: Callable[[int], None],
+        settle: Callable[[Taken, str], None],
+        tell: Callable[[list[Taken], StepResult, tuple[int, ...]], None],
+    ) -> list[Taken]:
+        """Learn a batch; what fails is learned in halves, down to the examples to blame.
+
+        Args:
+            batch: Some examples, in order.
+            done: Called with how many of them, in order, were learned or set aside.
+            settle: Called with one that was set aside, and why.
+            tell: Called with those of a step that was kept, its result, and drifts.
+
+        Returns:
+            Examples that were set aside before, and are to be learned again.
+
+        Raises:
+            ContextError: If a step went wrong and could not be undone: nothing may be learned,
+                saved or shown after that.
+        """
+        settings, parts, judged = self._settings, [batch], None
+        if settings.prequential is not None:
+            limit_s = settings.step_timeout_s
+            judged = await settings.prequential.look(self._serving.newest, batch, limit_s)
+        while parts:
+            part = parts.pop()
+            try:
+                result = await self._step(part)
+            except NotUndoneError as error:
+                raise _not_undone(error.__cause__ or error) from error.__cause__
+            except BlamelessError as error:
+                return self._give_up_or_retry(error.__cause__ or error)
+            except Exception as error:  # noqa: BLE001 - whatever it is, one of them may be to blame
+                self.has_failed = True
+                self.num_rollbacks += 1
+                if has_any(error, settings.retry_on):
+                    return self._give_up_or_retry(error)
+                if len(part) > 1:
+                    # Halves: n examples with one bad among them cost 2 log2(n) further steps.
+                    middle = (len(part) + 1) // 2
+                    parts += [part[middle:], part[:middle]]
+                    continue
+                text = described(error)
+                if self.failures.is_last_straw:
+                    return await self._take_back(part[0].number, text)
+                self.failures.add(part[0], self.learned_number)
+                await self._dead.add(part[0].number, part[0].example, text)
+                settle(part[0], text)
+                self.learned_number = part[0].number
+                done(1)
+            else:
+                self.learned_number = part[-1].number
+                done(len(part))
+                tell(part, result, await self._keep(part, result, judged))
+        return []
+
+    async def _step(self, part: list[Taken]) -> StepResult:
+        self.under_way.begin()
+        return await learn(
+            self._settings.strategy,
+            self.step_fn,
+            self.state,
+            [taken.example for taken in part],
+            self._settings.step_timeout_s,
+            self._serving.judge_as(self.last_version + 1),
+        )
+
+    async def _keep(
+        self, part: list[Taken], result: StepResult, judged: Judged | None
+    ) -> tuple[int, ...]:
+        """Publish what a step has made; return drifts."""
+        settings, drifts = self._settings, tuple[int, ...]()
+        self.last_version += 1
+        await self._serving.offer(self.last_version, result.scalars, len(part))
+        if settings.prequential is not None:
+            drifts = await settings.prequential.add(judged, part, settings.step_timeout_s)
+        if self.has_failed:
+            self._forget_failures()
+        self.num_steps += 1
+        self.num_learned += len(part)
+        self.step_s += result.step_s
+        return drifts
+
+    async def skip_versions(self, journal: OpenJournal) -> None:
+        """Go behind all versions that may have been published; a full disk is asked again."""
+        try:
+            self.last_version = await journal.skip_versions(self.learned_number, self.last_version)
+        except JournalError as error:
+            self.retry_error = str(error)
+            self.backoff.failed(asyncio.get_running_loop().time())
+        else:
+            self._forget_failures()
+        self.has_skipped = not self.retry_error
+
+    def _forget_failures(self) -> None:
+        self.has_failed, self.retry_error = False, ""
+        self.failures.kept()
+        self.backoff.succeeded()
+
+    def resume(self, *, set_aside: bool) -> None:
+        """See `OnlineLearner.resume`."""
+        self.failure = ""
+        self.backoff.succeeded()
+        if set_aside:
+            self.has_failed = True
+            self.failures.lift()
+
+    def _give_up_or_retry(self, error: BaseException) -> list[Taken]:
+        """Stop learning after an error that no example is to blame for, or try again later."""
+        text, self.has_failed = described(error), True
+        if not has_any(error, self._settings.retry_on):
+            self.failure = text
+        elif not self.retries:
+            self.failure = f"It was closed while it tried again: {text}"
+        else:
+            self.num_retries += 1
+            self.retry_error = text
+            self.backoff.failed(asyncio.get_running_loop().time())
+        return []
+
+    async def _take_back(self, number: int, text: str) -> list[Taken]:
+        """Give up, as the step is to blame: the last that were set aside are no dead letters."""
+        failed = self.failures.failed
+        first = failed[0].number if failed else number
+        try:
+            found = await self._dead.take_back([taken.number for taken in failed])
+        except JournalError as error:
+            self.failure = f"The dead letters from {first} on could not be taken back: {error}"
+            return []  # so the next failure is once more the last straw
+        self.learned_number = self.settled_number
+        again = self.failures.take_back(found)
+        self.failure = blame_of_step(len(failed) + 1, first, number, text)
+        return again
+
+
+def _not_undone(cause: BaseException) -> ContextError:
+    return ContextError(
+        "The learner has ended, as a step went wrong and could not be undone: "
+        f"{described(cause)}. Restart the program; journal and checkpoints are as they were "
+        "before the step."
+    )
 
 
 @final
