@@ -14,7 +14,7 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver
 from aioreplica.devices import Device, list_devices
-from aioreplica.devices.backends._hardware import may_have_gpu
+from aioreplica.devices.backends._discover import may_have_gpu
 
 ar.set_logical_devices("cpu", 8)
 

@@ -1,9 +1,9 @@
-"""The writer of a directory: its lock, its claims, the order of the steps, what is removed."""
+"""The writer of a directory: its lock, its claims, the order of the steps, which are removed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,35 @@ from ..errors import CheckpointError
 from ._claims import Claim, Listing, another_writer, make_claim, read_listing
 from ._lane import Stop
 from ._reading import Known, read_known
-from ._retention import steps_to_remove
 from ._storage import Storage
 from ._writing import folder_of, reason, remove_leftover, remove_step
+
+
+def steps_to_remove(
+    newest_first: Sequence[int],
+    *,
+    max_to_keep: int | None,
+    keep_every: int | None,
+    pinned: Container[int] = (),
+) -> list[int]:
+    """Return the steps that are not kept.
+
+    Args:
+        newest_first: All steps, the one saved last first.
+        max_to_keep: How many of the newest are kept; None keeps all.
+        keep_every: Steps that it divides are kept for good, beside those.
+        pinned: Steps that are kept until somebody unpins them, beside those.
+
+    Example:
+        >>> steps_to_remove([50, 40, 30, 20, 10], max_to_keep=2, keep_every=20)
+        [30, 10]
+    """
+    if max_to_keep is None:
+        return []
+    others = [step for step in newest_first if keep_every is None or step % keep_every]
+    newest = set(newest_first[:max_to_keep])
+    return [step for step in others if step not in newest and step not in pinned]
+
 
 RECENT = 2
 """So many claims are remembered although they are gone: one may be about to come."""

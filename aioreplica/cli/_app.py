@@ -97,10 +97,9 @@ def _run(given: list[str]) -> None:
 
 def _add_commands(app: Any, typer: Any) -> None:
     from ._ckpt import collect, list_steps, remove_steps, show_step, verify_steps
-    from ._commands import bench, devices, top
+    from ._commands import bench, devices, roll_back, show_journal, top
     from ._doctor import doctor
     from ._explore import explore
-    from ._online import roll_back, show_journal
     from ._trace import trace
 
     command: Any

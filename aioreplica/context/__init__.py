@@ -1,7 +1,6 @@
 """Context of running code: the context variables, and the one registry of the process."""
 
 from .._export import export_public
-from ._living import Living as Living
 from ._place import BESIDE as BESIDE
 from ._place import CARRIER as CARRIER
 from ._place import CLOSURE as CLOSURE
@@ -23,6 +22,7 @@ from ._place import Place as Place
 from ._place import get_update_replica_id as get_update_replica_id
 from ._place import in_cross_replica_context as in_cross_replica_context
 from ._registry import REGISTRY as REGISTRY
+from ._registry import Living as Living
 from ._registry import Registry as Registry
 
 __all__ = [

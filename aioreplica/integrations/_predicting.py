@@ -1,5 +1,7 @@
 """Calls of a service's `predict`: one for each request, or one for several that wait together.
 
+A learner that waits for labels keeps predictions under ids, and takes the labels that come later.
+
 Invariants:
     * All inputs of a request are in one call, so its predictions are from one version.
     * One call at a time, if several requests share calls: those that come meanwhile wait for the
@@ -13,19 +15,25 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from itertools import chain
 from typing import Any, NamedTuple, final
 
+import anyio
 import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
 
 from .._functions import require_finished
 from ..devices import OwnedTask, require_loop
 from ..errors import ContextError
+from ..online import ExampleSpec, OnlineLearner
+from ..online._journal_keys import UnknownPredictionError
 from ..tree import flatten, leaves, map_leaves, unflatten
+from ._request import Limits, answer, full, read_json, refusal, taking
 
 
 class Predicted(NamedTuple):
@@ -208,3 +216,55 @@ class Predicting:
 def _stacked(examples: Sequence[object]) -> object:
     columns = zip(*(flatten(example)[0] for example in examples), strict=True)
     return unflatten(flatten(examples[0])[1], [np.stack(column) for column in columns])
+
+
+async def take_label(
+    learner: OnlineLearner, spec: ExampleSpec, limits: Limits, request: Request
+) -> Response:
+    """Take the label of a prediction: `{"id": ..., "target": ...}`."""
+    found = await read_json(request, limits)
+    if not isinstance(found, dict) or found.keys() != {"id", "target"}:
+        raise refusal(422, 'A label is {"id": ..., "target": ...}, and nothing else.')
+    try:
+        target = spec(found["target"])
+    except ValueError as error:
+        what = "The target is not what is needed; nothing was taken."
+        raise refusal(422, what, ("target", str(error)[:300])) from error
+    now = learner.statistics()
+    if now.queue_depth >= now.queue_size:
+        raise full(learner)
+    with taking(learner):
+        try:
+            ticket = await learner.label(found["id"], target)
+        except UnknownPredictionError:
+            what = "No prediction of this id waits for a label: it was never made here, or not "
+            raise refusal(404, f"{what}saved before a crash, or is too old.") from None
+    return answer({"number": ticket.number, "is_duplicate": ticket.is_duplicate}, 202)
+
+
+def kept(learner: OnlineLearner, inputs: Sequence[object], result: object) -> list[str | None]:
+    """Keep inputs with what was predicted until labels come; return an id for each.
+
+    None for one that cannot be kept: the journal takes nothing, or the learner is closing.
+    """
+    leaves, spec = flatten(result)
+    columns = [np.asarray(leaf) for leaf in leaves]
+    return [
+        _id_of(learner, x, unflatten(spec, [column[i] for column in columns]))
+        for i, x in enumerate(inputs)
+    ]
+
+
+def _id_of(learner: OnlineLearner, x: object, prediction: object) -> str | None:
+    try:
+        try:
+            return learner.expect(x, prediction)
+        except (TypeError, ValueError):  # a prediction of text, say: the input is enough
+            return learner.expect(x)
+    except (anyio.WouldBlock, ContextError):
+        return None
+
+
+def ids(made: Sequence[str | None], *, is_single: bool) -> Mapping[str, Any]:
+    """Return the ids as the answer has them."""
+    return {"id": made[0]} if is_single else {"ids": [*made]}

@@ -45,10 +45,9 @@ try:
     from starlette.websockets import WebSocketClose
 
     from ._events import Events
-    from ._labelling import ids, kept, take_label
     from ._online_metrics import ServiceMetrics
     from ._operating import OPERATIONS, list_letters, operate, show_example
-    from ._predicting import Predicting
+    from ._predicting import Predicting, ids, kept, take_label
     from ._request import (
         HEADERS,
         Limits,

@@ -9,12 +9,14 @@ from ._collectives import Collectives as Collectives
 from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext
 from ._context import RunningReplica as RunningReplica
+from ._errors import format_rows as format_rows
 from ._exchanges import AllGather as AllGather
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
 from ._failure import add_note_once as add_note_once
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group import running_ops as running_ops
+from ._group import waits_of as waits_of
 from ._handle import Handle as Handle
 from ._meeting import Call as Call
 from ._meeting import CallSite as CallSite
@@ -41,9 +43,7 @@ from ._signature import joined_text as joined_text
 from ._signature import payload_signature as payload_signature
 from ._signature import summand_text as summand_text
 from ._stall import QuietWatch as QuietWatch
-from ._table import format_rows as format_rows
 from ._variables import update_variable as update_variable
-from ._waiting import waits_of as waits_of
 
 __all__ = [
     "BlockingCollectives",

@@ -21,11 +21,11 @@ from ..typing import OpName, ReduceOp
 from ..values import Variable
 from ._collectives import Collectives, group_of
 from ._device_waiters import OpWaiter, ThreadWaiter
+from ._errors import blocking_misuse_error
 from ._group import ReplicaGroup
 from ._host_call import call_on_host
 from ._meeting import CallSite, Collective, new_call
 from ._merge_call import merge_call_named
-from ._misuse import blocking_misuse_error
 from ._replica import Replica
 from ._sending import receive, send
 from ._variables import create_variable, update_variable

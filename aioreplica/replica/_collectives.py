@@ -16,12 +16,12 @@ from ..tree import Array
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
 from ._decisions import AGREE, ALL, ANY, BARRIER
+from ._errors import no_blocking_handle_error
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
 from ._meeting import CallSite, Collective, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._merge_call import MERGE_CALL
-from ._misuse import no_blocking_handle_error
 from ._reductions import (
     ALL_REDUCE,
     REDUCE_SCATTER,

@@ -17,11 +17,11 @@ from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_t
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
+from ._errors import misuse_error
 from ._group import ReplicaGroup
 from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
 from ._merge_call import merge_call_named
-from ._misuse import misuse_error
 from ._process_context import ProcessContext
 from ._random import random_stream
 from ._replica import Replica

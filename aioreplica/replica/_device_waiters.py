@@ -22,10 +22,10 @@ from ..devices import (
     new_gate,
     synchronise_lane,
 )
+from ._errors import blocking_misuse_error
 from ._meeting import Call, Generation, WaitedFor
 from ._meeting_point import MeetingPoint, Waiter
 from ._messages import Transfer
-from ._misuse import blocking_misuse_error
 from ._replica import Replica
 
 Bring: TypeAlias = Callable[[MeetingPoint, Transfer], None]

@@ -16,13 +16,22 @@ fail in the same cycle.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, final
 
 from ..context import PLACE, CurrentStrategy, Place
 from ..devices import CompletionQueue, Op, OpTracker, lane_table, submit_gang, wait_shielded
+from ..telemetry import ReplicaWait
+from ._errors import (
+    left_behind_error,
+    mismatch_error,
+    never_awaited_error,
+    replica_cancelled_error,
+    stall_error,
+)
 from ._failure import Failures, RunControl, cause_of_unwinding, error_of
 from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint
@@ -30,13 +39,6 @@ from ._messages import Transfer
 from ._rendezvous import Mismatch, ReplicaState
 from ._replica import Replica, warn_never_awaited
 from ._stall import StallWatch, format_stack, format_thread_stack, rows_of
-from ._table import (
-    left_behind_error,
-    mismatch_error,
-    never_awaited_error,
-    replica_cancelled_error,
-    stall_error,
-)
 
 RECANCEL_S = 0.25  # doubled each time
 GIVE_UP_S = 0.25
@@ -407,3 +409,28 @@ def running_ops(group: ReplicaGroup) -> list[tuple[str, str]]:
         running = [op for op in group.ops.unfinished(who) if op.is_running]
         found += [(op.device_name or "-", f"replica {who}: {op.describe()}") for op in running]
     return found
+
+
+def waits_of(group: ReplicaGroup) -> Iterator[ReplicaWait]:
+    """Yield what each replica of a run waits for: collectives, then ops, then what else."""
+    point = group.point
+    devices = point.everyone.device_names
+    for replica, device in zip(group.replicas, devices, strict=True):
+        replica_id = replica.replica_id
+        with point.lock or nullcontext():
+            waits = point.rendezvous.waits(replica_id)
+        for generation in waits:
+            yield ReplicaWait(
+                group.step,
+                replica_id,
+                device,
+                generation.describe(),
+                generation.missing_members(),
+                generation.call_of(replica_id).site,
+            )
+        for op in group.ops.unfinished(replica_id):
+            state = "runs" if op.is_running else "is queued"
+            what = f"{op.fn_name}, which {state} on {op.device_name or device}"
+            yield ReplicaWait(group.step, replica_id, device, what, (), op.where)
+        if group.is_blocking and replica.activity is not None:
+            yield ReplicaWait(group.step, replica_id, device, replica.activity, (), "-")

@@ -12,9 +12,9 @@ from .._functions import is_async, require_finished, require_no_yield
 from ..context import PLACE, Place
 from ..devices import require_loop
 from ..errors import ContextError
+from ._errors import is_loop_running, outlived_op_error
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter
-from ._misuse import is_loop_running, outlived_op_error
 from ._replica import Replica
 
 

@@ -37,15 +37,14 @@ from ..devices import (
 )
 from ..errors import ReplicaRow
 from ..telemetry import ObservedCall, ObservedWait, Observers
+from ._errors import held_by_op_error, misuse_error, two_at_once_error
 from ._failure import RunControl, add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
 from ._messages import Transfer
-from ._misuse import held_by_op_error, misuse_error
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
 from ._stall import StartedWaits
-from ._table import two_at_once_error
 
 NO_LOCK = nullcontext()
 

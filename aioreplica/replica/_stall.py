@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 from ..devices import lane_table
 from ..errors import ReplicaRow
+from ._errors import circle_text, quiet_text, with_activities
 from ._meeting import WaitedFor
 from ._replica import Replica
-from ._table import circle_text, quiet_text, with_activities
 
 if TYPE_CHECKING:
     from ._group import ReplicaGroup

@@ -8,11 +8,11 @@ from ._default import has_strategy as has_strategy
 from ._default import with_context as with_context
 from ._extended import Extended as Extended
 from ._group_view import GroupView as GroupView
+from ._launch import RunOptions as RunOptions
 from ._lifecycle import StrategyStatistics as StrategyStatistics
 from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
-from ._one_device import OneDeviceStrategy as OneDeviceStrategy
-from ._run_options import RunOptions as RunOptions
+from ._mirrored import OneDeviceStrategy as OneDeviceStrategy
 from ._strategy import Strategy as Strategy
 from ._watching import Telemetry as Telemetry
 

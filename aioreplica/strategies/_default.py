@@ -24,7 +24,7 @@ from ..devices import running_loop
 from ..errors import ContextError
 from ..replica import ProcessContext, ReplicaContext, ReplicaGroup, RunningReplica
 from ..values import PlainVariable, default_store
-from ._run_options import RunOptions
+from ._launch import RunOptions
 from ._strategy import Strategy
 
 P = ParamSpec("P")

@@ -11,8 +11,7 @@ from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
 from ..collectives import CommunicationOptions, gather_bytes, require_options
 from ..devices import Device
-from ._mirrored import chosen_devices
-from ._one_device import new_mirrored
+from ._mirrored import chosen_devices, new_mirrored
 from ._runtime import VariableTable
 from ._strategy import Strategy
 

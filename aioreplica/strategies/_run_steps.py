@@ -25,8 +25,7 @@ from ..devices import require_threads, run_on_host
 from ..errors import ContextError
 from ..values import split_per_replica
 from ._combine import reduce_tree
-from ._launch import Run
-from ._run_options import RunOptions
+from ._launch import Run, RunOptions
 from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from ..values import PerReplica, Snapshot, Variable, VariableOptions, take_snaps
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._extended import Extended
 from ._group_view import GroupView
-from ._launch import DEFAULT_OPTIONS, launch, require_runnable
+from ._launch import DEFAULT_OPTIONS, RunOptions, launch, require_runnable
 from ._lifecycle import StrategyStatistics
-from ._run_options import RunOptions
 from ._runtime import Replicas, Runtime, Scope
 from ._watching import Telemetry, Tracing
 

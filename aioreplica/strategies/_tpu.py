@@ -10,7 +10,7 @@ from ..device_loop import DeviceAssignment, HasTopology, Topology, find_topology
 from ..devices import Device, DeviceSpec, list_devices
 from ..errors import DeviceError
 from ..values import Done
-from ._one_device import new_mirrored
+from ._mirrored import new_mirrored
 from ._run_steps import checked_count
 from ._strategy import Strategy
 

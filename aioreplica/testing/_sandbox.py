@@ -31,12 +31,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
 from . import _faults
-from ._doors import socket_patches
-from ._executors import executor_patches
 from ._forbidden import is_foreign, is_importing, refuse, wait_in_c
-from ._imported import imported_names, new_modules
 from ._locks import lock_class, rlock_class
 from ._participants import SimTask
+from ._patches import executor_patches, imported_names, new_modules, socket_patches
 from ._sets import numbered
 from ._simulation import Simulation
 from ._started import thread_patches
@@ -270,7 +268,7 @@ class Sandbox:
             if sys.version_info >= (3, 12):
                 self._patch(module, "eager_task_factory", eager_task_factory)
         self._patch_refusals()
-        from ._anyio import anyio_patches  # imports a backend of anyio, which takes a while
+        from ._patches import anyio_patches  # imports a backend of anyio, which takes a while
 
         for patches in (executor_patches, anyio_patches, socket_patches, thread_patches):
             for owner, name, value in patches(here):

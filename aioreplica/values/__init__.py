@@ -3,6 +3,7 @@
 from .._export import export_public
 from ._array_like import ArrayLike as ArrayLike
 from ._array_like import is_floating as is_floating
+from ._creation import rows_between as rows_between
 from ._distributed import DistributedValues as DistributedValues
 from ._distributed import Mirrored as Mirrored
 from ._distributed import PerReplica as PerReplica
@@ -12,7 +13,6 @@ from ._division import Division as Division
 from ._division import Ranges as Ranges
 from ._division import divided as divided
 from ._indexed_slices import IndexedSlices as IndexedSlices
-from ._initial_value import rows_between as rows_between
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._mirrored import aggregate as aggregate

@@ -22,11 +22,10 @@ from ..typing import (
     VariableSynchronization,
 )
 from ._array_like import ArrayLike
-from ._creators import create_through
+from ._creation import RowsFn, create_through, initial_array, initial_rows
 from ._distributed import Mirrored, PerReplica
 from ._division import Division
 from ._indexed_slices import IndexedSlices, scatter
-from ._initial_value import RowsFn, initial_array, initial_rows
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
 from ._writes import Writes
 

@@ -7,18 +7,18 @@ from ._cupy import CupyBackend as CupyBackend
 from ._discover import backend_of as backend_of
 from ._discover import find_backends as find_backends
 from ._discover import numpy_backend as numpy_backend
-from ._handing import join_arrays as join_arrays
-from ._handing import share_array as share_array
-from ._handing import trace_of as trace_of
-from ._handing import untraced as untraced
 from ._jax import JaxBackend as JaxBackend
 from ._jax import ask_jax_for_cpus as ask_jax_for_cpus
-from ._namespace_reduce import reduce_in_namespace as reduce_in_namespace
+from ._namespace import join_arrays as join_arrays
+from ._namespace import reduce_in_namespace as reduce_in_namespace
+from ._namespace import share_array as share_array
+from ._namespace import trace_of as trace_of
+from ._namespace import untraced as untraced
 from ._numpy import NumpyBackend as NumpyBackend
-from ._numpy_reduce import reduce_arrays as reduce_arrays
-from ._numpy_reduce import reduce_block as reduce_block
-from ._numpy_reduce import reduce_into as reduce_into
-from ._numpy_reduce import result_dtype as result_dtype
+from ._numpy import reduce_arrays as reduce_arrays
+from ._numpy import reduce_block as reduce_block
+from ._numpy import reduce_into as reduce_into
+from ._numpy import result_dtype as result_dtype
 from ._torch import TorchBackend as TorchBackend
 
 __all__ = [

@@ -13,8 +13,8 @@ from array_api_compat import is_jax_array
 
 from ...typing import ReduceOp
 from ._backend import Array, Backend
-from ._hardware import may_have_gpu, may_have_tpu, require_installed
-from ._namespace_reduce import reduce_in_namespace
+from ._discover import may_have_gpu, may_have_tpu, require_installed
+from ._namespace import reduce_in_namespace
 
 NUM_CPUS = "JAX_NUM_CPU_DEVICES"
 FORCED = "xla_force_host_platform_device_count"

@@ -13,8 +13,8 @@ from array_api_compat import is_torch_array
 from ...context import REGISTRY
 from ...typing import ReduceOp
 from ._backend import Array, Backend
-from ._hardware import may_have_gpu, require_installed
-from ._namespace_reduce import reduce_in_namespace
+from ._discover import may_have_gpu, require_installed
+from ._namespace import reduce_in_namespace
 
 
 @final

@@ -1,4 +1,4 @@
-"""Finding backends by entry point, and the backend of an array."""
+"""Finding backends by entry point or array, and accelerators without importing a library."""
 
 from importlib import metadata
 from types import SimpleNamespace
@@ -80,3 +80,46 @@ def test_this_process_has_the_numpy_backend() -> None:
 @pytest.mark.parametrize("value", [np.zeros(2), np.float32(1), 3, 2.5, True, [1.0, 2.0]])
 def test_numbers_and_sequences_belong_to_numpy(value: Any) -> None:
     assert isinstance(backend_of(value), NumpyBackend)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A Linux machine without device files."""
+    monkeypatch.setattr(_discover.sys, "platform", "linux")
+    monkeypatch.setattr(_discover, "_exists", lambda node: False)
+    for name in _discover.TPU_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_bare_machine_has_none(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("TPU_ML_PLATFORM", "JAX")  # which jax sets itself wherever it is imported
+
+    assert not _discover.may_have_gpu()
+    assert not _discover.may_have_tpu()
+
+
+@pytest.mark.parametrize("node", _discover.GPU_NODES)
+def test_a_drivers_file_says_gpu(bare: pytest.MonkeyPatch, node: str) -> None:
+    bare.setattr(_discover, "_exists", lambda asked: asked == node)
+
+    assert _discover.may_have_gpu()
+
+
+def test_elsewhere_than_on_linux_the_library_has_to_say(bare: pytest.MonkeyPatch) -> None:
+    bare.setattr(_discover.sys, "platform", "win32")
+
+    assert _discover.may_have_gpu()
+
+
+def test_a_tpu_machine_is_recognized(bare: pytest.MonkeyPatch) -> None:
+    bare.setenv("TPU_NAME", "local")
+
+    assert _discover.may_have_tpu()
+
+
+def test_a_missing_package_is_told_without_importing_it() -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        _discover.require_installed("no_such_package_here")
+
+    assert caught.value.name == "no_such_package_here"
