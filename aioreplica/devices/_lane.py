@@ -147,7 +147,7 @@ class Lane:
 
     @property
     def has_one_thread(self) -> bool:
-        """Whether one thread of this process runs all ops, so one core is enough to wait on."""
+        """True if one thread of this process runs all ops, so it can wait on one core."""
         return self._num_streams == 1 and self._process is None
 
     def put(self, op: AnyOp) -> None:
