@@ -8,15 +8,15 @@ from ._default import with_context as with_context
 from ._distribute import ValueContext as ValueContext
 from ._extended import Extended as Extended
 from ._group_view import GroupView as GroupView
+from ._launch import RunOptions as RunOptions
 from ._lifecycle import StrategyStatistics as StrategyStatistics
 from ._mirrored import CentralStorageStrategy as CentralStorageStrategy
 from ._mirrored import MirroredStrategy as MirroredStrategy
+from ._mirrored import OneDeviceStrategy as OneDeviceStrategy
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._pipeline import pipeline as pipeline
 from ._prepare import no_sync as no_sync
 from ._prepare import prepare as prepare
-from ._run_options import RunOptions as RunOptions
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
 from ._watching import Telemetry as Telemetry
