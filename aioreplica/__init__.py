@@ -69,6 +69,7 @@ __getattr__, __dir__, __all__ = export_lazily(
             "Mirrored",
             "MirroredVariable",
             "PerReplica",
+            "Shard",
             "Snapshot",
             "SyncOnReadVariable",
             "Variable",

@@ -67,6 +67,7 @@ from .values import IndexedSlices as IndexedSlices
 from .values import Mirrored as Mirrored
 from .values import MirroredVariable as MirroredVariable
 from .values import PerReplica as PerReplica
+from .values import Shard as Shard
 from .values import Snapshot as Snapshot
 from .values import SyncOnReadVariable as SyncOnReadVariable
 from .values import Variable as Variable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any, final
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError
+from ..values import as_slice, parts_of
 from ._format import (
     CHUNK_BYTES,
     DamagedError,
@@ -103,49 +103,6 @@ def _read(
     return np.array(aggregated(entry, arrays)) if len(arrays) > 1 else arrays[0]
 
 
-def parts_of(shape: tuple[int, ...], index: object) -> tuple[list[range], tuple[int, ...]]:
-    """Return the indices to be read along each axis, and the shape of the result.
-
-    Raises:
-        IndexError: If one is out of bounds, or there are more than axes.
-        TypeError: If something is neither an integer nor a slice nor an ellipsis.
-
-    Example:
-        >>> parts_of((5, 4), (slice(1, 3), 2))
-        ([range(1, 3), range(2, 3)], (2,))
-    """
-    items = [*index] if isinstance(index, tuple) else [] if index is None else [index]
-    ellipses = [place for place, item in enumerate(items) if item is Ellipsis]
-    if len(items) - len(ellipses) > len(shape) or len(ellipses) > 1:
-        raise IndexError(f"{index!r} has more indices than the shape {shape} has axes.")
-    place = ellipses[0] if ellipses else len(items)
-    rest = items[place + 1 :]
-    whole = [slice(None)] * (len(shape) - place - len(rest))
-    ranges, kept = [], []
-    for item, size in zip([*items[:place], *whole, *rest], shape, strict=True):
-        if isinstance(item, slice):
-            ranges.append(range(*item.indices(size)))
-            kept.append(len(ranges[-1]))
-            continue
-        number = _integer(item)
-        if not -size <= number < size:
-            raise IndexError(f"Index {number} is out of bounds for an axis of size {size}.")
-        ranges.append(range(number % size, number % size + 1))
-    return ranges, tuple(kept)
-
-
-def _integer(item: Any) -> int:
-    try:
-        if not isinstance(item, (bool, np.bool_)):
-            return operator.index(item)
-    except TypeError:
-        pass
-    raise TypeError(
-        f"A part of a tensor is named by integers, slices and `...`, got {item!r}. Read a part "
-        "that holds it, and index that."
-    )
-
-
 @final
 class _Tensor:
     """A stored tensor, whose bytes are checked before they are given."""
@@ -210,19 +167,14 @@ def _fill(
             _fill(tensor, each, offset + row * row_bytes, shape[1:], ranges[1:])
         return
     count = max(1, CHUNK_BYTES // (row_bytes * abs(rows.step)))
-    inner = tuple(map(_as_slice, ranges[1:]))
+    inner = tuple(map(as_slice, ranges[1:]))
     for start in range(0, len(rows), count):
         group = rows[start : start + count]
         first, last = min(group[0], group[-1]), max(group[0], group[-1])
         read: Array = np.empty((last - first + 1, *shape[1:]), out.dtype)
         tensor.read(offset + first * row_bytes, _bytes_of(read))
-        own = _as_slice(range(group.start - first, group.stop - first, group.step))
+        own = as_slice(range(group.start - first, group.stop - first, group.step))
         out[start : start + count] = read[own, *inner]
-
-
-def _as_slice(indices: range) -> slice:
-    stop = indices.stop if indices.stop >= 0 else None
-    return slice(indices.start, stop, indices.step)
 
 
 def _bytes_of(array: Array) -> memoryview:

@@ -310,7 +310,7 @@ def apply_plan(
     for own in changes.values():
         for variable in own:
             if isinstance(variable, DividedVariable):
-                variable.division = variable.division_now()
+                variable.divide_anew()
         next(iter(own)).store.write(own)
     for entry in plan.direct:
         if entry.key in values and entry.composite is not None:

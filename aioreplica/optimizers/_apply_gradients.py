@@ -27,10 +27,10 @@ from ..replica import (
     RunningReplica,
     SyncGroup,
 )
-from ..values import IndexedSlices, Variable, Weighted
+from ..values import DividedVariable, IndexedSlices, Variable, Weighted
 from ._checks import replica_on_device, require_owner, written
 from ._divided_step import name_the_replica, take_divided_step
-from ._gradient import ScaledGradient, checked_pairs, has_parts
+from ._gradient import ScaledGradient, checked_pairs, has_parts, is_part
 from ._loss import Pairs, differentiate_loss
 from ._merged_gradient import merge_gradients, merge_over_workers, scale_of, summand_of
 from ._step import take_step
@@ -239,7 +239,9 @@ async def take_step_across(
     Raises:
         NonFiniteError: As `name_the_replica`.
     """
-    if optimizer.settings.shard_state and turn.num_workers > 1:
+    if not optimizer.settings.shard_state:
+        require_none_divided(optimizer, variables)
+    elif turn.num_workers > 1:
         await take_divided_step(
             turn, reducer, optimizer, variables, columns, global_step, is_summed=is_summed
         )
@@ -253,6 +255,21 @@ async def take_step_across(
         )
     take = partial(take_step, optimizer, merged, None, global_step)
     await name_the_replica(turn, variables, columns, take)
+
+
+def require_none_divided(optimizer: Optimizer, variables: Sequence[Variable]) -> None:
+    """Check that the state of an optimizer is where its variables are.
+
+    Raises:
+        ValueError: If workers have parts of one.
+    """
+    for variable in variables:
+        if type(variable) is DividedVariable and not variable.is_mirrored:
+            raise ValueError(
+                f"{optimizer!r} keeps its state whole on each worker, but {variable.name!r} is "
+                f"divided among {len(variable.division.ranges)} workers. Make the optimizer with "
+                "shard_state=True."
+            )
 
 
 async def take_step_alone(brought: Contribution) -> None:
@@ -303,8 +320,8 @@ def gradients_text(variables: Sequence[Variable], columns: Sequence[Sequence[obj
         weight = ", weighted" if isinstance(first, Weighted) else ""
         scale = scale_of(first)
         scaled = "" if scale is None else f", scale {scale:g}"
-        shape = list(variable.shape)
-        texts.append(f"{variable.name!r}: {kind}{variable.dtype}{shape}{weight}{scaled}")
+        shape, part = list(variable.shape), ", of parts" if is_part(total, variable) else ""
+        texts.append(f"{variable.name!r}: {kind}{variable.dtype}{shape}{part}{weight}{scaled}")
     return "; ".join(texts)
 
 

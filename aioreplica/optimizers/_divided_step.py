@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -88,7 +89,7 @@ class Moved(NamedTuple):
         group: The variable, or its master, and its slots.
         old: The part of each here, flat.
         new: Memory for the new ones.
-        whole: All new values of the variable, flat.
+        whole: All new values of the variable, flat; of a divided one only its part is here.
         value: This worker's part of these.
     """
 
@@ -137,20 +138,24 @@ async def take_divided_step(
     pairs = zip(gradients, moved, strict=True)
     await _run([(pair[1].value.nbytes, partial(_round, *pair)) for pair in pairs])
     own = _first_wrong(gradients, moved, divisions) if checks else None
-    wholes = [each.whole for each in moved]
-    forms = [(each.dtype, d.ranges) for each, d in zip(wholes, divisions, strict=True)]
+    travels = [not isinstance(variable, DividedVariable) for variable in variables]
+    wholes = [each.whole for each in compress(moved, travels)]
+    of_wholes = compress(divisions, travels)
+    forms = [(each.dtype, d.ranges) for each, d in zip(wholes, of_wholes, strict=True)]
     dealt = Dealt(forms, turn.rank)
     wrong = _unpacked(await gather_parts(turn, dealt, wholes, _packed(own), _are_all_finite))
     if wrong is not None:
         await refusal(wrong)
     elif not publish(optimizer, write, prepared, gradients, [each.group for each in moved]):
         names = ", ".join(variable.name for variable in variables[:8])
-        raise RuntimeError(
+        error = RuntimeError(
             f"{optimizer!r} has taken a step with state divided among workers, and {names} or "
             "something else that the step writes was written meanwhile on this worker, so it was "
-            "not taken here; other workers may have taken it. Restore a checkpoint on all, and "
-            "write variables between steps, on all workers."
+            "not taken here; other workers have taken it. Write variables between steps, on all "
+            "workers."
         )
+        variables[0].store.owner.workers.break_off(error)  # workers are a step apart
+        raise error
 
 
 async def _merged(
@@ -198,6 +203,8 @@ def _divisions(
                 "its state among workers, which takes arrays. Bring `slices.to_dense()`, or update "
                 "this variable with an optimizer without shard_state=True."
             )
+        if isinstance(variable, DividedVariable):
+            variable.require_current(turn.num_workers)
         is_half = working_dtype(variable.dtype) != variable.dtype
         if is_half and getattr(variable, "constraint", None) is not None:
             raise ValueError(
@@ -211,7 +218,11 @@ def _divisions(
                 f"but {optimizer!r} divides its state among workers, whose replicas have one "
                 "value. Assign it one (`await variable.assign(variable.value)`)."
             )
-        division = divided(variable.name, variable.shape, turn.rank, turn.num_workers, MEASURED)
+        if isinstance(variable, DividedVariable):
+            division = variable.division.flat()
+        else:
+            place = (turn.rank, turn.num_workers)
+            division = divided(variable.name, variable.shape, *place, MEASURED)
         for slot in optimizer.settings.slots.made.get(variable) or ():
             if not isinstance(slot, DividedVariable):
                 raise ValueError(
@@ -311,12 +322,19 @@ def _moved(
 ) -> Moved:
     [(old_values, new_values)] = write.begin((variable,))
     [(old, new)] = write.begin(own) if own else [((), ())]
-    value = division.part_of(new_values[0])
+    value = _part(variable, division, new_values[0])
     if len(own) > num_slots:  # the master stands for its variable
         return Moved(tuple(own), [*old], [*new], new_values[0].reshape(-1), value)
-    before = division.part_of(old_values[0])
+    before = _part(variable, division, old_values[0])
     group = (variable, *own)
     return Moved(group, [before, *old], [value, *new], new_values[0].reshape(-1), value)
+
+
+def _part(variable: Variable, division: Division, component: Array) -> Array:
+    """Return this worker's elements of a component, flat."""
+    if isinstance(variable, DividedVariable):
+        return component.reshape(-1)
+    return division.part_of(component)
 
 
 def _follow_written(
@@ -332,7 +350,7 @@ def _follow_written(
             continue
         master = own[0]
         if slots.in_step.get(variable) != (variable.version, master.version):
-            value, old = division.part_of(variable.components[0]), master.components[0]
+            value, old = _part(variable, division, variable.components[0]), master.components[0]
             with np.errstate(over="ignore"):
                 new = np.where(old.astype(value.dtype) == value, old, value.astype(old.dtype))
             write = StagedWrite([master])

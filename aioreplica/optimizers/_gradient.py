@@ -12,7 +12,14 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..devices.backends import backend_of, trace_of
 from ..tree import Array, register_node
-from ..values import DistributedValues, IndexedSlices, Variable, Weighted, is_floating
+from ..values import (
+    DistributedValues,
+    DividedVariable,
+    IndexedSlices,
+    Variable,
+    Weighted,
+    is_floating,
+)
 from ._slots import working_dtype
 
 _ADDING = (np.add, np.subtract)
@@ -299,7 +306,7 @@ def _fitting(gradient: Any, variable: Variable) -> object:
             f"The gradient of {variable.name!r} must hold numbers that fit its dtype "
             f"{variable.dtype}, got dtype {array.dtype}."
         )
-    if shape != variable.shape:
+    if shape != variable.shape and (is_sparse or not is_part(array, variable)):
         raise ValueError(
             f"The gradient of {variable.name!r} has {'dense shape' if is_sparse else 'shape'} "
             f"{shape}, but the variable has shape {variable.shape}."
@@ -309,6 +316,14 @@ def _fitting(gradient: Any, variable: Variable) -> object:
     if array.dtype == dtype:
         return gradient
     return IndexedSlices(array.astype(dtype), gradient.indices, gradient.dense_shape)
+
+
+def is_part(gradient: Any, variable: Variable) -> bool:
+    """Tell whether a gradient is one of this worker's part of a divided variable only."""
+    if not isinstance(variable, DividedVariable) or isinstance(gradient, IndexedSlices):
+        return False
+    shape: tuple[int, ...] = gradient.shape
+    return shape != variable.shape and shape == variable.local.shape
 
 
 def _on_host(gradient: Any, variable: Variable) -> object:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, final
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..errors import NonFiniteError
 from ..tree import Array
 from ..typing import ReduceOp
 from ..values import Division, IndexedSlices, Variable, Weighted
-from ._gradient import ScaledGradient
+from ._gradient import ScaledGradient, is_part
 
 _ARRAYS = frozenset({np.ndarray})
 _CHECKED_BY_DOT = 4096
@@ -222,7 +223,10 @@ class MergedGradient:
 
     def take_part(self, division: Division) -> None:
         """Go on with the elements that this worker updates, as a row."""
-        self.parts = [division.part_of(part) for part in self.parts]
+        of_part = is_part(self.parts[0], self.variable)
+        self.parts = [
+            part.reshape(-1) if of_part else division.part_of(part) for part in self.parts
+        ]
         self.num_bytes = sum(part.nbytes for part in self.parts)
 
     def first_non_finite(self) -> tuple[int, float] | None:
@@ -370,14 +374,12 @@ async def merge_over_workers(
         )
         totals, weights = found[: len(sums)], found[len(sums) :]
     else:
-        flat = [np.asarray(each).reshape(-1) for each in sums]
-        forms = [(each.dtype, d.ranges) for each, d in zip(flat, divisions, strict=True)]
-        dealt = Dealt(forms, turn.rank)
-        packed = await dealt.packed(flat, buffers or BufferPool(), are_lent=are_lent)
-        totals, weights = await scatter_across(turn, dealt, packed, weights)
-        totals = [
-            narrowed(each, halves[i]) if i in halves else each for i, each in enumerate(totals)
-        ]
+        pool = buffers or BufferPool()
+        totals, weights = await _scatter(
+            turn, sums, variables, divisions, weights, pool, are_lent=are_lent
+        )
+        for i, dtype in halves.items():
+            totals[i] = narrowed(totals[i], dtype)
     left = iter(weights)
     parts = []
     for column, total in zip(columns, totals, strict=True):
@@ -396,6 +398,35 @@ async def merge_over_workers(
             if not isinstance(column[0], Weighted):
                 gradient.divisor *= count
     return merged
+
+
+async def _scatter(
+    turn: Turn,
+    sums: Sequence[Any],
+    variables: Sequence[Variable],
+    divisions: Sequence[Division],
+    weights: list[float],
+    pool: BufferPool,
+    *,
+    are_lent: bool,
+) -> tuple[list[Any], list[float]]:
+    """Sum over workers so that each gets its elements, flat; what is of its part is that already.
+
+    Weights are summed with them.
+    """
+    wholes = [not is_part(*pair) for pair in zip(sums, variables, strict=True)]
+    flat = [np.asarray(each).reshape(-1) for each in compress(sums, wholes)]
+    ranges = [division.ranges for division in compress(divisions, wholes)]
+    forms = [(each.dtype, cuts) for each, cuts in zip(flat, ranges, strict=True)]
+    dealt = Dealt(forms, turn.rank)
+    packed = await dealt.packed(flat, pool, are_lent=are_lent)
+    found, weights = await scatter_across(turn, dealt, packed, weights)
+    scattered = iter(found)
+    totals = [
+        next(scattered) if is_whole else np.array(each).reshape(-1)  # which may be lent
+        for each, is_whole in zip(sums, wholes, strict=True)
+    ]
+    return totals, weights
 
 
 async def _sum_here(

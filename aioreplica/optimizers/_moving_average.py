@@ -14,7 +14,7 @@ from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, RunningReplica, SyncGroup
 from ..tree import Array
-from ..values import Variable, is_floating
+from ..values import DividedVariable, Variable, is_floating
 from ._checks import (
     checked_decay,
     replica_on_device,
@@ -85,6 +85,7 @@ class ExponentialMovingAverage:
                 owner,
                 variable.components[0].astype(working_dtype(variable.dtype)),
                 f"{variable.name}/average",
+                variable.division if isinstance(variable, DividedVariable) else None,
             )
             for variable in var_list
         }

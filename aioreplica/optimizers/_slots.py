@@ -99,10 +99,13 @@ class SlotTable:
         """
 
         def start(name: str) -> object:
-            value = (
-                variable.components[0] if name == MASTER else np.asarray(initial(name, variable))
-            )
+            value = np.asarray(initial(name, variable)) if name != MASTER else whole
             return value.astype(working_dtype(value.dtype), copy=False)
+
+        whole = variable.components[0]
+        is_part = division is not None and isinstance(variable, DividedVariable)
+        if is_part:  # what stands for the whole, which is nowhere
+            whole = np.broadcast_to(np.zeros((), working_dtype(variable.dtype)), variable.shape)
 
         with self._lock:  # two blocking runs may take the first step at the same time
             slots = self.made.get(variable)
@@ -114,6 +117,11 @@ class SlotTable:
                     value_at_start(f"{prefix}/{name}", start(name), restored.get(name))
                     for name in names
                 ]
+                if division is not None:
+                    values = [division.part_of(np.asarray(value)) for value in values]
+                    if is_part and names[:1] == (MASTER,) and MASTER not in restored:
+                        own = variable.components[0].reshape(-1)
+                        values[0] = own.astype(working_dtype(own.dtype))
                 slots = self.made[variable] = tuple(
                     new_variable(owner, value, f"{prefix}/{name}", division)
                     for name, value in zip(names, values, strict=True)
@@ -151,8 +159,11 @@ def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def new_variable(
     strategy: Any, value: object, name: str, division: Division | None = None
 ) -> Variable:
-    """Make a variable that is not trained, as `strategy` makes them; plain for None."""
-    array = np.array(value if division is None else division.part_of(np.asarray(value)))
+    """Make a variable that is not trained, as `strategy` makes them; plain for None.
+
+    With a division `value` is this worker's part.
+    """
+    array = np.array(value)
     array.flags.writeable = False
     options = VariableOptions(
         name, trainable=False, aggregation=VariableAggregation.NONE, division=division

@@ -36,7 +36,6 @@ __getattr__, __dir__, __all__ = export_lazily(
             "PerWorkerResource",
             "RemoteValue",
             "ServedVariable",
-            "Shard",
             "ShardedVariable",
         ),
     },

@@ -31,5 +31,4 @@ from .parameter_server import PerWorkerDataset as PerWorkerDataset
 from .parameter_server import PerWorkerResource as PerWorkerResource
 from .parameter_server import RemoteValue as RemoteValue
 from .parameter_server import ServedVariable as ServedVariable
-from .parameter_server import Shard as Shard
 from .parameter_server import ShardedVariable as ShardedVariable

@@ -35,7 +35,14 @@ from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..replica import joined_text, payload_signature
 from ..tree import LEAF_SPEC, TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp, VariableAggregation
-from ..values import DistributedValues, Mirrored, Variable, flatten_summands, require_own
+from ..values import (
+    DistributedValues,
+    DividedVariable,
+    Mirrored,
+    Variable,
+    flatten_summands,
+    require_own,
+)
 from ._runtime import Replicas
 
 if TYPE_CHECKING:
@@ -282,6 +289,8 @@ def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> object:
 
 def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[object, ...]:
     num_replicas = replicas.num
+    if isinstance(leaf, DividedVariable):
+        leaf._primary_of(leaf.components)  # refuses where workers have parts
     parts = _components(leaf, replicas.members)
     if parts is None:
         if num_replicas == 1:

@@ -11,7 +11,11 @@ from ._distributed import new_per_replica as new_per_replica
 from ._divided import DividedVariable as DividedVariable
 from ._division import Division as Division
 from ._division import Ranges as Ranges
+from ._division import Shard as Shard
+from ._division import as_slice as as_slice
+from ._division import cut as cut
 from ._division import divided as divided
+from ._division import parts_of as parts_of
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
@@ -59,6 +63,7 @@ __all__ = [
     "Mirrored",
     "MirroredVariable",
     "PerReplica",
+    "Shard",
     "Snapshot",
     "SyncOnReadVariable",
     "Variable",

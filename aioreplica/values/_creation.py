@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .._functions import require_finished
 from ..context import CREATORS, PLACE
 from ..tree import Array
+from ._division import Division, Shard, divided_rows
 
 if TYPE_CHECKING:
     from ._variable import Variable
@@ -43,6 +44,68 @@ def initial_rows(
         ValueError: If the shape has no rows, or the function gives another one.
         TypeError: If it is no function.
     """
+    rows, sizes = checked_rows(rows_from, name, shape)
+    if is_here:
+        return rows_between(rows, name, 0, sizes, dtype), None
+    first = rows_between(rows, name, 0, (min(sizes[0], 1), *sizes[1:]), dtype)
+    return np.broadcast_to(np.zeros((), first.dtype), sizes), rows
+
+
+def initial_part(
+    strategy: Any,  # Any: strategies lie above this layer
+    initial_value: object,
+    name: str,
+    dtype: npt.DTypeLike | None,
+    shape: Sequence[int] | None,
+    sharding: object,
+    *,
+    is_whole: bool,
+) -> tuple[Array, Division]:
+    """Return this worker's rows of a new variable, and how all are divided.
+
+    Raises:
+        ValueError: If the strategy cannot divide it, something of it `is_whole`, or there are not
+            enough rows.
+        TypeError: If `sharding` is no Shard.
+    """
+    if not isinstance(sharding, Shard):
+        raise TypeError(f"sharding is an ar.Shard() or None, got {sharding!r}.")
+    if strategy is None or strategy.has_plain_values or strategy.elsewhere is not None:
+        raise ValueError(
+            f"Variable {name!r} got sharding=, which divides it among the workers of a strategy: "
+            "make it in the scope of a MultiWorkerMirroredStrategy. A ParameterServerStrategy "
+            "takes a variable_partitioner."
+        )
+    if is_whole:
+        raise ValueError(
+            f"Variable {name!r} got sharding= and synchronization='on_read' or a constraint, which "
+            "takes a whole value. Leave one of them out."
+        )
+    workers = strategy.workers
+    rank, count = (0, 1) if workers is None else (workers.rank, workers.num_workers)
+    if shape is not None:
+        rows, sizes = checked_rows(initial_value, name, shape)
+        division = divided_rows(name, sizes, rank, count)
+        begin, _ = division.rows
+        return rows_between(rows, name, begin, division.part_shape, dtype), division
+    whole = initial_array(initial_value, name, dtype)
+    division = divided_rows(name, whole.shape, rank, count)
+    part = division.part_of(whole)
+    if count > 1:
+        part = part.copy()  # and the whole is let go
+        part.flags.writeable = False
+    return part, division
+
+
+def checked_rows(
+    rows_from: object, name: str, shape: Sequence[int]
+) -> tuple[RowsFn, tuple[int, ...]]:
+    """Return a function that gives rows, and a shape with rows.
+
+    Raises:
+        ValueError: If the shape has no rows.
+        TypeError: If it is no function.
+    """
     if not callable(rows_from):
         raise TypeError(
             f"Variable {name!r} was given a shape, so its initial value must be a function that "
@@ -51,10 +114,7 @@ def initial_rows(
     sizes = tuple(map(operator.index, shape))
     if not sizes or min(sizes) < 0:
         raise ValueError(f"The shape of variable {name!r} needs rows, got {sizes}.")
-    if is_here:
-        return rows_between(rows_from, name, 0, sizes, dtype), None
-    first = rows_between(rows_from, name, 0, (min(sizes[0], 1), *sizes[1:]), dtype)
-    return np.broadcast_to(np.zeros((), first.dtype), sizes), rows_from
+    return rows_from, sizes
 
 
 def rows_between(

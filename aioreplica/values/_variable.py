@@ -22,9 +22,9 @@ from ..typing import (
     VariableSynchronization,
 )
 from ._array_like import ArrayLike
-from ._creation import RowsFn, create_through, initial_array, initial_rows
+from ._creation import RowsFn, create_through, initial_array, initial_part, initial_rows
 from ._distributed import Mirrored, PerReplica
-from ._division import Division
+from ._division import Division, Shard
 from ._indexed_slices import IndexedSlices, scatter
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
 from ._writes import Writes
@@ -108,6 +108,8 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         shape: With it `initial_value` is a function of two row numbers that gives the rows from the
             first up to the second. Parameter servers call it for each shard, so that a table may be
             larger than the memory of the program; it has to be deterministic. Others call it here.
+        sharding: `ar.Shard()` divides the rows among the workers of a strategy; with `shape` each
+            makes its own rows only. None has all of them on every worker.
 
     Variables take part in NumPy expressions (`v + 1`, `v @ m`, `np.exp(v)`) with their value, and
     compare with it: `v == w` is an array. As keys and in sets they are told apart by identity;
@@ -116,10 +118,10 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     Raises:
         ContextError: If called inside a replica.
-        ValueError: If `synchronization` or `aggregation` is unknown or not supported, or the
-            strategy has a variable of that name.
-        TypeError: If the initial value is not numeric, `constraint` not callable, or there is a
-            `shape` and the initial value is no function of rows.
+        ValueError: If `synchronization` or `aggregation` is unknown or not supported, the
+            strategy has a variable of that name, or `sharding` cannot be.
+        TypeError: If the initial value is not numeric, `constraint` not callable, there is a
+            `shape` and the initial value is no function of rows, or `sharding` is no Shard.
 
     Example:
         >>> w = Variable([1.0, 2.0], name="w")
@@ -144,6 +146,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             aggregation: VariableAggregation | AggregationName = "none",
             constraint: Constraint | None = None,
             shape: Sequence[int] | None = None,
+            sharding: Shard | None = None,
         ) -> None: ...
 
     def _set_up(
@@ -511,6 +514,7 @@ def _create_variable(
     aggregation: VariableAggregation | str = VariableAggregation.NONE,
     constraint: Constraint | None = None,
     shape: Sequence[int] | None = None,
+    sharding: Shard | None = None,
 ) -> Variable:
     place = PLACE.get()
     _require_creation_allowed(place)
@@ -529,7 +533,13 @@ def _create_variable(
     strategy = place.strategy
     if name is not None and strategy is not None:
         strategy.variable_table.require_free(name, strategy)
-    if shape is not None:
+    if sharding is not None:
+        is_whole = options.synchronization is VariableSynchronization.ON_READ or constraint
+        value, division = initial_part(
+            strategy, initial_value, label, dtype, shape, sharding, is_whole=bool(is_whole)
+        )
+        options = replace(options, division=division)
+    elif shape is not None:
         is_here = strategy is None or strategy.elsewhere is None
         value, rows_from = initial_rows(initial_value, label, dtype, shape, is_here=is_here)
         options = replace(options, rows_from=rows_from)

@@ -8,7 +8,6 @@ from ._partition import FixedShardsPartitioner as FixedShardsPartitioner
 from ._partition import MaxSizePartitioner as MaxSizePartitioner
 from ._partition import MinSizePartitioner as MinSizePartitioner
 from ._partition import Partitioner as Partitioner
-from ._partition import Shard as Shard
 from ._per_worker_variable import PerWorkerVariable as PerWorkerVariable
 from ._remote_value import RemoteValue as RemoteValue
 from ._strategy import ParameterServerStrategy as ParameterServerStrategy

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...optimizers import ScaleRule
 from ...values import IndexedSlices
-from ._partition import Shard
+from ._partition import ServedRows
 
 Array: TypeAlias = npt.NDArray[Any]
 Key: TypeAlias = tuple[int, int]
@@ -43,7 +43,7 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     trainable: bool
-    shards: tuple[Shard, ...]
+    shards: tuple[ServedRows, ...]
     slot: Slot | None = None
 
     def shape_of(self, index: int) -> tuple[int, ...]:

@@ -6,17 +6,18 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
+from ...values import cut
+
 PartitionFn = Callable[[tuple[int, ...], np.dtype[Any]], Sequence[int]]
 
 
 @final
-class Shard(NamedTuple):
+class ServedRows(NamedTuple):
     """Some rows of a variable; all of it, if it is not cut.
 
     Attributes:
@@ -186,11 +187,7 @@ def cut_rows(
             f"The partitioner {partitioner!r} cuts variable {name!r} of {num_rows} rows into "
             f"{count} shards. Return a number from 1 to {max(1, num_rows)}."
         )
-    size, extra = divmod(num_rows, count)
-    ends = [0]
-    for i in range(count):
-        ends.append(ends[-1] + size + (i < extra))
-    return list(pairwise(ends))
+    return list(cut(num_rows, count))
 
 
 def _at_least_one(name: str, value: Any) -> int:

@@ -33,7 +33,7 @@ from ._messages import (
     Stamp,
     Write,
 )
-from ._partition import Shard
+from ._partition import ServedRows
 from ._server import ParameterServer
 from ._variables import ServedVariable, split_value
 
@@ -99,10 +99,12 @@ class Servers:
         beside = BESIDE.get()
         if isinstance(beside, ServedVariable) and beside.spec.variable_id in self.variables:
             places = cycle([shard.server for shard in beside.spec.shards])
-            shards = [Shard(next(places), *cut) for cut in cuts]
+            shards = [ServedRows(next(places), *cut) for cut in cuts]
         else:
             first = self._next_server
-            shards = [Shard((first + i) % self.num_servers, *cut) for i, cut in enumerate(cuts)]
+            shards = [
+                ServedRows((first + i) % self.num_servers, *cut) for i, cut in enumerate(cuts)
+            ]
             self._next_server = (first + len(cuts)) % self.num_servers
         return Spec(next(self._numbers), name, value.shape, value.dtype, trainable, tuple(shards))
 

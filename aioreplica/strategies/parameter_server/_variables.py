@@ -16,7 +16,7 @@ from ...context import CLOSURE, PLACE, Place
 from ...errors import ContextError
 from ...values import IndexedSlices, Variable, VariableOptions, VariableStore, fitting
 from ._messages import Array, Spec
-from ._partition import Shard
+from ._partition import ServedRows
 
 if TYPE_CHECKING:
     from ._servers import Servers
@@ -77,7 +77,7 @@ class ServedVariable(Variable):
         return 1
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
+    def shards(self) -> tuple[ServedRows, ...]:
         """Shards of its rows, in order."""
         return self._spec.shards
 
