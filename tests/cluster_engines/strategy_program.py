@@ -138,6 +138,36 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
     }
 
 
+async def parts(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Train variables and state in parts; say whether the bits are those of whole ones."""
+    rng = np.random.default_rng(0)
+    values = [
+        rng.normal(size=shape).astype("float32") for shape in ((701, 300), (7, 3), (300_001,))
+    ]
+    bits = []
+    for sharding in (None, ar.Shard()):
+        with strategy.scope():
+            made: list[Any] = [ar.Variable(each, sharding=sharding) for each in values]
+            made += [ar.Variable(values[0]), ar.Variable(values[1])]
+            adam = ar.optimizers.Adam(0.01, shard_state=sharding is not None)
+
+        async def step(number: int, made: Any = made, adam: Any = adam) -> None:
+            replica = me().replica_id_in_sync_group
+            draw = np.random.default_rng([number, replica]).normal
+            await adam.apply_gradients([(draw(size=v.shape).astype("float32"), v) for v in made])
+
+        for number in range(3):
+            await strategy.run(step, (number,))
+        wholes = [v.value if sharding is None else await v.read() for v in made[:3]]
+        bits.append([each.tobytes() for each in [*wholes, *(v.value for v in made[3:])]])
+    table = made[0]
+    part = await table.read(np.s_[600:2:-7, :5])
+    same = (
+        part.tobytes() == np.frombuffer(bits[1][0], "f4").reshape(701, 300)[600:2:-7, :5].tobytes()
+    )
+    return {"same": bits[0] == bits[1], "read": same, "rows": table.local.shape[0]}
+
+
 async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     """Numbers of two kinds, half precision, and a form that does not fit."""
     number = (1.5, np.float64(2.0))[rank_of(strategy) % 2]

@@ -27,6 +27,12 @@ def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
         assert "float64[] on worker 0 and SUM; number on worker 1" in told
 
 
+@both
+def test_parts_of_variables_and_state_have_the_bits_of_whole_ones(launch: Launcher) -> None:
+    found = results_of(launch(3, "parts", program=STRATEGY_PROGRAM), 3)
+    assert found == [{"same": True, "read": True, "rows": rows} for rows in (234, 234, 233)]
+
+
 def test_an_all_reduce_passes_few_files_and_classes() -> None:
     for row in results_of(mpi(2, "path", program=STRATEGY_PROGRAM), 2):
         assert "Exchange" in row["classes"]
