@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ..devices import device
+from ..values import StepGate
 from ._assemble import Joiner, Sharing, dealt_source, split_source, zipped_source
 from ._dataset import find_source
 from ._distributed_dataset import DistributedDataset, DistributedIterator
@@ -33,6 +34,7 @@ class InputTarget:
             together; a worker that was lost changes that.
         open_loops: Where the strategy finds epochs to close.
         on_begin: Called when an epoch begins; raises if the strategy is closed.
+        gate: Closed while a save or restore waits for steps to end.
         go_on: Asks the other workers how many batches they have; None if there are none.
     """
 
@@ -41,6 +43,7 @@ class InputTarget:
     context_now: Callable[[], InputContext]
     open_loops: OpenLoops
     on_begin: Callable[[], object]
+    gate: StepGate
     go_on: GoOn | None = None
 
 
@@ -162,6 +165,7 @@ def _distributed(
         target.on_begin,
         num_pipelines,
         lambda: target.context_now().num_replicas_in_sync,
+        target.gate,
         target.go_on,
     )
 

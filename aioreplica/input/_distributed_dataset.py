@@ -11,6 +11,7 @@ from typing import Any, Self, final
 from ..context import PLACE
 from ..errors import ContextError
 from ..tree import unflatten
+from ..values import StepGate
 from ._batches import BatchReader, spec_of
 from ._epoch import Epoch, GoOn, OpenLoops
 from ._options import count_or_none
@@ -61,8 +62,10 @@ class DistributedDataset:
         on_begin: Callable[[], object],
         num_pipelines: int,
         num_replicas: Callable[[], int],
+        gate: StepGate,
         go_on: GoOn | None = None,
     ) -> None:
+        self.gate = gate  # of the steps that its batches are for
         self._source = source  # of batches of distributed values
         self._known_spec = known_spec
         self._open_loops = open_loops
@@ -357,14 +360,21 @@ class DistributedIterator:
             ContextError: If the loop was ended by another one, or its strategy was closed.
             Exception: What the source raised.
         """
-        epoch = self._epoch
+        epoch, gate = self._epoch, self._dataset.gate
         if epoch is None:
             epoch = await self._begin()
-        try:
-            item = await epoch.next()
-        finally:
-            if epoch.is_over:
-                self._dataset.ended(epoch)
+        while True:
+            try:
+                item = await epoch.next()
+            finally:
+                if epoch.is_over:
+                    self._dataset.ended(epoch)
+            if item is None or not gate.is_closed or not gate.holds_loops:
+                break
+            # A save or restore between steps must not find a batch that no step has seen behind
+            # the place. What was put back is the next batch, unless the epoch is left meanwhile.
+            epoch.put_back((item,), None)
+            await gate.opened()
         self._dataset.delivered(epoch, item)
         if item is None:
             raise StopAsyncIteration

@@ -77,6 +77,7 @@ def input_target(runtime: Runtime) -> InputTarget:
         context,
         runtime.lifecycle.open_loops,
         runtime.lifecycle.open,
+        runtime.lifecycle.gate,
         None if workers is None else partial(agreed_batches, workers),
     )
 

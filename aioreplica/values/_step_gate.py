@@ -3,7 +3,7 @@
 Invariants:
     * Who has closed the gate and finds it idle may look at everything between two steps until the
       next `await`: a step that wants to begin waits, and so does the caller of one that has ended,
-      so that it does not take its next batch.
+      so that it does not take its next batch. A loop that takes one meanwhile waits, too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ class StepGate:
         self._closers = 0
         self._open: list[asyncio.Future[None]] = []
         self._idle: list[asyncio.Future[None]] = []
+
+    @property
+    def holds_loops(self) -> bool:
+        """True if a loop may not have its next batch: no step could begin with it.
+
+        While one is under way it may: that step may wait for what the loop does with the batch.
+        """
+        if not self.is_closed or self.running:
+            return False
+        place = PLACE.get()
+        return not (place.replica or place.in_merge or place.is_outside)
 
     async def opened(self) -> None:
         """Wait until the gate is open, unless the caller is part of a step under way.

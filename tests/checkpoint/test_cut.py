@@ -14,7 +14,7 @@ import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica._gil import has_gil
 from aioreplica.checkpoint import CheckpointManager
-from aioreplica.errors import CheckpointNotCommittedError
+from aioreplica.errors import CheckpointNotCommittedError, ContextError
 from tests.conftest import mirrored
 from tests.sequencer import idle
 
@@ -296,6 +296,155 @@ async def test_old_versions_are_let_go_of_tensor_by_tensor_while_training_goes_o
         assert alive == [4, 4, 3, 2, 1]  # the header, then each tensor
     assert [ref() for ref in old] == [None] * 4
     assert [v.value.sum() for v in variables] == [0.0] * 4
+
+
+# --- several strategies -----------------------------------------------------------------------
+
+
+class Pair:
+    """Two trainings with one manager; a step of the first goes on until it is let."""
+
+    def __init__(self, folder: Path) -> None:
+        self.held, self.free = Training(folder), Training(folder)
+        self.entered, self.go_on = asyncio.Event(), asyncio.Event()
+        self.manager = self.free.manager
+        self.state = {"held": self.held.state, "free": self.free.state}
+
+    async def hold(self) -> None:
+        self.entered.set()
+        await self.go_on.wait()
+
+    async def save_held_back(self) -> "asyncio.Task[None]":
+        """Begin a save that waits for a step of the first training."""
+        self.running = asyncio.create_task(self.held.strategy.run(self.hold))
+        await self.entered.wait()
+        saving = asyncio.create_task(self.manager.save(1, self.state))
+        await idle()
+        assert not saving.done()
+        return saving
+
+    async def aclose(self) -> None:
+        await self.held.aclose()
+        await self.free.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_loop_gets_no_batch_while_its_steps_are_held_back(tmp_path: Path) -> None:
+    """A save over two strategies waits for a step of one, and finds the place of the other."""
+    pair, after = Pair(tmp_path), Pair(tmp_path)
+    batches = aiter(pair.free.data)
+    await pair.free.strategy.run(pair.free.step, args=(await anext(batches),))
+    saving = await pair.save_held_back()
+
+    taking = asyncio.ensure_future(anext(batches))
+    await idle()
+    assert not taking.done()
+    assert pair.free.data.statistics().num_delivered == 1
+    pair.go_on.set()
+    await asyncio.gather(pair.running, saving, taking)
+
+    assert pair.free.data.statistics().num_delivered == 2
+    await after.manager.restore(after.state)
+    await after.free.train()
+    assert after.free.sum.value == TOTAL
+    await pair.aclose()
+    await after.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_loop_that_is_cancelled_while_it_is_held_loses_no_batch(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    batches = aiter(pair.free.data)
+    saving = await pair.save_held_back()
+    taking = asyncio.ensure_future(anext(batches))
+    await idle()
+
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    pair.go_on.set()
+    await asyncio.gather(pair.running, saving)
+
+    seen = [pair.free.strategy.local_results(batch) async for batch in batches]
+    assert sum(float(part.sum()) for parts in seen for part in parts) == TOTAL
+    await pair.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_loop_whose_state_is_loaded_while_it_is_held_is_told(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    await pair.manager.save(0, pair.state)
+    batches = aiter(pair.free.data)
+    await anext(batches)
+    pair.running = asyncio.create_task(pair.held.strategy.run(pair.hold))
+    await pair.entered.wait()
+    restoring = asyncio.create_task(pair.manager.restore(pair.state))
+    async with asyncio.timeout(60):
+        while not pair.free.sum.store.gate.is_closed:  # the files are read first
+            await asyncio.sleep(0)
+    taking = asyncio.ensure_future(anext(batches))
+    await idle()
+
+    pair.go_on.set()
+    await asyncio.gather(pair.running, restoring)
+
+    with pytest.raises(ContextError, match="a state was loaded"):
+        await taking
+    await pair.free.train()
+    assert pair.free.sum.value == TOTAL
+    await pair.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_step_may_wait_for_a_loop_over_its_own_batches(tmp_path: Path) -> None:
+    """A save waits for the step, which waits for the loop: so the loop is not held."""
+    training = Training(tmp_path)
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def feed() -> None:
+        async for batch in training.data:
+            await queue.put(batch)
+
+    async def step() -> None:
+        context = ar.get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group == 0:
+            await queue.get()
+
+    running = asyncio.create_task(training.strategy.run(step))
+    await idle()
+    saving = asyncio.create_task(training.manager.save(1, training.state))
+    await idle()
+    feeding = asyncio.create_task(feed())
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(running, saving, feeding)
+    await training.aclose()
+
+
+@pytest.mark.slow
+def test_a_save_over_two_strategies_is_a_cut_between_steps_of_both() -> None:
+    async def finish(first: Training, second: Training) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(first.train())
+            group.create_task(second.train())
+        for each in (first, second):
+            assert each.sum.value == each.again.value == TOTAL
+
+    async def main() -> None:
+        files = SimulatedFiles()
+        pairs = [[Training(SimulatedStorage(files)) for _ in range(2)] for _ in range(2)]
+        states = [[training.state for training in pair] for pair in pairs]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(finish(*pairs[0]))
+            await asyncio.sleep(0.003)
+            await pairs[0][0].manager.save(1, states[0])
+        await pairs[1][0].manager.restore(states[1])
+        await finish(*pairs[1])
+        for training in (*pairs[0], *pairs[1]):
+            await training.aclose()
+
+    art.explore(main, schedules=30).check()
 
 
 # --- told to stop -----------------------------------------------------------------------------

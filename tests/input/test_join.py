@@ -13,6 +13,7 @@ from aioreplica.devices import lane_table
 from aioreplica.devices.backends import Backend, NumpyBackend
 from aioreplica.input import InputContext as Context
 from aioreplica.input import InputOptions, InputTarget, OpenLoops, distribute_dataset
+from aioreplica.values import StepGate
 
 
 class Moved:
@@ -76,7 +77,12 @@ def fake() -> Iterator[FakeBackend]:
 
 def target() -> InputTarget:
     return InputTarget(
-        ("fake:0", "fake:1"), False, lambda: Context(1, 0, 2), OpenLoops(), lambda: None
+        ("fake:0", "fake:1"),
+        False,
+        lambda: Context(1, 0, 2),
+        OpenLoops(),
+        lambda: None,
+        StepGate(),
     )
 
 

@@ -19,6 +19,7 @@ from aioreplica.input import (
     shard_items,
     split_sizes,
 )
+from aioreplica.values import StepGate
 from tests.conftest import mirrored
 
 
@@ -53,7 +54,7 @@ def target(num_workers: int, worker: int, num_local: int = 2) -> InputTarget:
     """Return what a strategy of one of several workers would pass."""
     names = tuple(f"cpu:{i}" for i in range(num_local))
     context = ar.InputContext(num_workers, worker, num_workers * num_local)
-    return InputTarget(names, False, lambda: context, OpenLoops(), lambda: None)
+    return InputTarget(names, False, lambda: context, OpenLoops(), lambda: None, StepGate())
 
 
 async def parts(dataset: Any, options: ar.InputOptions, who: InputTarget) -> list[list[list[int]]]:
