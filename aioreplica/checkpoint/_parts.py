@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,22 +15,20 @@ from ._format import (
     CHUNK_BYTES,
     DamagedError,
     EntryRecord,
-    FileRecord,
     Manifest,
-    TensorRecord,
     dtype_of,
 )
 from ._lane import Stop
 from ._reading import (
+    CheckedTensor,
     check_header,
-    check_tensor,
     look_at,
     no_step_error,
     opened_data,
     require_memory,
 )
 from ._restoring import aggregated, value_of
-from ._storage import Source, Storage
+from ._storage import Storage
 
 Array = npt.NDArray[Any]
 
@@ -95,7 +92,7 @@ def _read(
             check_header(source, file)
             array: Array = np.empty([*map(len, ranges)], dtype)
             if array.size:
-                tensor = _Tensor(source, file, record, f"{key}#{number}", stop)
+                tensor = CheckedTensor(source, file, record, f"{key}#{number}", stop)
                 _fill(tensor, array, 0, shape, ranges)
         arrays.append(array.reshape(kept).astype(dtype.newbyteorder("="), copy=False))
     if entry.kind == "value":
@@ -103,55 +100,8 @@ def _read(
     return np.array(aggregated(entry, arrays)) if len(arrays) > 1 else arrays[0]
 
 
-@final
-class _Tensor:
-    """A stored tensor, whose bytes are checked before they are given."""
-
-    def __init__(
-        self, source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
-    ) -> None:
-        self._source = source
-        self._file = file
-        self._record = record
-        self._key = key
-        self._stop = stop
-        self._chunk = bytearray()  # the one that was read last
-        self._number = -1
-        self._is_checked = False
-        if (
-            record.bytes > CHUNK_BYTES and not record.marks
-        ):  # of version 1: it is checked as a whole
-            check_tensor(source, file, record, key, stop)
-            self._is_checked = True
-
-    def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer from a byte of the tensor on."""
-        done = 0
-        while done < len(buffer):
-            number, within = divmod(start + done, CHUNK_BYTES)
-            part = self._read_chunk(number)[within : within + len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
-
-    def _read_chunk(self, number: int) -> memoryview:
-        if number != self._number:
-            self._stop.check()
-            record, first = self._record, number * CHUNK_BYTES
-            chunk = bytearray(min(CHUNK_BYTES, record.bytes - first))
-            if self._source.read_into(record.offset + first, memoryview(chunk)) != len(chunk):
-                raise DamagedError(f"{self._file.name} ends too early")
-            sums = (0, *record.marks, record.crc32)  # of what is before each chunk
-            if not self._is_checked and zlib.crc32(chunk, sums[number]) != sums[number + 1]:
-                raise DamagedError(
-                    f"bytes {first} to {first + len(chunk)} of {self._key!r} in {self._file.name} "
-                    "fail their checksum"
-                )
-            self._chunk, self._number = chunk, number
-        return memoryview(self._chunk)
-
-
 def _fill(
-    tensor: _Tensor, out: Array, offset: int, shape: Sequence[int], ranges: Sequence[range]
+    tensor: CheckedTensor, out: Array, offset: int, shape: Sequence[int], ranges: Sequence[range]
 ) -> None:
     """Fill an array with what ranges name of a tensor of a shape, which begins at an offset."""
     if not shape:

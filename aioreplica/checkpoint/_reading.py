@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..errors import CheckpointError
 from ..tree import Array
 from ._claims import Claim, Listing, not_listed, read_listing
 from ._format import (
+    CHUNK_BYTES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     DamagedError,
@@ -30,6 +32,7 @@ from ._format import (
     Manifest,
     TensorRecord,
     dtype_of,
+    item_bytes,
     parse_manifest,
 )
 from ._lane import NUM_THREADS, Stop, run_all
@@ -287,9 +290,19 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 
 async def read_tensors(
-    storage: Storage, manifest: Manifest, keys: Collection[str]
+    storage: Storage,
+    manifest: Manifest,
+    keys: Collection[str],
+    ranges: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, list[Array]]:
     """Read the tensors of some entries, at the same time, and check each.
+
+    Args:
+        storage: Where from.
+        manifest: Says where they are.
+        keys: Which entries.
+        ranges: The first element to read and the one after the last, by key; such a part is flat,
+            and what was read of the tensor is checked.
 
     Raises:
         DamagedError: If one is not what was written.
@@ -308,11 +321,18 @@ async def read_tensors(
         count = math.ceil(NUM_THREADS / len(wanted))
         size = math.ceil(len(tensors) / count)
         jobs += [(number, tensors[start : start + size]) for start in range(0, len(tensors), size)]
-    require_memory(
-        storage, manifest, sum(e.tensors[i].bytes for each in wanted.values() for (_, i), e in each)
+    sizes = (
+        item_bytes(entry.dtype) * (ranges[key][1] - ranges[key][0])
+        if key in ranges
+        else entry.tensors[index].bytes
+        for tensors in wanted.values()
+        for (key, index), entry in tensors
     )
+    require_memory(storage, manifest, sum(sizes))
     stop = new_stop(storage)
-    read = await run_all([partial(_read_some, storage, manifest, *job, stop) for job in jobs], stop)
+    read = await run_all(
+        [partial(_read_some, storage, manifest, *job, ranges, stop) for job in jobs], stop
+    )
     arrays = {tensor: array for part in read for tensor, array in part.items()}
     return {
         key: [arrays[key, index] for index in range(len(manifest.entries[key].tensors))]
@@ -342,6 +362,7 @@ def _read_some(
     manifest: Manifest,
     number: int,
     wanted: Sequence[tuple[Tensor, EntryRecord]],
+    ranges: Mapping[str, tuple[int, int]],
     stop: Stop,
 ) -> dict[Tensor, Array]:
     file = manifest.files[number]
@@ -351,8 +372,16 @@ def _read_some(
         for (key, index), entry in wanted:
             shape, name = entry.form_of(index)
             record = entry.tensors[index]
-            array = np.empty(shape, dtype_of(name).newbyteorder("<"))
-            read_tensor(source, file, record, key, array, stop)
+            dtype = dtype_of(name).newbyteorder("<")
+            if key in ranges:
+                begin, end = ranges[key]
+                array: Array = np.empty(end - begin, dtype)
+                tensor = CheckedTensor(source, file, record, f"{key}#{index}", stop)
+                data: Any = array.view(np.uint8)
+                tensor.read(begin * dtype.itemsize, memoryview(data))
+            else:
+                array = np.empty(shape, dtype)
+                read_tensor(source, file, record, key, array, stop)
             if not np.little_endian:
                 array = array.astype(array.dtype.newbyteorder("="))
             array.flags.writeable = False
@@ -430,6 +459,53 @@ def check_tensor(
     """
     if _crc_of(source, record.offset, record.bytes, stop) != record.crc32:
         raise DamagedError(f"{key!r} in {file.name} fails its checksum")
+
+
+@final
+class CheckedTensor:
+    """A stored tensor, whose bytes are checked before they are given."""
+
+    def __init__(
+        self, source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
+    ) -> None:
+        self._source = source
+        self._file = file
+        self._record = record
+        self._key = key
+        self._stop = stop
+        self._chunk = bytearray()  # the one that was read last
+        self._number = -1
+        self._is_checked = False
+        if (
+            record.bytes > CHUNK_BYTES and not record.marks
+        ):  # of version 1: it is checked as a whole
+            check_tensor(source, file, record, key, stop)
+            self._is_checked = True
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer from a byte of the tensor on."""
+        done = 0
+        while done < len(buffer):
+            number, within = divmod(start + done, CHUNK_BYTES)
+            part = self._read_chunk(number)[within : within + len(buffer) - done]
+            buffer[done : done + len(part)] = part
+            done += len(part)
+
+    def _read_chunk(self, number: int) -> memoryview:
+        if number != self._number:
+            self._stop.check()
+            record, first = self._record, number * CHUNK_BYTES
+            chunk = bytearray(min(CHUNK_BYTES, record.bytes - first))
+            if self._source.read_into(record.offset + first, memoryview(chunk)) != len(chunk):
+                raise DamagedError(f"{self._file.name} ends too early")
+            sums = (0, *record.marks, record.crc32)  # of what is before each chunk
+            if not self._is_checked and zlib.crc32(chunk, sums[number]) != sums[number + 1]:
+                raise DamagedError(
+                    f"bytes {first} to {first + len(chunk)} of {self._key!r} in {self._file.name} "
+                    "fail their checksum"
+                )
+            self._chunk, self._number = chunk, number
+        return memoryview(self._chunk)
 
 
 def _crc_of(source: Source, offset: int, size: int, stop: Stop) -> int:

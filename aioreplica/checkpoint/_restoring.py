@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
@@ -11,7 +11,8 @@ from typing import Any, final
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..collectives import SLOT_BYTES, no_data
+from ..errors import CheckpointError, ContextError
 from ..input import Stateful
 from ..tree import Array, decode
 from ..typing import VariableAggregation
@@ -106,14 +107,49 @@ async def _restore_from(
     storage: Storage, manifest: Manifest, state: object, *, is_partial: bool
 ) -> Plan:
     plan = make_plan(read_state(state), manifest, partial=is_partial)
-    arrays = await read_tensors(storage, manifest, plan.keys)
+    ranges = plan.ranges()
+    read = bound(read_tensors, storage, manifest, plan.keys, ranges)
+    arrays = await (read_parts(plan, manifest.step, read) if ranges else read())
     async with between_steps(read_state(state).gates):
         now = read_state(state)
         plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
+        if any(ranges.get(key, part) != part for key, part in plan.ranges().items()):
+            raise ContextError(
+                f"The workers have changed while step {manifest.step} was restored, and with them "
+                "what this one needs. Nothing was changed; restore again."
+            )
         apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
         for each in now.elsewhere():
             await each.send_out(now.variables.values(), now.composites.values())
     return plan
+
+
+async def read_parts(
+    plan: Plan, step: int, read: Callable[[], Awaitable[dict[str, list[Array]]]]
+) -> dict[str, list[Array]]:
+    """Read what this worker needs; damage that one worker finds is damage for all of them.
+
+    Raises:
+        DamagedError: As `read_tensors`, on all workers.
+        WorkerLostError: If another worker cannot read.
+    """
+    things = [entry.thing for entry in plan.direct]
+    workers = next(workers_of(thing) for thing in things if isinstance(thing, DividedVariable))
+    if workers is None:
+        return await read()
+    arrays: dict[str, list[Array]] = {}
+    async with workers.operation("CheckpointManager.restore", f"parts of step {step}") as turn:
+        damage = ""
+        try:
+            arrays = await read()
+        except DamagedError as error:
+            damage = str(error)
+        slots = await turn.exchange(damage.encode()[:SLOT_BYTES], no_data)
+    for rank, slot in enumerate(slots):
+        found = slot.rstrip(b"\0").decode("utf-8", "replace")
+        if found:
+            raise DamagedError(f"{found}, as worker {rank} has found")
+    return arrays
 
 
 @final
@@ -139,6 +175,15 @@ class Plan:
     def keys(self) -> list[str]:
         """The entries of the checkpoint that have to be read."""
         return [*(entry.key for entry in self.direct), *self.deferred]
+
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """Return which elements of divided variables this worker needs, by key."""
+        found = {}
+        for entry in self.direct:
+            if isinstance(entry.thing, DividedVariable):
+                division = entry.thing.division_now()
+                found[entry.key] = division.ranges[division.rank]
+        return found
 
 
 def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
@@ -228,8 +273,10 @@ def components_for(variable: Variable, record: EntryRecord, saved: Sequence[Arra
     """
     here = len(variable._cell.components)
     if isinstance(variable, DividedVariable):
-        part = variable.division_now().part_of(aggregated(record, saved))
-        return (_read_only(part.copy()),) * here
+        found, division = aggregated(record, saved), variable.division_now()
+        if found.shape == variable.shape:  # of a slot that was not made when it was read
+            found = division.part_of(found).copy()
+        return (_read_only(found.reshape(division.part_shape)),) * here
     workers = workers_of(variable)
     count = here if workers is None else workers.num_replicas
     if variable.is_mirrored or len(saved) == 1 == count:

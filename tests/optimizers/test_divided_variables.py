@@ -7,13 +7,38 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import MergeMismatchError, NonFiniteError
+from aioreplica.checkpoint import LocalStorage
+from aioreplica.errors import CheckpointError, MergeMismatchError, NonFiniteError, WorkerLostError
 from aioreplica.values import DividedVariable
+from tests.checkpoint.simulated_files import FaultyStorage
 from tests.strategies.workers import communicator_of, on_workers, outcomes, strategies
 
 pytestmark = pytest.mark.asyncio
 
 SHAPES = {"table": (211, 300), "rows": (5, 3), "vector": (70_001,)}
+
+
+class CountingStorage(FaultyStorage):
+    """A folder that counts the bytes that are read of data files, or cannot read them."""
+
+    def __init__(self, directory: Path, read: list[int], *, is_broken: bool = False) -> None:
+        super().__init__(LocalStorage(directory), OSError, None)
+        self.read, self.is_broken = read, is_broken
+
+    def open(self, path: str) -> Any:
+        source = super().open(path)
+        if not path.endswith(".safetensors"):
+            return source
+        read_into = source.read_into  # of the file itself
+
+        def counted(offset: int, buffer: memoryview) -> int:
+            if self.is_broken:
+                raise OSError(5, "Input/output error")
+            self.read.append(len(buffer))
+            return int(read_into(offset, buffer))
+
+        source.read_into = counted
+        return source
 
 
 class Model:
@@ -263,14 +288,102 @@ async def test_a_checkpoint_goes_on_with_any_number_of_workers(
             assert await manager.restore(model.state()) == 2
             found = await manager.read(2, "variables/0", np.s_[3:5, :2])
             assert found.tobytes() == (await model.variables[0].read(np.s_[3:5, :2])).tobytes()
-        await strategy.run(lambda: None)
         bits = await model.bits()
-        await model.train(1, first=2)  # slots are there
+        await model.train(1, first=2)
+        async with ar.CheckpointManager(tmp_path) as manager:  # now that slots are there
+            assert await manager.restore(model.state()) == 2
+        assert await model.bits() == {**saved, **await model.bits()} == saved
         return bits
 
     saved = (await on_workers(2, 1, begin))[0]
     for found in await on_workers(*later, go_on):
         assert {key: saved[key] for key in found} == found
+
+
+async def test_each_worker_reads_its_part_of_a_checkpoint_only(tmp_path: Path) -> None:
+    shape = (4096, 512)  # 8 MiB
+
+    async def save(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            w = ar.Variable(start(np.random.default_rng(0), shape), name="w")
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(1, {"w": w})
+
+    async def restore(strategy: ar.Strategy) -> Any:
+        with strategy.scope():
+            w: Any = ar.Variable(
+                lambda begin, end: np.zeros((end - begin, shape[1]), "float32"),
+                shape=shape, sharding=ar.Shard(), name="w",
+            )  # fmt: skip
+        async with ar.CheckpointManager(CountingStorage(tmp_path, read)) as manager:
+            await manager.restore({"w": w})
+        return w.local_rows, w.local.copy()
+
+    read: list[int] = []
+    await on_workers(1, 1, save)
+    expected = start(np.random.default_rng(0), shape)
+    for rows, part in await on_workers(4, 1, restore):
+        assert part.tobytes() == expected[rows].tobytes()
+    assert sum(read) < 9 * 2**20 + 4 * 2**20  # four times a quarter, and the ends of chunks
+
+
+def damage_the_last_row(folder: Path) -> None:
+    [path] = folder.glob("step-*2/data-*")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+async def test_damage_in_the_part_of_one_worker_is_damage_for_all(tmp_path: Path) -> None:
+    async def save(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            w = ar.Variable(np.ones((1024, 1024), "float32"), name="w")
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(1, {"w": w})
+            await w.assign_add(w)
+            await manager.save(2, {"w": w})
+
+    await on_workers(1, 1, save)
+    damage_the_last_row(tmp_path)
+
+    async def restore(strategy: ar.Strategy) -> Any:
+        with strategy.scope():
+            w: Any = ar.Variable(np.zeros((1024, 1024), "float32"), sharding=ar.Shard(), name="w")
+        async with ar.CheckpointManager(tmp_path) as manager:
+            with pytest.raises(CheckpointError, match=r"fail.* checksum, as worker 1 has found"):
+                await manager.restore({"w": w}, 2)
+            assert w.version == 0
+            assert await manager.restore({"w": w}) == 1
+        return float(w.local.sum())
+
+    with pytest.warns(RuntimeWarning, match="as worker 1 has found"):
+        found = await on_workers(2, 1, restore)
+    assert found == [512 * 1024.0] * 2
+
+
+async def test_a_worker_that_cannot_read_its_part_ends_the_restore_of_all(tmp_path: Path) -> None:
+    async def save(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            w = ar.Variable(np.ones((1024, 1024), "float32"), name="w")
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(1, {"w": w})
+
+    async def restore(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            w: Any = ar.Variable(np.zeros((1024, 1024), "float32"), sharding=ar.Shard(), name="w")
+        is_broken = w.local_rows.start > 0
+        storage = CountingStorage(tmp_path, [], is_broken=is_broken)
+        try:
+            async with ar.CheckpointManager(storage) as manager:
+                await manager.restore({"w": w})
+        finally:
+            assert w.version == 0
+
+    await on_workers(1, 1, save)
+    first, second = await outcomes(strategies(2, 1), [restore] * 2)
+    assert isinstance(second, CheckpointError)
+    assert isinstance(first, WorkerLostError)
+    assert "CheckpointError" in str(first)
 
 
 async def test_a_write_during_a_step_ends_the_group_on_all_workers() -> None:
