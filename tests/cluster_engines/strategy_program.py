@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -166,6 +167,43 @@ async def parts(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
         part.tobytes() == np.frombuffer(bits[1][0], "f4").reshape(701, 300)[600:2:-7, :5].tobytes()
     )
     return {"same": bits[0] == bits[1], "read": same, "rows": table.local.shape[0]}
+
+
+async def restart(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Train divided state for 100 steps, from a checkpoint if there is one; or die on the way."""
+    folder, kill_at = argument.split("@")
+    first = np.random.default_rng(0).normal(size=(701, 300)).astype("float32")
+    with strategy.scope():
+        table: Any = ar.Variable(
+            lambda begin, end: first[begin:end], shape=first.shape, sharding=ar.Shard()
+        )
+        whole = ar.Variable(first[:50])
+        adam = ar.optimizers.Adam(0.01, shard_state=True)
+    settings = {"steps": 0}
+    state = {"table": table, "whole": whole, "adam": adam, "settings": settings}
+
+    async def step(number: int) -> None:
+        draw = np.random.default_rng(number).normal
+        share = me().replica_id_in_sync_group == 0  # so that sums are exact for any number
+        pairs = [
+            (draw(size=v.shape).astype("float32") * np.float32(share), v) for v in (table, whole)
+        ]
+        await adam.apply_gradients(pairs)
+
+    async with ar.CheckpointManager(folder) as manager:
+        if manager.latest() is not None:
+            await manager.restore(state)
+        began = settings["steps"]
+        while settings["steps"] < 100:
+            await strategy.run(step, (settings["steps"],))
+            settings["steps"] += 1
+            if settings["steps"] % 20 == 0:
+                await manager.save(settings["steps"], state)
+            if settings["steps"] == int(kill_at) and rank_of(strategy) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    parts = [table, *(adam.get_slot(v, name) for v in (table, whole) for name in ("m", "v"))]
+    values = [whole.value, *[await each.read() for each in parts]]
+    return {"began": began, "digest": blake2b(b"".join(map(bytes, values))).hexdigest()}
 
 
 async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:

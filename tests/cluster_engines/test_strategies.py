@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
 def test_parts_of_variables_and_state_have_the_bits_of_whole_ones(launch: Launcher) -> None:
     found = results_of(launch(3, "parts", program=STRATEGY_PROGRAM), 3)
     assert found == [{"same": True, "read": True, "rows": rows} for rows in (234, 234, 233)]
+
+
+def test_killed_training_goes_on_with_another_number_of_workers(tmp_path: Path) -> None:
+    killed = mpi(3, "restart", f"{tmp_path}/state@50", program=STRATEGY_PROGRAM)
+    assert killed.results == {}, killed.output
+
+    rest = results_of(mpi(2, "restart", f"{tmp_path}/state@0", program=STRATEGY_PROGRAM), 2)
+    once = results_of(mpi(1, "restart", f"{tmp_path}/once@0", program=STRATEGY_PROGRAM), 1)
+
+    assert [row["began"] for row in rest] == [40] * 2
+    assert len({row["digest"] for row in [*rest, *once]}) == 1
 
 
 def test_an_all_reduce_passes_few_files_and_classes() -> None:
