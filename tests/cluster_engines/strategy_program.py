@@ -202,7 +202,7 @@ async def restart(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
             if settings["steps"] == int(kill_at) and rank_of(strategy) == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     parts = [table, *(adam.get_slot(v, name) for v in (table, whole) for name in ("m", "v"))]
-    values = [whole.value, *[await each.read() for each in parts]]
+    values = [whole.value, *[p.value if p.is_mirrored else await p.read() for p in parts]]
     return {"began": began, "digest": blake2b(b"".join(map(bytes, values))).hexdigest()}
 
 
