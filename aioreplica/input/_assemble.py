@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, final
 
 import numpy as np
 
-from ..devices import (
-    INLINE_BYTES,
-    CompletionQueue,
-    device,
-    lane_table,
-    run_on_host,
-    run_on_lane,
-)
+from ..devices import INLINE_BYTES, device, run_on_host, run_together
 from ..devices.backends import Backend, find_backends
 from ..tree import TreeSpec, flatten, unflatten
 from ..values import new_per_replica
@@ -481,19 +474,12 @@ class Joiner:
             self.element_spec = spec_of(unflatten(spec, arrays))
 
     async def place(self, parts: list[list[Array]]) -> list[list[Any]]:
-        """Return the parts on their devices; each copy is an op on the device's lane."""
-        port = CompletionQueue.of_running_loop()
-        placed: list[list[Any]] = list(parts)
-        waiting = {
-            i: run_on_lane(lane_table().lane(name), port, _put_all, (backend, parts[i], name), {})
-            for i, (name, backend) in enumerate(
-                zip(self._device_names, self._backends, strict=True)
-            )
-            if backend is not None
-        }
-        for i, leaves in zip(waiting, await asyncio.gather(*waiting.values()), strict=True):
-            placed[i] = leaves
-        return placed
+        """Return the parts on their devices.
+
+        Not copied by the devices' own threads: a device loop keeps those, and waits for batches.
+        """
+        on_devices = zip(self._backends, parts, self._device_names, strict=True)
+        return await run_together([partial(_put_all, *each) for each in on_devices])
 
     def join(self, parts: Sequence[Sequence[object]], spec: TreeSpec) -> Any:
         """Return the batch: PerReplica leaves, or the plain parts of the only replica."""
@@ -513,6 +499,14 @@ def _backend_of_device(name: str) -> Backend | None:
     return None
 
 
-def _put_all(backend: Backend, leaves: list[Array], device: str) -> list[Any]:
+def _put_all(backend: Backend | None, leaves: list[Array], device: str) -> list[Any]:
+    """Copy to a device, and wait until that is done: who reads it is on another stream."""
+    if backend is None:
+        return leaves
     with backend.scope(device):
-        return [backend.put(leaf, device) for leaf in leaves]
+        placed = [backend.put(leaf, device) for leaf in leaves]
+        if backend.has_streams:
+            for leaf in placed:
+                backend.keep(leaf)
+            backend.synchronise(device)
+    return placed

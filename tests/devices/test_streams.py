@@ -362,6 +362,39 @@ async def test_batches_are_on_the_device_before_a_step_has_them(pair: ar.Mirrore
 
 
 @pytest.mark.asyncio
+async def test_a_batch_that_is_dropped_is_given_back_behind_its_readers(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async with pair.distribute_dataset([np.arange(4.0)]) as batches:
+        iterator = aiter(batches)
+        results = [x + 1 for x in pair.local_results(await anext(iterator))]  # enqueued
+        assert [result async for result in iterator] == []  # nobody has the batch any more
+
+        assert [result.tolist() for result in results] == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.asyncio
+async def test_batches_come_to_a_device_whose_thread_waits_for_them(
+    pair: ar.MirroredStrategy,
+) -> None:
+    """The thread of a device loop: a copy that is queued behind it would never begin."""
+    seen: list[Any] = []
+
+    def step(_ctx: Any, x: Any) -> None:
+        assert x.is_cuda if is_on_gpu() else isinstance(x, streams.DeviceArray)
+        seen.append(doubled(x).tolist())
+
+    data = ar.ArrayDataset(np.arange(16.0), 4)
+    async with pair.distribute_dataset(data) as batches, asyncio.timeout(60):
+        iterator = aiter(batches)
+        first = await pair.run_steps(step, iterator, 3)
+        rest = await pair.run_steps(step, iterator, 3)
+
+    assert (first.steps_run, rest.steps_run) == (3, 1)
+    assert sorted(seen) == [[4.0 * i, 4.0 * i + 2.0] for i in range(8)]
+
+
+@pytest.mark.asyncio
 async def test_a_variable_takes_the_numbers_of_an_op(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         total = ar.Variable(np.zeros(2), aggregation="sum")
